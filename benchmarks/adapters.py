@@ -1,4 +1,8 @@
-"""Memory of four agents with adapters on one model over one's, peak and kept, in a trainer's rank and an engine."""
+"""Memory of four agents with LoRA adapters on one shared model, relative to one agent: in a trainer and in an engine.
+
+For comparison it also measures four agents with a model each. Every figure is measured in a process
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.support.process import PEAK, UNMAPPED, memory_bytes
+from benchmarks.support.result import print_result
 from benchmarks.support.training import LR, make_model, make_sample
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import Objective
@@ -31,66 +37,104 @@ from rollout.models.tensors import read_tensors
 from rollout.records.trajectory import Sampling
 from rollout.sync.shared import SharedWeights
 
-AGENTS, HIDDEN, LAYERS, VOCAB, TOKENS, ROWS = 4, 640, 12, 16384, 256, 8
-RANK = 4  # 0.6 % of the hidden size, which is what rank 16 is of Qwen3-4B's: an adapter is as large beside its model
-KINDS = {
-    "one": (1, True),
-    "together": (AGENTS, False),
-    "apart": (AGENTS, True),
-}  # agents, each on a model of its own
+AGENTS = 4
+HIDDEN = 640
+LAYERS = 12
+VOCAB = 16384
+TOKENS = 256
+ROWS = 8  # concurrent replies of all agents
+# The rank is 0.6 % of the hidden size, like rank 16 in Qwen3-4B, so that the adapter has about the
+# same share of the model.
+RANK = 4
+GOAL = 1.15
 
 
-def memory() -> dict[str, float]:
-    """GiB of this process: the most so far, and what it has of its own now, without mapped files."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    sizes = {
-        name: int(status[name].split()[0]) / 2**20 for name in ("VmHWM", "RssAnon", "RssShmem")
-    }
-    return {"at its peak": sizes["VmHWM"], "kept": sizes["RssAnon"] + sizes["RssShmem"]}
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Number of agents, and whether each of them has a model of its own."""
+
+    agents: int
+    separate: bool
 
 
-def train(folder: str, agents: int, apart: bool) -> object:
-    """Two updates of every agent; what holds them."""
+SETUPS = {
+    "one": Setup(agents=1, separate=True),
+    "shared": Setup(agents=AGENTS, separate=False),
+    "separate": Setup(agents=AGENTS, separate=True),
+}
+
+
+def train(folder: str, setup: Setup) -> object:
+    """Update every agent twice, and return the trainers, so that their memory stays allocated."""
     init_process_groups(rank=0, threads=1)
-    ids = torch.randint(0, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (TOKENS,), generator=generator).tolist()
     batches = pack([make_sample(ids[: TOKENS // 2], ids[TOKENS // 2 :])], TOKENS)
     spec = TrainerSpec(model=folder, lr=LR, objective=Objective())
     trainers: list[MegatronTrainer] = []
-    for seed in range(agents):
-        own = replace(spec, lora=LoraConfig(rank=RANK, alpha=2.0 * RANK), lora_seed=seed)
-        trainers.append(MegatronTrainer(own, trainers[0] if trainers and not apart else None))
+    for seed in range(setup.agents):
+        lora = LoraConfig(rank=RANK, alpha=2.0 * RANK)
+        base = trainers[0] if trainers and not setup.separate else None
+        trainers.append(MegatronTrainer(replace(spec, lora=lora, lora_seed=seed), base))
     for trainer in 2 * trainers:
         trainer.update(batches)
     return trainers
 
 
-def play(folder: str, agents: int, apart: bool) -> object:
-    """As many replies by every agent's engine as by the one that has all adapters; what holds them."""
-    shape = read_architecture(folder)
+def generate(folder: str, setup: Setup) -> object:
+    """Generate `ROWS` replies in all, and return the engines and weights, so that their memory stays allocated."""
+    architecture = read_architecture(folder)
     adapter = AdapterShape(rank=RANK, scale=2.0, targets=get_args(Projection))
-    engines, places = [], []
-    for numbers in [[n] for n in range(agents)] if apart else [range(agents)]:
-        decoder = CachedDecoder(shape, TOKENS, adapters=[adapter for _ in numbers])
+    adapters_per_engine = 1 if setup.separate else setup.agents
+    engine_count = setup.agents // adapters_per_engine
+    engines = []
+    weights = []
+    for _ in range(engine_count):
+        decoder = CachedDecoder(architecture, TOKENS, adapters=[adapter] * adapters_per_engine)
         decoder.load(read_tensors(folder))
         assert decoder.adapters is not None
-        for number, _ in enumerate(
-            numbers, 1
-        ):  # as an actor maps what a trainer writes: this version and the next
-            places.append(SharedWeights(None, shape, adapter))
-            for half in places[-1].halves:
+        for number in range(1, adapters_per_engine + 1):
+            # An actor maps two versions of the weights that a trainer writes: this one and the next.
+            shared_weights = SharedWeights(None, architecture, adapter)
+            weights.append(shared_weights)
+            for half in shared_weights.halves:
                 half.fill((name, torch.zeros(size)) for name, (size, _) in half.places.items())
                 decoder.adapters.put(number, half)
-        engines.append(EmbeddedEngine(decoder, rows=ROWS // agents if apart else ROWS))
+        engines.append(EmbeddedEngine(decoder, rows=ROWS // engine_count))
+
     for number in range(ROWS):
-        own = engines[number % len(engines)]
-        prompt, adapter_of = [number + 1] * (TOKENS // 2), 1 if apart else 1 + number % agents
-        own.submit(
-            number, prompt, Sampling(max_tokens=TOKENS // 4, seed=number), adapter=adapter_of
-        )
+        engine = engines[number % engine_count]
+        prompt = [number + 1] * (TOKENS // 2)
+        sampling = Sampling(max_tokens=TOKENS // 4, seed=number)
+        engine.submit(number, prompt, sampling, adapter=1 + number % adapters_per_engine)
     for engine in engines:
         while engine.has_work:
             engine.step()
-    return engines, places
+    return engines, weights
+
+
+PARTS: dict[str, Callable[[str, Setup], object]] = {"trainer": train, "engine": generate}
+
+
+def measure_this_process(part: str, setup_name: str, folder: str) -> None:
+    """Print the growth of this process in GiB: of its peak, and of its unmapped memory at the end."""
+    torch.set_num_threads(1)
+    read_architecture(folder)  # imports libraries that should not be counted
+    peak_before = memory_bytes(PEAK)
+    unmapped_before = memory_bytes(UNMAPPED)
+    result = PARTS[part](folder, SETUPS[setup_name])
+    peak = memory_bytes(PEAK) - peak_before
+    unmapped = memory_bytes(UNMAPPED) - unmapped_before
+    del result
+    print(peak / 2**30, unmapped / 2**30)
+
+
+def measure(part: str, setup_name: str, folder: str) -> tuple[float, float]:
+    """Run `measure_this_process` in a new process; return peak and final memory in GiB."""
+    command = [sys.executable, __file__, "--only", part, setup_name, folder]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    peak, unmapped = map(float, process.stdout.splitlines()[-1].split())
+    return peak, unmapped
 
 
 def main() -> None:
@@ -98,36 +142,31 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs=3,
-        metavar=("PART", "KIND", "FOLDER"),
-        help="print the peak GiB of one process",
+        metavar=("PART", "SETUP", "FOLDER"),
+        help="print the memory of one setup in GiB",
     )
     only = parser.parse_args().only
     if only:
-        part, kind, folder = only
-        torch.set_num_threads(1)
-        read_architecture(folder)
-        before = memory()
-        held = {"trainer": train, "engine": play}[part](folder, *KINDS[kind])
-        after = memory()
-        print(*(after[name] - before[name] for name in after))
-        del held
+        measure_this_process(*only)
         return
+
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocab=VOCAB, hidden=HIDDEN, layers=LAYERS)
-        for part in ("trainer", "engine"):
-            found = {}
-            for kind in KINDS:
-                command = [sys.executable, __file__, "--only", part, kind, folder]
-                run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                found[kind] = [float(number) for number in run.stdout.splitlines()[-1].split()]
-            for what, one, together, apart in zip(memory(), *found.values(), strict=True):
-                ratios.append(together / one)
+        for part in PARTS:
+            one_agent = measure(part, "one", folder)
+            shared = measure(part, "shared", folder)
+            separate = measure(part, "separate", folder)
+            for label, one_gib, shared_gib, separate_gib in zip(
+                ("peak", "at the end"), one_agent, shared, separate, strict=True
+            ):
+                ratios.append(shared_gib / one_gib)
                 print(
-                    f"{part}, {what}: one agent {one:.3f} GiB; {AGENTS} agents on one model {together:.3f} "
-                    f"({together / one:.2f} times), on {AGENTS} {apart:.3f} ({apart / one:.2f})"
+                    f"{part}, {label}: one agent {one_gib:.3f} GiB; {AGENTS} agents on one model "
+                    f"{shared_gib:.3f} ({shared_gib / one_gib:.2f} times), on {AGENTS} models "
+                    f"{separate_gib:.3f} ({separate_gib / one_gib:.2f})"
                 )
-    print(f"name=adapters ratio={max(ratios):.2f} at_most=1.15 reference=one_agent n=1")
+    print_result("adapters", max(ratios), goal=GOAL, at_most=True, reference="one_agent", repeats=1)
 
 
 if __name__ == "__main__":

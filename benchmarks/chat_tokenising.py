@@ -1,7 +1,7 @@
-"""Share of a chat's generation time that its prompts cost in tokenising, and how long they hold up the event loop.
+"""CPU time of tokenising a chat's prompts as a share of its generation time, and delays of the event loop.
 
-A turn samples 100 tokens, a call of a tool, and reads a result of 150. Generation is counted at 100 tokens a second,
-which a chat rarely gets from a large model; tokenising is the CPU time of making all 128 prompts.
+A turn samples about 100 tokens, a tool call, and reads a result of 150. Generation is counted at 100
+tokens per second, which a chat rarely gets from a large model.
 """
 
 import asyncio
@@ -11,20 +11,26 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.engines import ChatState, EngineClient
 from rollout.models.chat_template import Renderer
 from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import Message, Sampling, Turn
+from rollout.records.trajectory import Message, Sampling
 from tests.support.played import turn
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import QWEN25
 
-TURNS, SAMPLED, RATE, CHATS, REPEATS, GOAL = 128, 100, 100.0, 16, 3, 2.0
+TURNS = 128
+REPLY_TOKENS = 100
+TOKENS_PER_S = 100.0
+CHATS = 16
+REPEATS = 3
+GOAL = 2.0  # percent
+SLEEP_S = 0.005
 SEARCH = ToolSchema(
     name="search", description="Search.", parameters={"type": "object", "properties": {}}
 )
@@ -35,73 +41,81 @@ OPENING = (
 RESULT = "Ada has 12 coins and sells 7 cups. " * 10
 
 
-def reply(renderer: Renderer) -> tuple[str, tuple[int, ...]]:
-    """A reply of about SAMPLED tokens, and those."""
-    ask = "how many coins are left "
+def make_reply(renderer: Renderer) -> tuple[str, tuple[int, ...]]:
+    """Return a tool call of at least REPLY_TOKENS tokens, as text and as token ids."""
+    query = "how many coins are left "
     text = ""
-    while len(renderer.encode(text)) < SAMPLED:
-        text, ask = (
-            f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{ask}"}}}}\n</tool_call>',
-            ask * 2,
+    while len(renderer.encode(text)) < REPLY_TOKENS:
+        text = (
+            f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{query}"}}}}\n</tool_call>'
         )
+        query += query
     return text, renderer.encode_reply(text)
 
 
-async def chat(client: EngineClient, raw: str) -> float:
-    """CPU seconds of the prompts of one chat."""
-    messages, before, spent = OPENING, None, 0.0
+async def hold_chat(client: EngineClient, reply_text: str) -> float:
+    """Hold one chat of TURNS turns; return the CPU seconds of its prompts."""
+    messages = OPENING
+    previous_turn = None
+    cpu_s = 0.0
     for index in range(TURNS):
         began = time.process_time()
-        said = await client.say(
-            messages, Sampling(max_tokens=400), ChatState(id="c", tools=(SEARCH,), before=before)
+        reply = await client.say(
+            messages,
+            Sampling(max_tokens=400),
+            ChatState(id="c", tools=(SEARCH,), before=previous_turn),
         )
-        spent += time.process_time() - began
-        assert said.root is False
-        before = as_turn(index, said.prompt_ids, said.completion.token_ids, messages)
-        answered = Message(role="tool", content=RESULT, answers="0")
-        messages = (*messages, Message(role="assistant", content="", raw=raw), answered)
-    return spent
+        cpu_s += time.process_time() - began
+        assert reply.root is False
+        previous_turn = turn(
+            index,
+            prompt_ids=reply.prompt_ids,
+            completion_ids=reply.completion.token_ids,
+            messages=messages,
+        )
+        call = Message(role="assistant", content="", raw=reply_text)
+        result = Message(role="tool", content=RESULT, answers="0")
+        messages = (*messages, call, result)
+    return cpu_s
 
 
-def as_turn(
-    index: int, prompt: tuple[int, ...], completion: tuple[int, ...], messages: tuple[Message, ...]
-) -> Turn:
-    """The turn as the next prompt needs it."""
-    return turn(index, prompt_ids=prompt, completion_ids=completion, messages=messages)
-
-
-async def delays(client: EngineClient, raw: str) -> list[float]:
-    """Milliseconds by which the event loop is late, while CHATS chats go on at once."""
-    late = []
-    chats = asyncio.gather(*(chat(client, raw) for _ in range(CHATS)))
+async def measure_delays(client: EngineClient, reply_text: str) -> list[float]:
+    """Hold CHATS concurrent chats; return the delays of the event loop in ms."""
+    delays_ms = []
+    chats = asyncio.gather(*(hold_chat(client, reply_text) for _ in range(CHATS)))
     while not chats.done():
         began = time.perf_counter()
-        await asyncio.sleep(0.005)
-        late.append((time.perf_counter() - began - 0.005) * 1e3)
+        await asyncio.sleep(SLEEP_S)
+        delays_ms.append((time.perf_counter() - began - SLEEP_S) * 1e3)
     await chats
-    return late
+    return delays_ms
 
 
 def main() -> None:
-    """Takes the median of several chats."""
+    """Measure several chats; the result is their median."""
     with TemporaryDirectory() as folder:
         model = Path(folder) / "Qwen2"
         make_tiny_model(model)
         (model / "chat_template.jinja").write_text(QWEN25)
         renderer = Renderer(model)
-        raw, ids = reply(renderer)
-        client = EngineClient(engine=ScriptedEngine(lambda prompt, call: ids), renderer=renderer)
-        spent = [asyncio.run(chat(client, raw)) for _ in range(REPEATS)]
-        late = asyncio.run(delays(client, raw))
-    share = 100 * statistics.median(spent) / (TURNS * len(ids) / RATE)
-    print(
-        f"{len(ids)} tokens a reply; prompts of a chat: {', '.join(f'{s:.2f}' for s in spent)} s of CPU"
-    )
-    print(
-        f"{CHATS} chats at once: event loop late by {statistics.quantiles(late, n=100)[98]:.1f} ms (p99)"
-    )
-    print(
-        f"name=chat_tokenising ratio={share:.2f} at_most={GOAL:.2f} reference=percent_of_generation_time n={REPEATS}"
+        reply_text, reply_ids = make_reply(renderer)
+        engine = ScriptedEngine(lambda prompt, call: reply_ids)
+        client = EngineClient(engine=engine, renderer=renderer)
+        cpu_times = [asyncio.run(hold_chat(client, reply_text)) for _ in range(REPEATS)]
+        delays_ms = asyncio.run(measure_delays(client, reply_text))
+    generation_s = TURNS * len(reply_ids) / TOKENS_PER_S
+    percent = 100 * statistics.median(cpu_times) / generation_s
+    shown_times = ", ".join(f"{cpu_s:.2f}" for cpu_s in cpu_times)
+    p99_ms = statistics.quantiles(delays_ms, n=100)[98]
+    print(f"{len(reply_ids)} tokens a reply; prompts of a chat: {shown_times} s of CPU")
+    print(f"{CHATS} concurrent chats: event loop late by {p99_ms:.1f} ms (p99)")
+    print_result(
+        "chat_tokenising",
+        percent,
+        goal=GOAL,
+        at_most=True,
+        reference="percent_of_generation_time",
+        repeats=REPEATS,
     )
 
 

@@ -1,4 +1,4 @@
-"""How much shorter a checkpoint stalls training than when training waits for its files to be on disk."""
+"""Time for which a background checkpoint stalls training, against waiting until its files are on disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from benchmarks.support.training import make_model, make_sample, start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import destroy_process_groups
@@ -22,46 +22,50 @@ from mcore_mas.packing.pack import pack
 GOAL = 3.0
 
 
-def trained(folder: Path) -> MegatronTrainer:
-    """A trainer of 54 million parameters, 650 MB of weights and moments, after one step, which makes the moments."""
+def make_trainer(folder: Path) -> MegatronTrainer:
+    """Return a trainer with 54 million parameters after one step: 650 MB of weights and moments."""
     make_model(folder, vocab=16384, hidden=512, layers=10)
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
-    trainer.update(pack([make_sample((1, 2, 3), (4, 5, 6))], 64))
+    trainer.update(pack([make_sample((1, 2, 3), (4, 5, 6))], 64))  # allocates the moments
     return trainer
 
 
-def seconds(trainer: MegatronTrainer, folder: Path, *, wait: bool) -> tuple[float, float]:
-    """How long training stands still, and how long it takes until the files are on disk."""
+def save(trainer: MegatronTrainer, folder: Path, *, wait: bool) -> tuple[float, float]:
+    """Save a checkpoint; return the seconds of the stall, and those until the files are on disk."""
     began = time.perf_counter()
     trainer.save(folder)
     if wait:
         trainer.written()
-    stall = time.perf_counter() - began
+    stall_s = time.perf_counter() - began
     if not wait:
         trainer.written()
-    return stall, time.perf_counter() - began
+    return stall_s, time.perf_counter() - began
 
 
 def main() -> int:
-    """Save in turns with and without waiting, print both, and say whether the goal is reached."""
+    """Save in turns with and without waiting; return 0 if the goal is reached, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    stalls: dict[bool, list[float]] = {True: [], False: []}
+    synchronous_s: list[float] = []
+    asynchronous_s: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(Path(folder) / "model")
+        trainer = make_trainer(Path(folder) / "model")
         for repeat in range(repeats + 1):
-            for wait in (True, False):
-                stall, done = seconds(trainer, Path(folder) / "checkpoint", wait=wait)
-                if repeat:  # the first finds nothing in place: neither files nor memory
-                    stalls[wait].append(stall)
-                    print(
-                        f"{'synchronous' if wait else 'asynchronous'}: stalls {stall:.2f} s, on disk in {done:.2f} s"
-                    )
+            for label, stalls in (
+                ("synchronous", synchronous_s),
+                ("asynchronous", asynchronous_s),
+            ):
+                wait = stalls is synchronous_s
+                stall_s, total_s = save(trainer, Path(folder) / "checkpoint", wait=wait)
+                # The first repeat allocates files and memory, and is not counted.
+                if repeat:
+                    stalls.append(stall_s)
+                    print(f"{label}: stalls {stall_s:.2f} s, on disk in {total_s:.2f} s")
         destroy_process_groups()
-    ratio = statistics.median(stalls[True]) / statistics.median(stalls[False])
-    print(
-        f"name=checkpoint_save ratio={ratio:.2f} goal={GOAL:.2f} reference=waiting for the disk n={repeats}"
+    ratio = statistics.median(synchronous_s) / statistics.median(asynchronous_s)
+    print_result(
+        "checkpoint_save", ratio, goal=GOAL, reference="waiting for the disk", repeats=repeats
     )
     return 0 if ratio >= GOAL else 1
 

@@ -1,4 +1,4 @@
-"""Turns per second of one core's time that the controller drives, with an engine that answers at once."""
+"""Turns per second of CPU time that the controller drives, with an engine that answers at once."""
 
 import asyncio
 import statistics
@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from rollout.engines import EngineClient
 from rollout.environments.protocol import Step
 from rollout.orchestras.sequential import solver_verifier
@@ -19,44 +19,49 @@ from rollout.teams.roles import ROLES, Agent
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching
 
-TASKS, GROUP, LOOPS, REPEATS, GOAL, TIMES = 64, 8, 4, 5, 10_000, 2.0
+TASKS = 64
+GROUP = 8
+LOOPS = 4
+# Every reply is malformed, so the verifier never approves, and the solver has the last turn.
+TURNS_PER_TRAJECTORY = 2 * LOOPS - 1
+REPEATS = 5
+REFERENCE_RATE = 10_000  # turns per second
+GOAL = 2.0
 TREE = Branching(width=4)
-PROMPT, REPLY, TEXT = (
-    tuple(range(512)),
-    tuple(range(128)),
-    "a thought on the problem, and some more words. " * 10,
-)
+PROMPT_IDS = tuple(range(512))
+REPLY_IDS = tuple(range(128))
+TEXT = "a thought on the problem, and some more words. " * 10
 
 
-class Constant:
-    """A renderer that costs nothing: what it would cost is the tokenizer's."""
+class ConstantRenderer:
+    """Renderer without work; a real one would mostly run the tokenizer."""
 
-    stop = (REPLY[-1],)
+    stop = (REPLY_IDS[-1],)
 
     def render(self, messages: object) -> tuple[int, ...]:
-        return PROMPT
+        return PROMPT_IDS
 
     def decode(self, token_ids: object) -> str:
         return TEXT
 
 
-class Instant:
-    """An engine that costs nothing either."""
+class InstantEngine:
+    """Engine that returns the same reply at once."""
 
     version = 0
-    reply = Completion(
-        token_ids=REPLY,
-        logprobs=(0.0,) * len(REPLY),
+    completion = Completion(
+        token_ids=REPLY_IDS,
+        logprobs=(0.0,) * len(REPLY_IDS),
         finish_reason="stop",
-        versions=(VersionSpan(version=0, start=0, end=len(REPLY)),),
+        versions=(VersionSpan(version=0, start=0, end=len(REPLY_IDS)),),
     )
 
     async def generate(self, prompt_ids: object, sampling: object) -> Completion:
-        return self.reply
+        return self.completion
 
 
-class Yes:
-    """An environment that pays 1."""
+class AlwaysRewarding:
+    """Environment that rewards every action with 1."""
 
     def __init__(self, task: Task) -> None:
         pass
@@ -68,48 +73,58 @@ class Yes:
         return Step(reward=1.0, metrics={"answered": 1.0})
 
 
-def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
-    """Of one collection; every reply is malformed, so each line has 2 · LOOPS − 1 turns.
+async def run_orchestra(*arguments: object) -> None:
+    await solver_verifier(*arguments, max_loops=LOOPS)
 
-    The process's own time, which other processes on the machine do not lengthen.
+
+async def collect(step: int, tree: Branching | None) -> float:
+    """Collect one batch; return its turns per second of this process's CPU time.
+
+    The CPU time of this process does not depend on other processes of the machine. It is measured
+    inside the event loop, as in a training, because Python 3.11 formats the whole result of the
+    loop's main task at its end.
     """
-    sampling = Sampling(max_tokens=len(REPLY))
+    sampling = Sampling(max_tokens=len(REPLY_IDS))
     agents = {
         name: Agent(name=name, role=ROLES[name], policy="p", sampling=sampling)
         for name in ("solver", "verifier")
     }
-    team = Team(agents, {"p": EngineClient(engine=Instant(), renderer=Constant())})
+    client = EngineClient(engine=InstantEngine(), renderer=ConstantRenderer())
     tasks = [
         Task(id=str(n), prompt=f"{n}: {TEXT}", answers=("1",), env="yes", source="s", split="train")
         for n in range(TASKS)
     ]
 
-    async def orchestra(*who: object) -> None:
-        await solver_verifier(*who, max_loops=LOOPS)
+    began = time.process_time()
+    collector = Collector(
+        team=Team(agents, {"p": client}),
+        make_env=AlwaysRewarding,
+        orchestra=run_orchestra,
+        seed=0,
+        step=step,
+        options=CollectOptions(tree=tree),
+    )
+    groups = await collector.collect(tasks, GROUP)
+    seconds = time.process_time() - began
 
-    async def timed() -> float:
-        """As a training collects, in a loop that goes on: Python 3.11 spells out what a loop's main task returns."""
-        start, options = time.process_time(), CollectOptions(tree=tree)
-        own = Collector(
-            team=team, make_env=Yes, orchestra=orchestra, seed=0, step=repeat, options=options
-        )
-        groups = await own.collect(tasks, GROUP)
-        seconds = time.process_time() - start
-        turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
-        assert turns == TASKS * GROUP * (2 * LOOPS - 1) * (tree.width if tree else 1)
-        return turns / seconds
-
-    return asyncio.run(timed())
+    turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
+    width = tree.width if tree else 1
+    assert turns == TASKS * GROUP * TURNS_PER_TRAJECTORY * width
+    return turns / seconds
 
 
 def main() -> None:
-    """Takes the median of several collections."""
-    rates = [turns_per_second(repeat) for repeat in range(REPEATS)]
-    print(f"lines: {', '.join(f'{rate:.0f}' for rate in rates)} turns/s")
-    print(f"trees of width {TREE.width}, replays included: {turns_per_second(0, TREE):.0f} turns/s")
-    ratio = statistics.median(rates) / GOAL
-    print(
-        f"name=controller_overhead ratio={ratio:.2f} goal={TIMES:.2f} reference=10k_turns_per_s n={REPEATS}"
+    """Measure several collections; the result is the median."""
+    rates = [asyncio.run(collect(step, tree=None)) for step in range(REPEATS)]
+    print(f"without branching: {', '.join(f'{rate:.0f}' for rate in rates)} turns/s")
+    tree_rate = asyncio.run(collect(0, TREE))
+    print(f"trees of width {TREE.width}, with replays: {tree_rate:.0f} turns/s")
+    print_result(
+        "controller_overhead",
+        statistics.median(rates) / REFERENCE_RATE,
+        goal=GOAL,
+        reference="10k_turns_per_s",
+        repeats=REPEATS,
     )
 
 

@@ -1,42 +1,48 @@
-"""Estimating the advantages of a million turns on one core, from their ids and rewards, against a budget of 2 s."""
+"""CPU time and memory of estimating the advantages of a million turns on one core, against a budget of 2 s."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from mcore_mas.equations.advantages import ESTIMATORS
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.support.process import cpu_time, memory_bytes
+from benchmarks.support.result import print_result
+from mcore_mas.equations.advantages import ESTIMATORS, TOKEN_LEVEL_ESTIMATORS
 from mcore_mas.equations.turns import Turns
 
-_GROUP, _TURNS = 8, 4  # trajectories per task, turns per trajectory
+_GROUP_SIZE = 8
+_TURNS_PER_TRAJECTORY = 4
+_TOKENS_PER_TURN = 8
 _BUDGET_S = 2.0
-_NEED_TOKENS = ("gae", "reinforce_pp", "reinforce_pp_baseline")
 
 
-def make(n: int) -> Turns:
-    """n turns of two agents in trajectories of four turns and groups of eight, eight tokens a turn."""
-    place = torch.arange(n)
-    trajectory, turn = place // _TURNS, place % _TURNS
+def make_turns(n: int) -> Turns:
+    """Return n turns of two agents, in trajectories of four turns and groups of eight, with eight tokens each."""
+    index = torch.arange(n)
+    trajectory = index // _TURNS_PER_TRAJECTORY
+    turn = index % _TURNS_PER_TRAJECTORY
+    task = trajectory // _GROUP_SIZE
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.full((n,), 8)
+    lengths = torch.full((n,), _TOKENS_PER_TURN)
     return Turns(
         scores=torch.rand(n, dtype=torch.float64, generator=generator),
         keys={
             "policy": torch.zeros(n, dtype=torch.int64),
-            "task": trajectory // _GROUP,
+            "task": task,
             "trajectory": trajectory,
             "agent": turn % 2,
             "turn": turn,
             "round": turn // 2,
-            "state": (trajectory // _GROUP) * _TURNS + turn,
-            "node": place,
-            "parent": torch.where(turn > 0, place - 1, -1),
+            "state": task * _TURNS_PER_TRAJECTORY + turn,
+            "node": index,
+            "parent": torch.where(turn > 0, index - 1, -1),
         },
         lengths=lengths,
         steps=torch.rand(n, 4, dtype=torch.float64, generator=generator),
@@ -45,17 +51,16 @@ def make(n: int) -> Turns:
     )
 
 
-def seconds(function: Callable[[], object], repeats: int) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.process_time()
-        function()
-        best = min(best, time.process_time() - started)
-    return best
+def run_all_estimators(n: int) -> None:
+    """Run every estimator once on n turns, and print the peak memory of this process in GiB."""
+    turns = make_turns(n)
+    for estimator in ESTIMATORS.values():
+        estimator(turns)
+    print(memory_bytes() / 2**30)
 
 
 def peak_gib(n: int) -> float:
-    """Peak memory of a process of its own that estimates n turns."""
+    """Return the peak memory of a new process that runs every estimator on n turns."""
     command = [sys.executable, __file__, "--peak", "--turns", str(n)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -67,34 +72,36 @@ def main() -> None:
     parser.add_argument(
         "--peak",
         action="store_true",
-        help="only run every estimator once and print the peak memory",
+        help="only run every estimator once, and print the peak memory",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.peak:
-        turns = make(options.turns)
-        for estimator in ESTIMATORS.values():
-            estimator(turns)
-        # getrusage would still know the peak of the process that started this one
-        status = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-        )
-        print(int(status["VmHWM"].split()[0]) / 2**20)
+        run_all_estimators(options.turns)
         return
-    half, full = make(options.turns // 2), make(options.turns)
-    slowest = 0.0
+
+    all_turns = make_turns(options.turns)
+    half_turns = make_turns(options.turns // 2)
+    slowest_s = 0.0
     for name, estimator in ESTIMATORS.items():
-        taken = seconds(lambda estimator=estimator: estimator(full), options.repeats)
-        part = seconds(lambda estimator=estimator: estimator(half), options.repeats)
-        unit = "8 M tokens" if name in _NEED_TOKENS else "turns"
-        print(f"{name:22s} {taken:6.2f} s   half of them {part:6.2f} s   ({unit})")
-        slowest = max(slowest, taken)
-    empty, part, whole = (peak_gib(n) for n in (1000, options.turns // 2, options.turns))
+        all_s = cpu_time(lambda estimator=estimator: estimator(all_turns), options.repeats)
+        half_s = cpu_time(lambda estimator=estimator: estimator(half_turns), options.repeats)
+        unit = "tokens" if name in TOKEN_LEVEL_ESTIMATORS else "turns"
+        print(f"{name:22s} {all_s:6.2f} s   half of them {half_s:6.2f} s   (by {unit})")
+        slowest_s = max(slowest_s, all_s)
+
+    base_gib = peak_gib(1000)
+    half_gib = peak_gib(options.turns // 2) - base_gib
+    all_gib = peak_gib(options.turns) - base_gib
     print(
-        f"peak memory above that of 1000 turns: {whole - empty:.2f} GiB, half of them {part - empty:.2f} GiB"
+        f"peak memory above that of 1000 turns: {all_gib:.2f} GiB, half of them {half_gib:.2f} GiB"
     )
-    print(
-        f"name=credit ratio={_BUDGET_S / slowest:.2f} goal=1.00 reference=2s_per_million_turns n={options.repeats}"
+    print_result(
+        "credit",
+        _BUDGET_S / slowest_s,
+        goal=1.0,
+        reference="2s_per_million_turns",
+        repeats=options.repeats,
     )
 
 

@@ -1,4 +1,4 @@
-"""The deterministic mode: its time to decode over the other mode's, and how far trainer and engine are apart."""
+"""Time of decoding in deterministic mode, against the default mode, and agreement of trainer and engine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.embedded_engine import MAX_LENGTH, VOCAB, make_load, run_engine
+from benchmarks.support.result import print_result
 from benchmarks.support.training import make_model, make_sample
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective
@@ -26,61 +27,79 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Completion
 
 SEED = 3
+GOAL = 2.0
+MICROBATCH_TOKENS = 4096
 
 
-class Recording(EmbeddedEngine):
-    """Keeps what it said."""
+class RecordingEngine(EmbeddedEngine):
+    """Engine that records the prompt and the completion of every request."""
 
     def step(self) -> list[tuple[int, Completion]]:
-        prompts = {r.id: r.prompt.tolist() for r in self._waiting}
-        self.asked = getattr(self, "asked", {}) | prompts
-        done = super().step()
-        self.said = [*getattr(self, "said", []), *((self.asked[i], c) for i, c in done)]
-        return done
+        prompts = {request.id: request.prompt.tolist() for request in self._waiting}
+        self.prompts = getattr(self, "prompts", {}) | prompts
+        finished = super().step()
+        pairs = [(self.prompts[number], completion) for number, completion in finished]
+        self.completions = [*getattr(self, "completions", []), *pairs]
+        return finished
 
 
-def samples_of(engine: Recording) -> list[Sample]:
-    """Its completions as turns."""
+def recorded_samples(engine: RecordingEngine) -> list[Sample]:
+    """Return the recorded completions as samples with the engine's log-probabilities."""
     return [
-        replace(make_sample(prompt, c.token_ids, n), behaviour=c.logprobs)
-        for n, (prompt, c) in enumerate(engine.said)
+        replace(make_sample(prompt, completion.token_ids, number), behaviour=completion.logprobs)
+        for number, (prompt, completion) in enumerate(engine.completions)
     ]
 
 
-def agreement(trainer: MegatronTrainer, samples: list[Sample], share: bool) -> str:
-    """How far the engine's log-probabilities are from the trainer's."""
-    batches = pack(samples, 4096, share=share)
-    scored = unpack(batches, trainer.score(batches), samples)
-    ours = torch.tensor([p for s in samples for p in s.behaviour])
-    gap = torch.tensor([p for one in scored for p in one]) - ours
+def describe_agreement(trainer: MegatronTrainer, samples: Sequence[Sample], share: bool) -> str:
+    """Describe the gap between the log-probabilities of the trainer and of the engine."""
+    batches = pack(samples, MICROBATCH_TOKENS, share=share)
+    trainer_rows = unpack(batches, trainer.score(batches), samples)
+    trainer_logprobs = torch.tensor([value for row in trainer_rows for value in row])
+    engine_logprobs = torch.tensor([value for sample in samples for value in sample.behaviour])
+    gap = trainer_logprobs - engine_logprobs
     k3 = (gap.expm1() - gap).mean()
-    equal = (gap == 0).float().mean()
-    return f"largest gap {gap.abs().max():.1e}, k3 divergence {k3:.1e}, {100 * equal:.1f} % of {len(gap)} equal to the bit"  # noqa: E501
+    equal_share = (gap == 0).float().mean()
+    return (
+        f"largest gap {gap.abs().max():.1e}, k3 divergence {k3:.1e}, {100 * equal_share:.1f} % of "
+        f"{len(gap)} equal to the bit"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    load, ratios = make_load(SEED), []
+    load = make_load(SEED)
+    ratios = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocab=VOCAB, hidden=128, layers=4)
         init_process_groups(rank=0, threads=1)
-        trainer = MegatronTrainer(
-            TrainerSpec(model=folder, objective=Objective(), deterministic=True)
-        )
+        spec = TrainerSpec(model=folder, objective=Objective(), deterministic=True)
+        trainer = MegatronTrainer(spec)
         for _ in range(repeats):
-            seconds = {}
-            for mode in (False, True):
-                engine = Recording.from_folder(folder, max_length=MAX_LENGTH, deterministic=mode)
-                seconds[mode] = run_engine(engine, load, SEED)
-            ratios.append(seconds[True] / seconds[False])
-            print({m: f"{s:.2f}" for m, s in seconds.items()}, engine.stats)
-        samples = samples_of(engine)
+            default = RecordingEngine.from_folder(folder, max_length=MAX_LENGTH)
+            default_s = run_engine(default, load, SEED)
+            deterministic = RecordingEngine.from_folder(
+                folder, max_length=MAX_LENGTH, deterministic=True
+            )
+            deterministic_s = run_engine(deterministic, load, SEED)
+            ratios.append(deterministic_s / default_s)
+            print(
+                f"default {default_s:.2f} s, deterministic {deterministic_s:.2f} s",
+                deterministic.stats,
+            )
+        samples = recorded_samples(deterministic)
         for share in (False, True):
-            print(f"prefixes shared by the trainer: {share}; {agreement(trainer, samples, share)}")
-    print(
-        f"name=deterministic_mode ratio={statistics.median(ratios):.2f} at_most=2.00 reference=batched n={repeats}"
+            agreement = describe_agreement(trainer, samples, share)
+            print(f"prefixes shared by the trainer: {share}; {agreement}")
+    print_result(
+        "deterministic_mode",
+        statistics.median(ratios),
+        goal=GOAL,
+        at_most=True,
+        reference="batched",
+        repeats=repeats,
     )
 
 

@@ -1,4 +1,4 @@
-"""Completion tokens per CPU second: the embedded engine against Hugging Face `generate` on a ragged multi-turn load."""
+"""Tokens per CPU second of the embedded engine, against Hugging Face `generate`, on a ragged multi-turn load."""
 
 from __future__ import annotations
 
@@ -14,94 +14,110 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, logging
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Completion, Sampling
 
-TASKS, SAMPLES, TURNS, MAX_LENGTH, VOCAB = 16, 8, 3, 512, 512
-HF_BATCHES = (32, 128)  # the faster one is the reference
+TASKS = 16
+SAMPLES = 8
+TURNS = 3
+MAX_LENGTH = 512
+VOCAB = 512
+GOAL = 3.0
+HF_BATCH_SIZES = (32, 128)  # the faster one is the reference
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Trajectories of `TURNS` turns; a turn's prompt is the last prompt, its completion and an observation."""
+    """Trajectories of TURNS turns; the prompt of a turn is the previous prompt, its completion and an observation.
 
-    prompts: list[list[int]]  # first prompts, equal within a task
-    lengths: np.ndarray  # [trajectories, TURNS] completion tokens
-    observations: list[list[list[int]]]  # [trajectories][TURNS] token ids after each turn
+    Attributes:
+        prompts: first prompt of each trajectory; those of one task are equal.
+        lengths: [trajectories, TURNS] tokens of each completion.
+        observations: [trajectories][TURNS] token ids after each turn.
+    """
+
+    prompts: list[list[int]]
+    lengths: np.ndarray
+    observations: list[list[list[int]]]
 
 
 def make_load(seed: int) -> Load:
-    rng = np.random.default_rng(seed)
-    tasks = [rng.integers(1, VOCAB, rng.integers(30, 150)).tolist() for _ in range(TASKS)]
+    """Draw a load at random."""
+    random = np.random.default_rng(seed)
+
+    def draw_ids(shortest: int, longest: int) -> list[int]:
+        return random.integers(1, VOCAB, random.integers(shortest, longest)).tolist()
+
+    task_prompts = [draw_ids(30, 150) for _ in range(TASKS)]
     count = TASKS * SAMPLES
     return Load(
-        prompts=[tasks[i // SAMPLES] for i in range(count)],
-        lengths=rng.integers(3, 61, (count, TURNS)),
-        observations=[
-            [rng.integers(1, VOCAB, rng.integers(5, 30)).tolist() for _ in range(TURNS)]
-            for _ in range(count)
-        ],
+        prompts=[task_prompts[i // SAMPLES] for i in range(count)],
+        lengths=random.integers(3, 61, (count, TURNS)),
+        observations=[[draw_ids(5, 30) for _ in range(TURNS)] for _ in range(count)],
     )
 
 
 def run_engine(engine: EmbeddedEngine, load: Load, seed: int) -> float:
-    """CPU seconds; a trajectory's next turn starts when its last has ended."""
+    """Generate all turns with the engine, each trajectory at its own pace; return the CPU seconds."""
     began = time.process_time()
-    history = [list(prompt) for prompt in load.prompts]
-    turn = [0] * len(history)
+    histories = [list(prompt) for prompt in load.prompts]
+    turns = [0] * len(histories)
 
     def submit(i: int) -> None:
-        sampling = Sampling(
-            max_tokens=int(load.lengths[i, turn[i]]), seed=seed + i * TURNS + turn[i]
-        )
-        engine.submit(i, history[i], sampling)
+        max_tokens = int(load.lengths[i, turns[i]])
+        sampling = Sampling(max_tokens=max_tokens, seed=seed + i * TURNS + turns[i])
+        engine.submit(i, histories[i], sampling)
 
-    for i in range(len(history)):
+    for i in range(len(histories)):
         submit(i)
     while engine.has_work:
         for i, completion in engine.step():
             assert isinstance(completion, Completion)
-            history[i] += [*completion.token_ids, *load.observations[i][turn[i]]]
-            turn[i] += 1
-            if turn[i] < TURNS:
+            histories[i] += [*completion.token_ids, *load.observations[i][turns[i]]]
+            turns[i] += 1
+            if turns[i] < TURNS:
                 submit(i)
     return time.process_time() - began
 
 
 @torch.inference_mode()
-def run_generate(model: Qwen2ForCausalLM, load: Load, batch: int) -> float:
-    """CPU seconds; turns in lock-step, batches of similar prompt lengths, left-padded, as long as their longest."""
+def run_generate(model: Qwen2ForCausalLM, load: Load, batch_size: int) -> float:
+    """Generate all turns with Hugging Face, in lock-step; return the CPU seconds.
+
+    A batch has prompts of similar length, is left-padded, and generates as many tokens as its
+    longest completion.
+    """
     began = time.process_time()
-    history = [list(prompt) for prompt in load.prompts]
+    histories = [list(prompt) for prompt in load.prompts]
     for turn in range(TURNS):
-        order = sorted(range(len(history)), key=lambda i: len(history[i]))
-        for first in range(0, len(order), batch):
-            members = order[first : first + batch]
-            width = max(len(history[i]) for i in members)
-            ids = torch.tensor([[0] * (width - len(history[i])) + history[i] for i in members])
-            mask = torch.tensor(
-                [[0] * (width - len(history[i])) + [1] * len(history[i]) for i in members]
+        order = sorted(range(len(histories)), key=lambda i: len(histories[i]))
+        for start in range(0, len(order), batch_size):
+            members = order[start : start + batch_size]
+            width = max(len(histories[i]) for i in members)
+            padding = [width - len(histories[i]) for i in members]
+            ids = [[0] * pad + histories[i] for pad, i in zip(padding, members, strict=True)]
+            mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+            output = model.generate(
+                torch.tensor(ids),
+                attention_mask=torch.tensor(mask),
+                max_new_tokens=int(load.lengths[members, turn].max()),
+                do_sample=True,
+                top_k=0,
+                eos_token_id=None,
+                pad_token_id=0,
             )
-            new = int(load.lengths[members, turn].max())
-            settings = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **settings)[
-                :, width:
-            ].tolist()
-            for i, tokens in zip(members, out, strict=True):
-                history[i] += tokens[: load.lengths[i, turn]] + load.observations[i][turn]
+            completions = output[:, width:].tolist()
+            for i, completion in zip(members, completions, strict=True):
+                histories[i] += completion[: load.lengths[i, turn]] + load.observations[i][turn]
     return time.process_time() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def make_hf_model() -> Qwen2ForCausalLM:
+    """Return a small model with random weights."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = Qwen2Config(
@@ -114,36 +130,53 @@ def main() -> None:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
     )
-    model = Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(config).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = make_hf_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"model of {parameters / 1e6:.2f} M parameters; {TASKS * SAMPLES} trajectories of {TURNS} turns; one thread"
+        f"model of {parameters / 1e6:.2f} M parameters; {TASKS * SAMPLES} trajectories of {TURNS} "
+        "turns; one thread"
     )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = EmbeddedEngine.from_folder(folder, max_length=MAX_LENGTH)
-    warm = make_load(99)
-    run_engine(engine, warm, 0)
-    batch = min(HF_BATCHES, key=lambda size: run_generate(model, warm, size))
+
+    warm_up = make_load(99)
+    run_engine(engine, warm_up, 0)
+    batch_size = min(HF_BATCH_SIZES, key=lambda size: run_generate(model, warm_up, size))
+
     ratios = []
     for repeat in range(repeats):
         load = make_load(repeat)
-        tokens = int(load.lengths.sum())
-        engine.load_weights(iter(model.state_dict().items()), repeat)  # nothing is cached
+        engine.load_weights(iter(model.state_dict().items()), repeat)  # empties the prefix cache
         before = {name: getattr(engine.stats, name) for name in engine.stats.__slots__}
-        ours = run_engine(engine, load, repeat << 32)
-        theirs = run_generate(model, load, batch)
-        ratios.append(theirs / ours)
+        engine_s = run_engine(engine, load, repeat << 32)
         spent = {name: getattr(engine.stats, name) - value for name, value in before.items()}
+        generate_s = run_generate(model, load, batch_size)
+        ratios.append(generate_s / engine_s)
+        tokens = int(load.lengths.sum())
+        other_s = engine_s - spent["prefill_s"] - spent["decode_s"] - spent["sample_s"]
         print(
-            f"engine {tokens / ours:.0f} tokens per CPU second (prefill {spent['prefill_s']:.2f} s for "
-            f"{spent['prefill_tokens']} tokens, {spent['cached_tokens']} reused; decoding {spent['decode_s']:.2f} s in "
-            f"{spent['steps']} passes; sampling {spent['sample_s']:.2f} s; rest "
-            f"{ours - spent['prefill_s'] - spent['decode_s'] - spent['sample_s']:.2f} s), "
-            f"generate {tokens / theirs:.0f} (batches of {batch})"
+            f"engine {tokens / engine_s:.0f} tokens per CPU second (prefill "
+            f"{spent['prefill_s']:.2f} s for {spent['prefill_tokens']} tokens, "
+            f"{spent['cached_tokens']} reused; decoding {spent['decode_s']:.2f} s in "
+            f"{spent['steps']} passes; sampling {spent['sample_s']:.2f} s; rest {other_s:.2f} s), "
+            f"generate {tokens / generate_s:.0f} (batches of {batch_size})"
         )
-    print(
-        f"name=embedded_engine ratio={statistics.median(ratios):.2f} goal=3.00 reference=hf_generate n={repeats}"
+    print_result(
+        "embedded_engine",
+        statistics.median(ratios),
+        goal=GOAL,
+        reference="hf_generate",
+        repeats=repeats,
     )
 
 

@@ -1,8 +1,8 @@
-"""How long a request waits for the event loop while 256 chats of 128k tokens go on in the gateway (99th percentile).
+"""Time that a request waits for the gateway's event loop (99th percentile) during 256 chats of 128k tokens.
 
-Every call carries its whole chat, is compared with what was said before, tokenised and written down; the clients are
-another process. The reference does the same work on the event loop, in the same run. The first line has the delay of a
-loop that does nothing: on a machine with other work, that is late too.
+Every call carries its whole chat, which the gateway compares with the messages so far, tokenises and
+records; the clients are another process. The reference does the same work on the event loop, in the
+same run. The first line shows the delay of an idle loop, which depends on other load of the machine.
 """
 
 from __future__ import annotations
@@ -15,94 +15,111 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rollout.engines
 import rollout.gateway.app
 import rollout.gateway.sessions
-from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
+from benchmarks.support.gateway import REPLY_TOKENS, PacedEngine, hold_chats
+from benchmarks.support.result import print_result
 from rollout.models.chat_template import Renderer
 from tests.support.gateway import team_of
 from tests.support.templates import renderer_of
 
-CHATS, TURNS, WORDS, REPLY_S, APART_S, GOAL = (
-    256,
-    4,
-    42_700,
-    2.0,
-    0.5,
-    3.0,
-)  # a word and its space are 3 tokens
-TICK_S, MOST_MS = 0.005, 25.0
-_FAR = {  # from which size on work is done on other threads
+CHATS = 256
+TURNS = 4
+WORDS = 42_700  # a word and its space are 3 tokens
+REPLY_S = 2.0
+INTERVAL_S = 0.5  # between the starts of two chats
+GOAL = 3.0
+SLEEP_S = 0.005
+MAX_DELAY_MS = 25.0
+# Constants from which size on work is done in a thread instead of the event loop.
+_OFF_LOOP_SIZES = {
     rollout.engines: "_OFF_LOOP_CHARS",
     rollout.gateway.sessions: "_OFF_LOOP_CHARS",
     rollout.gateway.app: "_OFF_LOOP_BYTES",
 }
 
 
-async def watched(work: Coroutine[Any, Any, None]) -> list[float]:
-    """How late sleeps of 5 ms end while the work goes on, in ms."""
-    found, task = [], asyncio.create_task(work)
+async def measure_delays(work: Coroutine[Any, Any, None]) -> list[float]:
+    """Return the delays of short sleeps in ms, while the work runs in the same event loop."""
+    delays_ms = []
+    task = asyncio.create_task(work)
     while not task.done():
-        due = time.perf_counter() + TICK_S
-        await asyncio.sleep(TICK_S)
-        found.append((time.perf_counter() - due) * 1e3)
+        due = time.perf_counter() + SLEEP_S
+        await asyncio.sleep(SLEEP_S)
+        delays_ms.append((time.perf_counter() - due) * 1e3)
     task.result()
-    return found
+    return delays_ms
 
 
-def waits(late: Sequence[float], part: float) -> float:
-    """How long at most this part of all requests waits for the loop, in ms, when they come at any moment alike.
+def wait_quantile(delays_ms: Sequence[float], quantile: float) -> float:
+    """Return a quantile of the waits of requests that arrive at random times, in ms.
 
-    A loop that is busy for 100 ms is one late sleep and yet 100 ms in which requests come, the first of which waits
-    longest: of all the time, sum(max(0, late - x)) is spent by requests that wait longer than x.
+    A loop that is busy for 100 ms gives one delayed sleep, but all requests that arrive in these 100
+    ms wait, the first of them longest. Of all time, sum(max(0, delay - x)) is the part in which a
+    request would wait longer than x. The quantile is found by bisection on x.
     """
-    low, high, total = 0.0, max(late), len(late) * TICK_S * 1e3 + sum(late)
+    total_ms = len(delays_ms) * SLEEP_S * 1e3 + sum(delays_ms)
+    low = 0.0
+    high = max(delays_ms)
     for _ in range(50):
-        x = (low + high) / 2
-        low, high = (
-            (x, high) if sum(max(0.0, ms - x) for ms in late) > (1 - part) * total else (low, x)
-        )
+        middle = (low + high) / 2
+        longer_ms = sum(max(0.0, delay - middle) for delay in delays_ms)
+        if longer_ms > (1 - quantile) * total_ms:
+            low = middle
+        else:
+            high = middle
     return high
 
 
-def p99(what: str, work: Coroutine[Any, Any, None]) -> float:
-    """The 99th percentile of the waits, in ms."""
+def measure_p99(label: str, work: Coroutine[Any, Any, None]) -> float:
+    """Run the work, print quantiles of the waits, and return the 99th percentile in ms."""
     began = time.perf_counter()
-    late = asyncio.run(watched(work))
-    listed = ", ".join(f"{waits(late, part):.1f}" for part in (0.5, 0.9, 0.99, 0.999))
-    took = time.perf_counter() - began
+    delays_ms = asyncio.run(measure_delays(work))
+    seconds = time.perf_counter() - began
+    quantiles = [wait_quantile(delays_ms, quantile) for quantile in (0.5, 0.9, 0.99, 0.999)]
+    shown = ", ".join(f"{wait_ms:.1f}" for wait_ms in quantiles)
     print(
-        f"{what}: {listed} ms (50, 90, 99, 99.9 %), {max(late):.1f} ms at most, {took:.0f} s",
+        f"{label}: {shown} ms (50, 90, 99, 99.9 %), {max(delays_ms):.1f} ms at most, {seconds:.0f} s",
         flush=True,
     )
-    return waits(late, 0.99)
+    return quantiles[2]
 
 
-async def chats(renderer: Renderer, number: int) -> None:
-    """The chats, through the gateway."""
-    engine = Paced(renderer, REPLY_S)
-    await hold_chats(
-        team_of(engine, renderer, max_tokens=REPLY_TOKENS), number, TURNS, WORDS, APART_S
-    )
+async def run_chats(renderer: Renderer, count: int) -> None:
+    """Hold chats through the gateway."""
+    engine = PacedEngine(renderer, REPLY_S)
+    team = team_of(engine, renderer, max_tokens=REPLY_TOKENS)
+    await hold_chats(team, count, TURNS, WORDS, INTERVAL_S)
     assert engine.longest > 128_000
 
 
 def main() -> None:
-    """Measures both ways once; the reference on an eighth of the chats, as slow as it is."""
+    """Measure both ways once; the reference has an eighth of the chats, because it is slow."""
     with tempfile.TemporaryDirectory() as folder:
         renderer = renderer_of("qwen2.5", Path(folder))
-        p99("idle", asyncio.sleep(10))
-        ours = p99(f"{CHATS} chats", chats(renderer, CHATS))
-        for module, name in _FAR.items():
+        measure_p99("idle", asyncio.sleep(10))
+        gateway_ms = measure_p99(f"{CHATS} chats", run_chats(renderer, CHATS))
+        for module, name in _OFF_LOOP_SIZES.items():
             setattr(module, name, sys.maxsize)
-        on_the_loop = p99("on the loop", chats(renderer, CHATS // 8))
-    print(f"name=gateway_loop_delay_ms ratio={ours:.2f} at_most={MOST_MS:.2f} reference=ms n=1")
-    print(
-        f"name=gateway_loop_delay ratio={on_the_loop / ours:.2f} goal={GOAL:.2f} reference=on_the_loop n=1"
+        on_loop_ms = measure_p99("on the loop", run_chats(renderer, CHATS // 8))
+    print_result(
+        "gateway_loop_delay_ms",
+        gateway_ms,
+        goal=MAX_DELAY_MS,
+        at_most=True,
+        reference="ms",
+        repeats=1,
+    )
+    print_result(
+        "gateway_loop_delay",
+        on_loop_ms / gateway_ms,
+        goal=GOAL,
+        reference="on_the_loop",
+        repeats=1,
     )
 
 

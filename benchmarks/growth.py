@@ -1,10 +1,13 @@
-"""CPU time and memory of a step's parts as agents, turns, groups, prompts and policies grow, and how fast they grow.
+"""CPU time and memory of a training step as agents, turns, group size, prompt length and policies grow.
 
-A step is what it takes to sample the last reply of every chat, to pack all turns, and to update on them. Micro-batches
-have room for a group: 4096 tokens, or twice the prompt. Every axis has a process of its own, whose points come in
-rising order. An exponent is the slope of log time over log size, of the upper half of the points; attention alone makes
-it more than 1, as its arithmetic grows with the square of a sequence. The last line has the largest slope over the
-step's floating-point operations (`CostModel`), which is 1 where nothing but arithmetic grows.
+A step samples the last reply of every chat, packs all turns, and updates on them. A micro-batch has
+room for a group: 4096 tokens, or twice the prompt. Each axis is measured in a process of its own, its
+points in rising order.
+
+The exponent of an axis is the slope of log CPU time over log size, over the upper half of its points.
+It exceeds 1 with the length of sequences, because the operations of attention grow with the square of
+the length. The result is the largest slope over the floating-point operations of the step
+(`CostModel`), which is 1 if only arithmetic grows.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.groups import tool_trace
+from benchmarks.support.process import memory_bytes
+from benchmarks.support.result import print_result
 from benchmarks.support.training import LR, make_model
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective
@@ -41,8 +45,16 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Sampling
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "growth.png"
-VOCAB, HIDDEN, LAYERS, MICROBATCH, REPLY, REPEATS = 2048, 128, 2, 4096, 16, 2
-PLAIN = {"agents": 1, "turns": 4, "group": 8, "prompt": 128, "policies": 1}
+VOCAB = 2048
+HIDDEN = 128
+LAYERS = 2
+MICROBATCH_TOKENS = 4096
+REPLY_TOKENS = 16
+RESULT_TOKENS = 16
+ENGINE_ROWS = 64
+REPEATS = 2
+# Size of each axis while another one grows.
+DEFAULTS = {"agents": 1, "turns": 4, "group": 8, "prompt": 128, "policies": 1}
 AXES: Mapping[str, Sequence[int]] = {
     "agents": (1, 2, 4, 8),
     "turns": (1, 4, 16, 32, 64),
@@ -52,143 +64,171 @@ AXES: Mapping[str, Sequence[int]] = {
 }
 
 
-def turns_of(point: Mapping[str, int]) -> list[Sample]:
-    """Of one policy: the turns of each agent's group of chats."""
-    found: list[Sample] = []
-    for agent in range(point["agents"]):
+def make_samples(sizes: Mapping[str, int]) -> list[Sample]:
+    """Return the turns of one policy: a group of chats for each agent."""
+    result: list[Sample] = []
+    for agent in range(sizes["agents"]):
         trace = tool_trace(
             VOCAB,
-            turns=point["turns"],
-            samples=point["group"],
-            task=point["prompt"],
-            sampled=REPLY,
-            observed=16,
+            turns=sizes["turns"],
+            samples=sizes["group"],
+            task=sizes["prompt"],
+            sampled=REPLY_TOKENS,
+            observed=RESULT_TOKENS,
         )
-        for sample in trace:  # each agent has a system prompt of its own
-            name, prompt = f"agent{agent}", (agent, *sample.prompt_ids[1:])
-            found.append(
+        for sample in trace:
+            # The first token differs, as if each agent had its own system prompt.
+            result.append(
                 replace(
-                    sample, agent=name, trajectory=f"{agent}.{sample.trajectory}", prompt_ids=prompt
+                    sample,
+                    agent=f"agent{agent}",
+                    trajectory=f"{agent}.{sample.trajectory}",
+                    prompt_ids=(agent, *sample.prompt_ids[1:]),
                 )
             )
-    return found
+    return result
+
+
+def run_step(
+    trainer: MegatronTrainer,
+    engine: EmbeddedEngine,
+    samples: Sequence[Sample],
+    last_turns: Sequence[Sample],
+    microbatch_tokens: int,
+) -> dict[str, float]:
+    """Take one step; return the CPU seconds of sampling, packing and the update."""
+    began = time.process_time()
+    for number, sample in enumerate(last_turns):
+        sampling = Sampling(max_tokens=REPLY_TOKENS, seed=number)
+        engine.submit(number, sample.prompt_ids, sampling)
+    while engine.has_work:
+        engine.step()
+    sampled = time.process_time()
+    batches = pack(samples, microbatch_tokens)
+    packed = time.process_time()
+    trainer.update(batches)
+    updated = time.process_time()
+    engine.reset()
+    return {"sample": sampled - began, "pack": packed - sampled, "update": updated - packed}
 
 
 def measure(axis: str) -> None:
-    """Print a row for each point of an axis."""
+    """Print a JSON row for each point of an axis."""
     torch.set_num_threads(1)
+    max_policies = max(AXES[axis]) if axis == "policies" else 1
+    turn_tokens = REPLY_TOKENS + RESULT_TOKENS
+    max_length = DEFAULTS["prompt"] + turn_tokens * DEFAULTS["turns"] + 64
+    if axis == "prompt":
+        max_length += max(AXES["prompt"])
+    if axis == "turns":
+        max_length += turn_tokens * max(AXES["turns"])
+
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocab=VOCAB, hidden=HIDDEN, layers=LAYERS)
         init_process_groups(rank=0, threads=1)
         spec = TrainerSpec(model=folder, lr=LR, objective=Objective())
-        cost = CostModel.of(spec)
-        most = max(AXES[axis]) if axis == "policies" else 1
-        trainers = [MegatronTrainer(spec) for _ in range(most)]
-        length = PLAIN["prompt"] + 32 * PLAIN["turns"] + 64
-        length += (max(AXES["prompt"]) if axis == "prompt" else 0) + (
-            32 * 64 if axis == "turns" else 0
-        )
+        trainers = [MegatronTrainer(spec) for _ in range(max_policies)]
         engines = [
-            EmbeddedEngine.from_folder(folder, max_length=length, rows=64) for _ in range(most)
+            EmbeddedEngine.from_folder(folder, max_length=max_length, rows=ENGINE_ROWS)
+            for _ in range(max_policies)
         ]
+        cost = CostModel.of(spec)
         for size in AXES[axis]:
-            point = PLAIN | {axis: size}
-            samples = turns_of(point)
-            last = [sample for sample in samples if sample.turn == point["turns"] - 1]
-            room = max(MICROBATCH, 2 * point["prompt"])
-            best: dict[str, float] = {}
+            sizes = DEFAULTS | {axis: size}
+            policies = sizes["policies"]
+            samples = make_samples(sizes)
+            last_turns = [sample for sample in samples if sample.turn == sizes["turns"] - 1]
+            microbatch_tokens = max(MICROBATCH_TOKENS, 2 * sizes["prompt"])
+            best = dict.fromkeys(("sample", "pack", "update"), float("inf"))
             for _ in range(REPEATS):
-                row = {"sample": 0.0, "pack": 0.0, "update": 0.0}
-                for trainer, engine in zip(trainers[: point["policies"]], engines, strict=False):
-                    marks = [time.process_time()]
-                    for number, chat in enumerate(last):
-                        engine.submit(
-                            number, chat.prompt_ids, Sampling(max_tokens=REPLY, seed=number)
-                        )
-                    while engine.has_work:
-                        engine.step()
-                    marks.append(time.process_time())
-                    batches = pack(samples, room)
-                    marks.append(time.process_time())
-                    trainer.update(batches)
-                    marks.append(time.process_time())
-                    engine.reset()
-                    row = {
-                        name: row[name] + b - a
-                        for name, a, b in zip(row, marks, marks[1:], strict=False)
-                    }
-                best = {name: min(value, best.get(name, value)) for name, value in row.items()}
-            status = Path("/proc/self/status").read_text(encoding="utf-8")
-            peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
-            tokens = point["policies"] * sum(len(batch.token_ids) for batch in pack(samples, room))
-            # sampling is one forward pass over what is packed of the last turns, an update three
-            flops = sum(cost.work_of(b) for b in pack(last, sys.maxsize))
-            flops += 3 * sum(cost.work_of(b) for b in pack(samples, room))
+                totals = dict.fromkeys(best, 0.0)
+                for trainer, engine in zip(trainers[:policies], engines, strict=False):
+                    step = run_step(trainer, engine, samples, last_turns, microbatch_tokens)
+                    totals = {part: totals[part] + seconds for part, seconds in step.items()}
+                best = {part: min(best[part], seconds) for part, seconds in totals.items()}
+
+            batches = pack(samples, microbatch_tokens)
+            # Sampling is one forward pass over the packed last turns; an update counts as three
+            # passes.
+            flops = sum(cost.work_of(batch) for batch in pack(last_turns, sys.maxsize))
+            flops += 3 * sum(cost.work_of(batch) for batch in batches)
             row = {
                 "axis": axis,
                 "size": size,
-                "tokens": tokens,
-                "gflop": point["policies"] * flops / 1e9,
+                "tokens": policies * sum(len(batch.token_ids) for batch in batches),
+                "gflop": policies * flops / 1e9,
+                **best,
+                "peak_mb": memory_bytes() / 2**20,
             }
-            print(json.dumps({**row, **best, "peak_mb": peak}), flush=True)
+            print(json.dumps(row), flush=True)
 
 
-def exponents(rows: Sequence[Mapping[str, Any]], over: str = "size") -> dict[str, float]:
-    """By axis, the slope of log CPU seconds over the log of a column, of the upper half of its points."""
-    found = {}
+def step_seconds(row: Mapping[str, Any]) -> float:
+    """Return the CPU seconds of a step."""
+    return row["sample"] + row["pack"] + row["update"]
+
+
+def exponents(rows: Sequence[Mapping[str, Any]], column: str = "size") -> dict[str, float]:
+    """Return the slope of log CPU time over the log of a column, over the upper half of the points, by axis."""
+    slopes = {}
     for axis in AXES:
-        own = [row for row in rows if row["axis"] == axis]
-        own = own[(len(own) - 1) // 2 :]
-        if len(own) > 1:
-            seconds = [row["sample"] + row["pack"] + row["update"] for row in own]
-            found[axis] = float(
-                np.polyfit(np.log([row[over] for row in own]), np.log(seconds), 1)[0]
-            )
-    return found
+        points = [row for row in rows if row["axis"] == axis]
+        upper = points[(len(points) - 1) // 2 :]
+        if len(upper) > 1:
+            x = np.log([row[column] for row in upper])
+            y = np.log([step_seconds(row) for row in upper])
+            slopes[axis] = float(np.polyfit(x, y, 1)[0])
+    return slopes
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Two panels: CPU seconds and memory over the sizes, as multiples of each axis' first point."""
+    """Draw CPU time and memory over the size, relative to the first point of each axis."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    slopes = exponents(rows)
-    for axis in slopes:
-        own = [row for row in rows if row["axis"] == axis]
-        sizes = [row["size"] / own[0]["size"] for row in own]
-        seconds = [row["sample"] + row["pack"] + row["update"] for row in own]
-        panels[0].plot(
-            sizes,
-            [s / seconds[0] for s in seconds],
-            "o-",
-            label=f"{axis}, exponent {slopes[axis]:.2f}",
-        )
-        panels[1].plot(sizes, [row["peak_mb"] for row in own], "o-", label=axis)
-    panels[0].plot([1, 64], [1, 64], "k:", label="linear")
-    panels[0].set(
-        xscale="log",
-        yscale="log",
-        xlabel="size, of the first",
-        ylabel="CPU time, of the first",
-        title="step",
-    )
-    panels[1].set(
-        xscale="log",
-        xlabel="size, of the first",
-        ylabel="MB of one process, at most",
-        title="memory",
-    )
-    for axes in panels:
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, slope in exponents(rows).items():
+        points = [row for row in rows if row["axis"] == axis]
+        first = points[0]
+        sizes = [row["size"] / first["size"] for row in points]
+        relative_times = [step_seconds(row) / step_seconds(first) for row in points]
+        times.plot(sizes, relative_times, "o-", label=f"{axis}, exponent {slope:.2f}")
+        memory.plot(sizes, [row["peak_mb"] for row in points], "o-", label=axis)
+
+    times.plot([1, 64], [1, 64], "k:", label="linear")
+    times.set(xscale="log", yscale="log", xlabel="size, of the first")
+    times.set(ylabel="CPU time, of the first", title="step")
+    memory.set(xscale="log", xlabel="size, of the first")
+    memory.set(ylabel="MB of one process, at most", title="memory")
+    for axes in (times, memory):
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
 
 
+def measure_in_new_process(axis: str) -> list[dict[str, Any]]:
+    """Run `measure` in a process that keeps freed memory, as a run does; return its rows."""
+    command = [sys.executable, "-W", "ignore", __file__, "--measure", axis]
+    environment = os.environ | KEEP_PAGES
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    cells = [
+        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in row.items()
+    ]
+    return ", ".join(cells)
+
+
 def main() -> None:
+    """Measure axes, and draw them with earlier measurements of other axes, which lie next to the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--measure", choices=AXES, help="only this axis, in this process")
@@ -197,34 +237,33 @@ def main() -> None:
     if options.measure:
         measure(options.measure)
         return
-    kept = options.out.with_suffix(".jsonl")
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+
+    rows_file = options.out.with_suffix(".jsonl")
+    rows = []
+    if rows_file.exists():
+        rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     for axis in options.axes:
-        command = [sys.executable, "-W", "ignore", __file__, "--measure", axis]
-        done = subprocess.run(
-            command, env=os.environ | KEEP_PAGES, stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows = [row for row in rows if row["axis"] != axis]
-        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        new_rows = measure_in_new_process(axis)
+        rows = [*(row for row in rows if row["axis"] != axis), *new_rows]
     for row in rows:
-        print(
-            ", ".join(
-                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in row.items()
-            )
-        )
+        print(format_row(row))
     draw(rows, options.out)
-    kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    slopes = exponents(rows)
-    over = exponents(rows, "gflop")
-    print(
-        ", ".join(
-            f"{axis}: size^{slope:.2f}, operations^{over[axis]:.2f}"
-            for axis, slope in slopes.items()
-        )
-    )
-    print(
-        f"name=growth ratio={max(over.values()):.2f} at_most=1.00 reference=exponent_over_operations n={REPEATS}"
+    rows_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    by_size = exponents(rows)
+    by_operations = exponents(rows, "gflop")
+    shown = [
+        f"{axis}: size^{by_size[axis]:.2f}, operations^{by_operations[axis]:.2f}"
+        for axis in by_size
+    ]
+    print(", ".join(shown))
+    print_result(
+        "growth",
+        max(by_operations.values()),
+        goal=1.0,
+        at_most=True,
+        reference="exponent_over_operations",
+        repeats=REPEATS,
     )
 
 

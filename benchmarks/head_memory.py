@@ -1,4 +1,4 @@
-"""Peak memory of the head, forward and backward, on 4096 rows of 32k tokens: in chunks, and with all logits at once."""
+"""Peak memory of the output layer, forward and backward, on 4096 rows of 32k tokens: in chunks, and all at once."""
 
 from __future__ import annotations
 
@@ -9,42 +9,49 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.process import memory_bytes
+from benchmarks.support.result import print_result
 from mcore_mas.megatron.model.decoder import logprobs_and_entropy
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 
-_ROWS, _VOCAB, _HIDDEN = 4096, 32768, 64
+_ROWS = 4096
+_VOCAB = 32768
+_HIDDEN = 64
+_GOAL = 3.0
 
 
-def run(kind: str) -> None:
-    """Print the peak memory in GiB above that of the inputs."""
+def print_peak(kind: str) -> None:
+    """Print the peak memory of this process in GiB above that of the inputs."""
     init_process_groups(rank=0, threads=1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, _HIDDEN, generator=generator, requires_grad=True)
     weight = torch.randn(_VOCAB, _HIDDEN, generator=generator, requires_grad=True)
-    labels, temperatures = (
-        torch.randint(0, _VOCAB, (_ROWS,), generator=generator),
-        torch.ones(_ROWS),
-    )
-    before = peak_gib()
+    labels = torch.randint(0, _VOCAB, (_ROWS,), generator=generator)
+    temperatures = torch.ones(_ROWS)
+    before = memory_bytes()
     if kind == "chunks":
         logprobs, entropy = logprobs_and_entropy(
             hidden, weight, labels, temperatures, _VOCAB, embeds=False, exact=False
         )
     else:
-        logp = torch.log_softmax(hidden @ weight.t() / temperatures[:, None], dim=-1)
-        logprobs, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        all_logprobs = torch.log_softmax(hidden @ weight.t() / temperatures[:, None], dim=-1)
+        logprobs = all_logprobs.gather(1, labels[:, None])[:, 0]
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     (logprobs + entropy).sum().backward()
-    print(peak_gib() - before)
+    print((memory_bytes() - before) / 2**30)
     destroy_process_groups()
 
 
-def peak_gib() -> float:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**20
+def measure_peak(kind: str) -> float:
+    """Return the peak memory of a new process in GiB."""
+    command = [sys.executable, __file__, "--kind", kind]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak_gib = float(process.stdout.split()[-1])
+    print(f"{kind}: {peak_gib:.2f} GiB")
+    return peak_gib
 
 
 def main() -> None:
@@ -54,18 +61,12 @@ def main() -> None:
     )
     kind = parser.parse_args().kind
     if kind:
-        run(kind)
+        print_peak(kind)
         return
-    peaks = {}
-    for kind in ("chunks", "whole"):
-        command = [sys.executable, __file__, "--kind", kind]
-        peaks[kind] = float(
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
-        )
-        print(f"{kind}: {peaks[kind]:.2f} GiB")
-    print(
-        f"name=head_memory ratio={peaks['whole'] / peaks['chunks']:.2f} goal=3.00 reference=all_logits_at_once n=1"
-    )
+    chunks_gib = measure_peak("chunks")
+    whole_gib = measure_peak("whole")
+    ratio = whole_gib / chunks_gib
+    print_result("head_memory", ratio, goal=_GOAL, reference="all_logits_at_once", repeats=1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Memory that loading a model takes on each of two tensor-parallel ranks, against the least that it could take.
+"""Peak memory of loading a model on each of two tensor-parallel ranks, against the least possible.
 
-A rank has to hold its shard, and one tensor on the way there. Its extra memory is counted while it builds the model
-and reads it from disk: the peak of the pages it has of its own (RssAnon and RssShmem of /proc, every 2 ms) less what it
-had before. Pages of the files themselves are the system's cache, clean and dropped when needed, and are not counted.
+A rank must hold its shard and one tensor while it loads. Its peak is sampled every 2 ms while it
+builds the model and reads it from disk, as RssAnon and RssShmem of /proc minus their values before.
+Pages of the mapped files are not counted, because they are the system's cache and can be dropped at
+any time.
 """
 
 import json
@@ -19,21 +20,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.multiprocessing.spawn import spawn
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-TP, LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = (
-    2,
-    28,
-    1536,
-    12,
-    2,
-    8960,
-    151936,
-)  # as Qwen2.5-1.5B
+from benchmarks.support.process import UNMAPPED, memory_bytes
+from benchmarks.support.result import print_result
+
+TP = 2
+# The shape of Qwen2.5-1.5B.
+LAYERS = 28
+HIDDEN = 1536
+HEADS = 12
+KV_HEADS = 2
+FFN = 8960
+VOCAB = 151936
 HEAD_DIM = HIDDEN // HEADS
 DISK_BYTES = 8 << 30
+SAMPLING_S = 0.002
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -48,7 +51,7 @@ CONFIG = {
     "rope_theta": 1e6,
     "max_position_embeddings": 32768,
 }
-LAYER = {
+LAYER_SHAPES = {
     "input_layernorm.weight": (HIDDEN,),
     "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
     "self_attn.q_proj.bias": (HIDDEN,),
@@ -62,63 +65,71 @@ LAYER = {
     "mlp.up_proj.weight": (FFN, HIDDEN),
     "mlp.down_proj.weight": (HIDDEN, FFN),
 }
-ENDS = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+EMBEDDING = "model.embed_tokens.weight"
+OTHER_SHAPES = {EMBEDDING: (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+OTHER_FILE = "model-ends.safetensors"
 
 
 def write_model(folder: Path) -> tuple[int, int]:
-    """Write random bfloat16 weights, a file for each layer; returns their number and the largest tensor's bytes."""
-    generator = torch.Generator().manual_seed(0)
+    """Write random bfloat16 weights, one file per layer; return their number and the bytes of the largest tensor."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    files = {"ends": ENDS}
-    files |= {
-        f"{i:02}": {f"model.layers.{i}.{name}": shape for name, shape in LAYER.items()}
-        for i in range(LAYERS)
-    }
-    index, parameters, largest = {}, 0, 0
-    for file, shapes in files.items():
-        # any bits below those of 1.0 are a number
-        tensors = {
-            name: torch.empty(shape, dtype=torch.int16)
-            .random_(0, 0x3F80, generator=generator)
-            .view(torch.bfloat16)
-            for name, shape in shapes.items()
+    shapes_by_file = {OTHER_FILE: OTHER_SHAPES}
+    for layer in range(LAYERS):
+        shapes_by_file[f"model-{layer:02}.safetensors"] = {
+            f"model.layers.{layer}.{name}": shape for name, shape in LAYER_SHAPES.items()
         }
-        save_file(tensors, str(folder / f"model-{file}.safetensors"))
-        index |= dict.fromkeys(tensors, f"model-{file}.safetensors")
+
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    parameters = 0
+    largest = 0
+    for file, shapes in shapes_by_file.items():
+        tensors = {name: random_bfloat16(shape, generator) for name, shape in shapes.items()}
+        save_file(tensors, str(folder / file))
+        weight_map |= dict.fromkeys(tensors, file)
         parameters += sum(tensor.numel() for tensor in tensors.values())
         largest = max(largest, *(tensor.nbytes for tensor in tensors.values()))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return parameters, largest
 
 
-def own_bytes() -> int:
-    """Memory of this process that is no page of a file."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) << 10
+def random_bfloat16(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return random non-negative numbers below 1 from random bits, which is faster than randn."""
+    bits_of_one = 0x3F80
+    bits = torch.empty(shape, dtype=torch.int16).random_(0, bits_of_one, generator=generator)
+    return bits.view(torch.bfloat16)
 
 
-class Peak:
-    """The largest `own_bytes` within the block, over what it was on entry."""
+class PeakMemory:
+    """Context manager that measures the growth of this process's unmapped memory.
 
-    def __enter__(self) -> "Peak":
-        self._before = self.bytes = own_bytes()
-        self._done = threading.Event()
-        self._watch = threading.Thread(target=self._look)
-        self._watch.start()
+    Attributes:
+        bytes: largest growth since the start of the block, after its end.
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        self._before = memory_bytes(UNMAPPED)
+        self._peak = self._before
+        self.bytes = 0
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
         return self
 
-    def _look(self) -> None:
-        while not self._done.wait(0.002):
-            self.bytes = max(self.bytes, own_bytes())
+    def _sample(self) -> None:
+        while not self._finished.wait(SAMPLING_S):
+            self._peak = max(self._peak, memory_bytes(UNMAPPED))
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._watch.join()
-        self.bytes = max(self.bytes, own_bytes()) - self._before
+        self._finished.set()
+        self._thread.join()
+        self._peak = max(self._peak, memory_bytes(UNMAPPED))
+        self.bytes = self._peak - self._before
 
 
 def load(rank: int, folder: Path) -> None:
-    """Load one rank's shard; writes what that took to rank<n>.json."""
+    """Load one rank's shard, check its first rows, and write the measurements to rank<n>.json."""
     from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
@@ -128,47 +139,51 @@ def load(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), TP)  # type: ignore[attr-defined]
     init_process_groups(ParallelLayout(tp=TP), rank=rank, threads=1, store=store)
     architecture = read_architecture(folder)
-    started = time.perf_counter()
-    with Peak() as peak:
-        parameters = build_model(
-            architecture, TrainerSpec(model=str(folder), tp=TP, bf16=True)
-        ).numbered_parameters()
+    spec = TrainerSpec(model=str(folder), tp=TP, bf16=True)
+    began = time.perf_counter()
+    with PeakMemory() as peak:
+        parameters = build_model(architecture, spec).numbered_parameters()
         import_weights(parameters, architecture, SafeTensors(folder))
-    seconds = time.perf_counter() - started
-    shard = sum(parameter.nbytes for parameter in parameters.values())
-    ours = parameters["embedding.word_embeddings.weight"]
-    with safe_open(str(folder / "model-ends.safetensors"), "pt") as tensors:
-        rows = tensors.get_slice("model.embed_tokens.weight")[
-            rank * len(ours) : rank * len(ours) + 8
-        ]
-    assert torch.equal(ours[:8], rows), f"rank {rank} holds other rows than its own"
-    measured = {"peak": peak.bytes, "shard": shard, "seconds": seconds}
+    seconds = time.perf_counter() - began
+
+    embedding = parameters["embedding.word_embeddings.weight"]
+    first_row = rank * len(embedding)
+    with safe_open(str(folder / OTHER_FILE), "pt") as tensors:
+        expected = tensors.get_slice(EMBEDDING)[first_row : first_row + 8]
+    assert torch.equal(embedding[:8], expected), f"rank {rank} holds the rows of another rank"
+
+    shard_bytes = sum(parameter.nbytes for parameter in parameters.values())
+    measured = {"peak": peak.bytes, "shard": shard_bytes, "seconds": seconds}
     (folder / f"rank{rank}.json").write_text(json.dumps(measured))
     destroy_process_groups()
 
 
 def main() -> int:
-    """Writes a model, loads it once on two ranks, removes it; the ratio is the least possible over ours, the worst."""
-    place = Path(tempfile.gettempdir())
-    if shutil.disk_usage(place).free < DISK_BYTES:
+    """Write a model, and load it once on two ranks; the result is that of the worse rank."""
+    temporary_folder = Path(tempfile.gettempdir())
+    if shutil.disk_usage(temporary_folder).free < DISK_BYTES:
         print(
-            f"skipped: {place} has less than {DISK_BYTES >> 30} GiB free, which the model needs",
+            f"skipped: {temporary_folder} has less than {DISK_BYTES >> 30} GiB free, which the "
+            "model needs",
             file=sys.stderr,
         )
         return 1
     with tempfile.TemporaryDirectory(prefix="model_load_") as temporary:
         folder = Path(temporary)
-        parameters, tensor = write_model(folder)
+        parameters, largest_tensor = write_model(folder)
         spawn(load, args=(folder,), nprocs=TP)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(TP)]
+
+    ratios = []
     for number, rank in enumerate(ranks):
+        least = rank["shard"] + largest_tensor
+        ratios.append(least / rank["peak"])
         print(
             f"rank {number}: {parameters / 1e9:.2f}B parameters in {rank['seconds']:.1f} s; peak "
-            f"{rank['peak'] >> 20} MiB, shard {rank['shard'] >> 20} MiB, largest tensor {tensor >> 20} MiB: "
-            f"peak / (shard + tensor) = {rank['peak'] / (rank['shard'] + tensor):.2f}"
+            f"{rank['peak'] >> 20} MiB, shard {rank['shard'] >> 20} MiB, largest tensor "
+            f"{largest_tensor >> 20} MiB: peak / (shard + tensor) = {rank['peak'] / least:.2f}"
         )
-    ratio = min((rank["shard"] + tensor) / rank["peak"] for rank in ranks)
-    print(f"name=model_load ratio={ratio:.2f} goal=1.00 reference=shard_and_one_tensor n=1")
+    print_result("model_load", min(ratios), goal=1.0, reference="shard_and_one_tensor", repeats=1)
     return 0
 
 

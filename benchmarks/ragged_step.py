@@ -1,9 +1,9 @@
-"""One training step on a ragged batch, 32 to 512 tokens: packed by the Megatron trainer, and padded for Hugging Face.
+"""CPU time of a step on sequences of 32 to 512 tokens: packed by the Megatron trainer, against padded for Hugging Face.
 
-Lengths are drawn uniformly and sequences come as drawn: one batch, padded to its longest sequence, in micro-batches of
-as many rows as are fastest for Hugging Face. Three lines say more: how it is with lengths drawn log-uniformly, as
-replies are many short ones and few long, where each micro-batch is padded to its own longest sequence, and where
-sequences are sorted by length before that, which takes Hugging Face the least padding that there is.
+The lengths are uniform. The reference pads the whole batch to its longest sequence, in micro-batches
+of as many rows as are fastest for Hugging Face. Three other lines compare with log-uniform lengths
+(many short replies, few long ones), with each micro-batch padded to its own longest sequence, and
+with sequences that are also sorted by length, which needs the least padding.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.training import (
-    PlainStep,
-    cpu_seconds,
-    make_model,
-    make_sample,
-    start_trainer,
-)
+from benchmarks.support.process import alternate_cpu_times
+from benchmarks.support.result import print_result
+from benchmarks.support.training import PlainStep, make_model, make_sample, start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 
-_SEQUENCES, _SHORTEST, _LONGEST, _VOCAB = 32, 32, 512, 4096
-_TOKENS, _ROWS = 1024, 2  # of a micro-batch: packed tokens, padded sequences
+_SEQUENCES = 32
+_SHORTEST = 32
+_LONGEST = 512
+_VOCAB = 4096
+_MICROBATCH_TOKENS = 1024  # of a packed micro-batch
+_MICROBATCH_ROWS = 2  # of a padded micro-batch
+_GOAL = 2.0
 
 
-def draw(*, sequences: int, log: bool) -> list[Tensor]:
-    """Token ids of sequences whose lengths, or their logarithms, are uniform."""
+def draw_sequences(*, count: int, log_uniform: bool) -> list[Tensor]:
+    """Return the token ids of sequences with uniform or log-uniform lengths."""
     generator = torch.Generator().manual_seed(0)
-    part = torch.rand(sequences, generator=generator)
-    lengths = (
-        _SHORTEST * (_LONGEST / _SHORTEST) ** part
-        if log
-        else _SHORTEST + (_LONGEST - _SHORTEST) * part
-    )
+    uniform = torch.rand(count, generator=generator)
+    if log_uniform:
+        lengths = _SHORTEST * (_LONGEST / _SHORTEST) ** uniform
+    else:
+        lengths = _SHORTEST + (_LONGEST - _SHORTEST) * uniform
     return [
         torch.randint(0, _VOCAB, (length,), generator=generator)
         for length in lengths.round().int().tolist()
@@ -53,32 +52,45 @@ def draw(*, sequences: int, log: bool) -> list[Tensor]:
 
 
 def pad(rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """One padded batch of token ids and its mask, in micro-batches."""
+    """Pad rows to their longest; return token ids and mask of each micro-batch."""
     ids = pad_sequence(list(rows), batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return list(zip(torch.split(ids, _ROWS), torch.split(mask, _ROWS), strict=True))
+    id_batches = torch.split(ids, _MICROBATCH_ROWS)
+    mask_batches = torch.split(mask, _MICROBATCH_ROWS)
+    return list(zip(id_batches, mask_batches, strict=True))
 
 
-def compare(
+def speedup(
     trainer: MegatronTrainer,
-    plain: PlainStep,
+    plain_step: PlainStep,
     rows: Sequence[Tensor],
     repeats: int,
     *,
-    apart: bool = False,
+    pad_microbatches: bool = False,
 ) -> float:
-    """Padded over packed CPU time; with `apart`, each micro-batch is padded by itself."""
+    """Return the CPU time of the padded step, divided by that of the packed one.
+
+    Args:
+        trainer: takes the packed step.
+        plain_step: takes the padded step.
+        rows: token ids of the sequences.
+        repeats: measurements of each.
+        pad_microbatches: True: pad each micro-batch to its own longest sequence.
+    """
     samples = [
         make_sample(row[:1].tolist(), row[1:].tolist(), number) for number, row in enumerate(rows)
     ]
-    packed = pack(samples, _TOKENS)
-    groups = [rows[i : i + _ROWS] for i in range(0, len(rows), _ROWS)] if apart else [rows]
-    padded = [batch for group in groups for batch in pad(group)]
-    tokens = sum(ids.numel() for ids, _ in padded), sum(map(len, rows))
-    best = cpu_seconds(
-        {"packed": lambda: trainer.update(packed), "padded": lambda: plain(padded)}, repeats
+    packed = pack(samples, _MICROBATCH_TOKENS)
+    group_size = _MICROBATCH_ROWS if pad_microbatches else len(rows)
+    padded = []
+    for start in range(0, len(rows), group_size):
+        padded += pad(rows[start : start + group_size])
+    best = alternate_cpu_times(
+        {"packed": lambda: trainer.update(packed), "padded": lambda: plain_step(padded)}, repeats
     )
-    print(f"  {len(rows)} sequences, padding makes {tokens[0] / tokens[1]:.2f} tokens of one")
+    padded_tokens = sum(ids.numel() for ids, _ in padded)
+    tokens = sum(map(len, rows))
+    print(f"  {len(rows)} sequences, {padded_tokens / tokens:.2f} padded tokens per token")
     return best["padded"] / best["packed"]
 
 
@@ -86,19 +98,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     repeats = parser.parse_args().repeats
-    rows = draw(sequences=_SEQUENCES, log=False)
+    rows = draw_sequences(count=_SEQUENCES, log_uniform=False)
+    few_rows = rows[: _SEQUENCES // 4]
+    log_uniform_rows = draw_sequences(count=_SEQUENCES // 4, log_uniform=True)
     with tempfile.TemporaryDirectory() as folder:
-        plain = PlainStep(make_model(Path(folder), vocab=_VOCAB, hidden=384, layers=4))
+        plain_step = PlainStep(make_model(Path(folder), vocab=_VOCAB, hidden=384, layers=4))
         trainer = start_trainer(Path(folder), Objective(loss="cross_entropy"))
-        ratio = compare(trainer, plain, draw(sequences=_SEQUENCES // 4, log=True), 1)
-        print(f"lengths drawn log-uniformly: {ratio:.2f}")
-        ratio = compare(trainer, plain, rows[: _SEQUENCES // 4], 1, apart=True)
+        ratio = speedup(trainer, plain_step, log_uniform_rows, 1)
+        print(f"log-uniform lengths: {ratio:.2f}")
+        ratio = speedup(trainer, plain_step, few_rows, 1, pad_microbatches=True)
         print(f"each micro-batch padded to its own longest sequence: {ratio:.2f}")
-        ratio = compare(trainer, plain, sorted(rows, key=len), 1, apart=True)
-        print(f"and sorted by length: {ratio:.2f}")
-        ratio = compare(trainer, plain, rows, repeats)
-    print(
-        f"name=ragged_step ratio={ratio:.2f} goal=2.00 reference=hf_one_padded_batch_sdpa n={repeats}"
+        sorted_rows = sorted(rows, key=len)
+        ratio = speedup(trainer, plain_step, sorted_rows, 1, pad_microbatches=True)
+        print(f"also sorted by length: {ratio:.2f}")
+        ratio = speedup(trainer, plain_step, rows, repeats)
+    print_result(
+        "ragged_step", ratio, goal=_GOAL, reference="hf_one_padded_batch_sdpa", repeats=repeats
     )
 
 

@@ -1,7 +1,7 @@
-"""Bytes per second from a trainer's shard into the embedded engine's memory, against one thread's memcpy of as many.
+"""Bandwidth from a trainer's shard into the embedded engine's memory, against memcpy on one thread.
 
-Another line tells of the whole hand-over between two actors, with both checksums of every tensor and all calls, and for
-how long the engine pauses.
+Another line shows the whole weight sync between two actors, with checksums on both sides and all
+calls, and the pause of the engine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from benchmarks.support.training import start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
@@ -35,10 +35,11 @@ from rollout.sync.shared import SharedWeights
 
 REPEATS = 7
 GOAL = 0.8
+OBJECTIVE = Objective(loss="cross_entropy")
 
 
-def make_model(folder: Path) -> None:
-    """Two layers of Qwen2.5-1.5B's shapes under a small vocabulary, at random: 106 million parameters, 425 MB."""
+def make_two_layers(folder: Path) -> None:
+    """Save random weights of two layers of Qwen2.5-1.5B with a small vocabulary: 106 million parameters, 425 MB."""
     config = Qwen2Config(
         vocab_size=8192,
         hidden_size=1536,
@@ -53,75 +54,81 @@ def make_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def best(seconds: list[float]) -> float:
-    """The least disturbed repeat."""
-    return min(seconds)
-
-
-def seconds(do: Callable[[], object]) -> float:
-    """Wall-clock time of one call."""
+def wall_seconds(function: Callable[[], object]) -> float:
+    """Return the wall-clock time of one call."""
     began = time.perf_counter()
-    do()
+    function()
     return time.perf_counter() - began
 
 
-def transfer(folder: Path) -> float:
-    """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
-    trainer = start_trainer(folder, Objective(loss="cross_entropy"))
+def measure_transfer(folder: Path) -> float:
+    """Return the time of memcpy, divided by that of gathering all weights and writing them in the engine's layout."""
+    trainer = start_trainer(folder, OBJECTIVE)
     shared = SharedWeights(memory_path(), read_architecture(folder), create=True)
     source = [whole(rows).clone() for _, rows in trainer.model.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 
     def copy() -> None:
-        for to, tensor in zip(target, source, strict=True):
-            to.copy_(tensor)
+        for target_tensor, source_tensor in zip(target, source, strict=True):
+            target_tensor.copy_(source_tensor)
 
     def reshard() -> None:
         shared.halves[0].fill(trainer.model.weights())
 
+    copy_times = []
+    reshard_times = []
     try:
         reshard()  # touches every page
-        pairs = [(seconds(copy), seconds(reshard)) for _ in range(REPEATS)]
+        for _ in range(REPEATS):
+            copy_times.append(wall_seconds(copy))
+            reshard_times.append(wall_seconds(reshard))
     finally:
         shared.file.unlink()
-    copied, resharded = (best(list(column)) for column in zip(*pairs, strict=True))
+    copy_s = min(copy_times)
+    reshard_s = min(reshard_times)
     size = sum(tensor.nbytes for tensor in source)
     print(
-        f"{size / 1e6:.0f} MB, without checksums: {resharded:.3f} s, {size / resharded / 1e9:.2f} GB/s; "
-        f"memcpy {size / copied / 1e9:.2f} GB/s"
+        f"{size / 1e6:.0f} MB, without checksums: {reshard_s:.3f} s, {size / reshard_s / 1e9:.2f} "
+        f"GB/s; memcpy {size / copy_s / 1e9:.2f} GB/s"
     )
-    return copied / resharded
+    return copy_s / reshard_s
 
 
-async def hand_over_checked(folder: Path) -> None:
-    """Alternate hand-overs and copies, and print both."""
-    spec = TrainerSpec(model=str(folder), lr=1e-3, objective=Objective(loss="cross_entropy"))
+async def measure_weight_sync(folder: Path) -> None:
+    """Alternate weight syncs and copies, and print both."""
+    spec = TrainerSpec(model=str(folder), lr=1e-3, objective=OBJECTIVE)
     trainer = TrainerGroup("p", spec, threads=1)
     engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=64, rows=8))
     await trainer.ready()
     await engine.stats()
     sync = WeightSync(trainer, engine)
-    size = round((await sync.push(1))["hand_over_mb"] * 1e6)  # the first touches every page
+    first = await sync.push(1)  # touches every page
     await sync.push(2)
-    source, target = torch.ones(size // 4), torch.zeros(size // 4)
-    whole, pause, copy = [], [], []
+    size = round(first["hand_over_mb"] * 1e6)
+    source = torch.ones(size // 4)
+    target = torch.zeros(size // 4)
+    sync_times = []
+    pauses = []
+    copy_times = []
     for version in range(3, 3 + REPEATS):
-        copy.append(seconds(lambda: target.copy_(source)))
+        copy_times.append(wall_seconds(lambda: target.copy_(source)))
         metrics = await sync.push(version)
-        whole.append(metrics["hand_over_s"])
-        pause.append(metrics["engine_pause_s"])
+        sync_times.append(metrics["hand_over_s"])
+        pauses.append(metrics["engine_pause_s"])
     engine.close()
+    sync_s = min(sync_times)
     print(
-        f"hand-over with both checksums and all calls: {best(whole):.3f} s, {size / best(whole) / 1e9:.2f} GB/s, "
-        f"{best(copy) / best(whole):.2f} of memcpy; the engine pauses {best(pause):.4f} s"
+        f"weight sync with both checksums and all calls: {sync_s:.3f} s, {size / sync_s / 1e9:.2f} "
+        f"GB/s, {min(copy_times) / sync_s:.2f} of memcpy; the engine pauses {min(pauses):.4f} s"
     )
 
 
 def main() -> None:
-    """Make a model and measure on it."""
+    """Make a model, and measure on it."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_two_layers(folder)
         ray.init(
             "local",
             num_cpus=1,
@@ -130,11 +137,11 @@ def main() -> None:
             object_store_memory=100 * 2**20,
         )
         try:
-            asyncio.run(hand_over_checked(Path(folder)))
+            asyncio.run(measure_weight_sync(folder))
         finally:
             ray.shutdown()
-        ratio = transfer(Path(folder))
-    print(f"name=resharding ratio={ratio:.2f} goal={GOAL:.2f} reference=memcpy n={REPEATS}")
+        ratio = measure_transfer(folder)
+    print_result("resharding", ratio, goal=GOAL, reference="memcpy", repeats=REPEATS)
 
 
 if __name__ == "__main__":

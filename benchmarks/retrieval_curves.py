@@ -34,6 +34,7 @@ import torch
 # Runs from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from retrieval.bm25 import BM25_FOLDER, BM25Index
 from retrieval.build import INDEX_TYPES, MAX_TRAINING_ROWS
 from retrieval.encoder import Encoder
@@ -96,9 +97,9 @@ class Data:
             self.words[start : start + len(ids)] = ids
             if start == 0:
                 self.sources = random.choice(len(ids), 512)[:QUERIES]
-        own_words = np.stack([random.permutation(row)[:5] for row in self.words[self.sources]])
+        source_words = np.stack([random.permutation(row)[:5] for row in self.words[self.sources]])
         other_word = random.integers(0, len(embeddings), (QUERIES, 1))
-        self.query_words = np.concatenate([own_words, other_word], axis=1)
+        self.query_words = np.concatenate([source_words, other_word], axis=1)
         self.query_vectors = mean_vectors(self.query_words, embeddings)
         metric = faiss.METRIC_INNER_PRODUCT
         _, self.nearest = faiss.knn(self.query_vectors, self.vectors, K, metric=metric)
@@ -109,16 +110,15 @@ def time_search(
 ) -> tuple[float, np.ndarray]:
     """Return CPU milliseconds per query, the best of three, and the rows that were found."""
     best = np.inf
-    found: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
     for _ in range(3):
-        found = []
+        rows = []
         began = time.process_time()
         for start in range(0, len(vectors), batch):
-            found.append(
-                search(vectors[start : start + batch], words[start : start + batch]),
-            )
+            end = start + batch
+            rows.append(search(vectors[start:end], words[start:end]))
         best = min(best, 1000 * (time.process_time() - began) / len(vectors))
-    return best, np.concatenate(found)
+    return best, np.concatenate(rows)
 
 
 def set_breadths(index: Any) -> Iterator[int]:
@@ -204,16 +204,16 @@ def measure(kind: str, data: Data) -> Iterator[dict[str, Any]]:
     planned = INDEX_TYPES[kind].row_bytes(total, dim) if kind in INDEX_TYPES else 0.0
     for breadth in set_breadths(index):
         library.cvar.distance_compute_blas_threshold = BLAS_THRESHOLD
-        batch_ms, found = time_search(search, data.query_vectors, data.query_words, BATCH)
+        batch_ms, rows = time_search(search, data.query_vectors, data.query_words, BATCH)
         one_ms, _ = time_search(search, data.query_vectors[:32], data.query_words[:32], 1)
         library.cvar.distance_compute_blas_threshold = default_threshold
-        hits = [len(set(a) & set(b)) for a, b in zip(found, data.nearest, strict=True)]
+        hits = [len(set(a) & set(b)) for a, b in zip(rows, data.nearest, strict=True)]
         yield {
             "kind": kind,
             "passages": total,
             "breadth": breadth,
             "recall": round(sum(hits) / len(hits) / K, 4),
-            "own": round(float((found == data.sources[:, None]).any(1).mean()), 4),
+            "own": round(float((rows == data.sources[:, None]).any(1).mean()), 4),
             "batch_ms": round(batch_ms, 4),
             "one_ms": round(one_ms, 4),
             "build_s": round(build_s, 2),
@@ -300,9 +300,13 @@ def main() -> None:
     print(f"load of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     flat = [row["batch_ms"] / row["passages"] for row in rows if row["kind"] == "flat"]
     growth = flat[-1] / flat[-2] if len(flat) > 1 else 1.0
-    print(
-        f"name=retrieval_curves ratio={growth:.2f} at_most=1.00 "
-        "reference=flat-ms-a-passage-one-size-below n=3"
+    print_result(
+        "retrieval_curves",
+        growth,
+        goal=1.0,
+        at_most=True,
+        reference="flat-ms-a-passage-one-size-below",
+        repeats=3,
     )
 
 

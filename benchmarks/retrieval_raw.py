@@ -29,6 +29,7 @@ import torch
 # Runs from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from benchmarks.support.vectors import spread_index
 from retrieval.encoder import Encoder
 from retrieval.index import Index
@@ -139,7 +140,7 @@ def search_alone(index: faiss.Index, vectors: np.ndarray, batch: int) -> tuple[f
 
 
 def use_blas(threads: int) -> None:
-    """Have FAISS use BLAS for small batches, as the server does."""
+    """Make FAISS use BLAS for small batches, as the server does."""
     library: Any = faiss
     library.cvar.distance_compute_blas_threshold = BLAS_THRESHOLD * threads
 
@@ -312,9 +313,8 @@ def main() -> None:
                 f"memory over {options.requests} requests: {last / first:.3f} x (goal: at most 1.05)"
             )
     if ratio is not None:
-        print(
-            f"name=retrieval_raw ratio={ratio:.2f} goal={GOAL:.2f} reference=faiss-same-batch "
-            f"n={options.rounds}"
+        print_result(
+            "retrieval_raw", ratio, goal=GOAL, reference="faiss-same-batch", repeats=options.rounds
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs every benchmark, or some, and writes their rows of docs/benchmarks.md from the results that each prints."""
+"""Run all benchmarks, or some, and write their results to docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -12,113 +12,149 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-LINE = re.compile(
-    r"name=(?P<name>\S+) ratio=(?P<ratio>\d+\.\d+) (?P<sense>goal|at_most)=(?P<goal>\d+\.\d+) "
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parent / "docs" / "benchmarks.md"
+# The line that `benchmarks.support.result.print_result` prints.
+RESULT_LINE = re.compile(
+    r"name=(?P<name>\S+) ratio=(?P<ratio>\d+\.\d+) (?P<bound>goal|at_most)=(?P<goal>\d+\.\d+) "
     r"reference=(?P<reference>.+) n=(?P<n>\d+)"
 )
+HEADER = """\
+# Benchmarks
+
+`make bench` writes this page. Each row is a line that the script `benchmarks/<name>.py` prints
+(`chat_turns_16`: of `chat_turns`).
+
+These are of CPUs; [gpu.md](gpu.md) has what was measured on a GPU.
+
+The picture (`growth`) says how CPU time and memory of a step grow with agents, turns, groups, prompts and
+policies. Each micro-batch has room for a group. The legend has the exponent of the growth with size. Those
+of turns and prompts are above 1, as attention grows with the square of a sequence. The row has the
+largest exponent of a whole step's time with its operations.
+
+![CPU time and memory over sizes](pictures/growth.png)
+
+| benchmark | ratio | goal | reference | repeats | machine |
+|---|---:|---:|---|---:|---|
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one benchmark measured."""
+    """Result line of a benchmark.
+
+    Attributes:
+        name: of the benchmark.
+        ratio: of our measurement and the reference's.
+        goal: smallest accepted ratio, or the largest with `at_most`.
+        at_most: True if a smaller ratio is better.
+        reference: the other side of the ratio.
+        n: number of repeats.
+    """
 
     name: str
-    ratio: float  # ours over the reference's
+    ratio: float
     goal: float
-    at_most: bool  # the goal is the most that it may be, not the least
+    at_most: bool
     reference: str
-    n: int  # repeats
+    n: int
 
 
 def parse(output: str) -> list[Result]:
-    """The results in a benchmark's output, a line each; none if its last line is not of the agreed form."""
-    lines = output.rstrip().splitlines()
-    found = [match for line in lines if (match := LINE.fullmatch(line.strip()))]
-    if not lines or not LINE.fullmatch(lines[-1].strip()):
+    """Return all results in the output of a benchmark, or [] if its last line is not a result."""
+    matches = [RESULT_LINE.fullmatch(line.strip()) for line in output.rstrip().splitlines()]
+    if not matches or matches[-1] is None:
         return []
     return [
         Result(
             name=match["name"],
             ratio=float(match["ratio"]),
             goal=float(match["goal"]),
-            at_most=match["sense"] == "at_most",
+            at_most=match["bound"] == "at_most",
             reference=match["reference"],
             n=int(match["n"]),
         )
-        for match in found
+        for match in matches
+        if match is not None
     ]
 
 
-def page(results: Sequence[Result], machine: str, before: str = "") -> str:
-    """The Markdown page, `machine` in the rows of `results`; the others are those of the page `before`."""
-    rows = {row[1]: row[0] for row in re.finditer(r"^\| (\w+) \| \d.*$", before, re.MULTILINE)}
-    for r in results:
-        goal = f"{'≤' if r.at_most else '≥'} {r.goal:.2f}"
-        rows[r.name] = f"| {r.name} | {r.ratio:.2f} | {goal} | {r.reference} | {r.n} | {machine} |"
-    lines = [
-        "# Benchmarks",
-        "",
-        "`make bench` writes this page. Each row is a line that the script `benchmarks/<name>.py` prints",
-        "(`chat_turns_16`: of `chat_turns`).",
-        "",
-        "These are of CPUs; [gpu.md](gpu.md) has what was measured on a GPU.",
-        "",
-        "The picture (`growth`) says how CPU time and memory of a step grow with agents, turns, groups, prompts and",
-        "policies. Each micro-batch has room for a group. The legend has the exponent of the growth with size. Those",
-        "of turns and prompts are above 1, as attention grows with the square of a sequence. The row has the",
-        "largest exponent of a whole step's time with its operations.",
-        "",
-        "![CPU time and memory over sizes](pictures/growth.png)",
-        "",
-        "| benchmark | ratio | goal | reference | repeats | machine |",
-        "|---|---:|---:|---|---:|---|",
-    ]
-    return "\n".join([*lines, *(row for _, row in sorted(rows.items())), ""])
+def page(results: Sequence[Result], machine: str, previous: str = "") -> str:
+    """Return the Markdown page.
+
+    Args:
+        results: new results.
+        machine: description of the machine that measured them.
+        previous: the page so far, whose rows of other benchmarks are kept.
+    """
+    rows = {
+        match[1]: match[0] for match in re.finditer(r"^\| (\w+) \| \d.*$", previous, re.MULTILINE)
+    }
+    for result in results:
+        sign = "≤" if result.at_most else "≥"
+        rows[result.name] = (
+            f"| {result.name} | {result.ratio:.2f} | {sign} {result.goal:.2f} | {result.reference} | "
+            f"{result.n} | {machine} |"
+        )
+    lines = [row for _, row in sorted(rows.items())]
+    return HEADER + "\n".join([*lines, ""])
+
+
+def run_benchmark(script: Path) -> list[Result]:
+    """Run a script, print its output, and return its results; they are empty if it failed."""
+    began = time.monotonic()
+    command = [sys.executable, str(script)]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(process.stdout.rstrip())
+    results = parse(process.stdout) if process.returncode == 0 else []
+    if not results:
+        print(f"error: {script.name} ended with status {process.returncode} and no result line")
+    print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
+    return results
+
+
+def describe_machine() -> str:
+    """Return the CPU model, the number of cores and the version of Python."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    match = re.search(r"model name\s*:\s*(.+)", cpuinfo)
+    model = match[1] if match else platform.machine()
+    cores = cpuinfo.count("processor\t")
+    return f"{model}, {cores} cores, Python {platform.python_version()}"
 
 
 def main() -> int:
-    """Run all, or those named on the command line; 1 if one failed, and then the page stays as it was."""
+    """Run benchmarks and write the page; if one fails, return 1 and leave the page unchanged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="scripts without .py; all if none is named")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
+    parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
-    scripts = sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
-    unknown = set(options.names) - {path.stem for path in scripts}
+    scripts = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
+    del scripts[Path(__file__).stem]
+    unknown = sorted(set(options.names) - scripts.keys())
     if unknown:
-        print(
-            f"error: no benchmark {', '.join(sorted(unknown))}; known: {', '.join(p.stem for p in scripts)}"
-        )
+        print(f"error: no benchmark {', '.join(unknown)}; known: {', '.join(scripts)}")
         return 1
-    results, failed = [], []
-    for script in [path for path in scripts if not options.names or path.stem in options.names]:
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False
-        )
-        print(done.stdout.rstrip())
-        found = parse(done.stdout) if done.returncode == 0 else []
-        results += found
-        if not found:
+
+    results = []
+    failed = []
+    for name, script in scripts.items():
+        if options.names and name not in options.names:
+            continue
+        new_results = run_benchmark(script)
+        results += new_results
+        if not new_results:
             failed.append(script.name)
-            print(f"error: {script.name} ended with status {done.returncode} and no result line")
-        print(f"  ({time.monotonic() - started:.0f} s)", flush=True)
     if failed:
         print(f"error: {', '.join(failed)} failed; {options.out} is unchanged")
         return 1
-    before = (
-        options.out.read_text(encoding="utf-8") if options.names and options.out.is_file() else ""
-    )
+
+    previous = ""
+    if options.names and options.out.is_file():
+        previous = options.out.read_text(encoding="utf-8")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page(results, _machine(), before), encoding="utf-8")
+    options.out.write_text(page(results, describe_machine(), previous), encoding="utf-8")
     print(f"wrote {options.out}")
     return 0
-
-
-def _machine() -> str:
-    model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    cores = Path("/proc/cpuinfo").read_text(encoding="utf-8").count("processor\t")
-    return f"{model[1] if model else platform.machine()}, {cores} cores, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much faster a small program runs in the sandbox than in a bare, unisolated `subprocess` of the same Python."""
+"""Time of a small program in the sandbox, against a bare, unisolated `subprocess` of the same Python."""
 
 from __future__ import annotations
 
@@ -10,58 +10,68 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.result import print_result
 from rollout.sandbox import Sandbox
 from rollout.sandbox.tiers import interpreter
 
-PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
-RUNS, SLOTS = 100, 2  # per repeat
-GOAL_MS, GOAL_RATE, GOAL_RATIO = 9.0, 180.0, 2.0
+PROGRAM = "print(sum(map(int, input().split())))"
+STDIN = "1 2 3\n"
+STDOUT = "6\n"
+RUNS = 100  # of a repeat
+SLOTS = 2
+GOAL_MS = 9.0
+GOAL_RATE = 180.0
+GOAL_RATIO = 2.0
 
 
-def bare_ms() -> float:
-    """Wall milliseconds of one unisolated start."""
+def run_bare() -> float:
+    """Run the program in a subprocess; return the milliseconds."""
     began = time.perf_counter()
     command = [interpreter(), "-I", "-c", PROGRAM]
-    done = subprocess.run(command, input=STDIN, capture_output=True, text=True, check=True)
-    assert done.stdout == STDOUT
+    process = subprocess.run(command, input=STDIN, capture_output=True, text=True, check=True)
+    assert process.stdout == STDOUT
     return 1000 * (time.perf_counter() - began)
 
 
-async def sandboxed_ms(box: Sandbox) -> float:
-    """Wall milliseconds of one run in the sandbox."""
+async def run_sandboxed(box: Sandbox) -> float:
+    """Run the program in the sandbox; return the milliseconds."""
     began = time.perf_counter()
     result = await box.run(PROGRAM, stdin=STDIN)
     assert result.stdout == STDOUT
     return 1000 * (time.perf_counter() - began)
 
 
-async def runs_per_s(box: Sandbox) -> float:
-    """Runs a second, all asked for at once."""
+async def measure_rate(box: Sandbox) -> float:
+    """Request RUNS runs at once; return the runs per second."""
     began = time.perf_counter()
     await asyncio.gather(*(box.run(PROGRAM, stdin=STDIN) for _ in range(RUNS)))
     return RUNS / (time.perf_counter() - began)
 
 
-async def measure(tier: str, repeats: int) -> tuple[float, float, float]:
-    """Medians of the sandbox's and the bare start's milliseconds, taken in turn, and of the runs a second."""
+async def measure(tier: str, repeats: int) -> float:
+    """Alternate runs in the sandbox and bare runs; return the bare median divided by the sandbox's."""
     async with Sandbox(tier=tier, slots=SLOTS) as box:
-        await asyncio.sleep(1.0)  # let the pool warm up
-        ours, bare, rates = [], [], []
+        await asyncio.sleep(1.0)  # the pool fills
+        sandboxed_ms = []
+        bare_ms = []
+        rates = []
         for _ in range(repeats):
             for _ in range(RUNS // 5):
-                ours.append(await sandboxed_ms(box))
-                bare.append(bare_ms())
-            rates.append(await runs_per_s(box))
+                sandboxed_ms.append(await run_sandboxed(box))
+                bare_ms.append(run_bare())
+            rates.append(await measure_rate(box))
+        median_ms = statistics.median(sandboxed_ms)
+        bare_median_ms = statistics.median(bare_ms)
         print(
-            f"{box.tier}: median {statistics.median(ours):.1f} ms a run (goal {GOAL_MS:g}), 90th percentile "
-            f"{statistics.quantiles(ours, n=10)[-1]:.1f}; bare subprocess {statistics.median(bare):.1f} ms; "
-            f"{statistics.median(rates):.0f} runs/s on {SLOTS} slots (goal {GOAL_RATE:g})"
+            f"{box.tier}: median {median_ms:.1f} ms a run (goal {GOAL_MS:g}), 90th percentile "
+            f"{statistics.quantiles(sandboxed_ms, n=10)[-1]:.1f}; bare subprocess "
+            f"{bare_median_ms:.1f} ms; {statistics.median(rates):.0f} runs/s on {SLOTS} slots "
+            f"(goal {GOAL_RATE:g})"
         )
-    return statistics.median(ours), statistics.median(bare), statistics.median(rates)
+    return bare_median_ms / median_ms
 
 
 def main() -> None:
@@ -71,10 +81,13 @@ def main() -> None:
         "--tier", default="auto", help="a name in rollout.sandbox.pool.TIERS, or auto"
     )
     options = parser.parse_args()
-    ours, bare, _ = asyncio.run(measure(options.tier, options.repeats))
-    print(
-        f"name=sandbox ratio={bare / ours:.2f} goal={GOAL_RATIO:.2f} reference=bare-python-subprocess "
-        f"n={options.repeats}"
+    ratio = asyncio.run(measure(options.tier, options.repeats))
+    print_result(
+        "sandbox",
+        ratio,
+        goal=GOAL_RATIO,
+        reference="bare-python-subprocess",
+        repeats=options.repeats,
     )
 
 

@@ -1,14 +1,15 @@
-"""Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on one model.
+"""Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on the same model.
 
-A step: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update; in float32, or in bfloat16
-with float32 master weights, which is TRL's default. Three trainings take turns of three steps each: TRL's in both
-precisions and this project's in one, then in the other. The least of each phase is shown. A side counts in the
-precision in which it is faster, and the last line has the smaller ratio of two shapes. TRL lies in an environment of
-its own (requirements/bench.txt) that is made on first use and sees this one's torch.
+A step generates 8 replies to each of 8 prompts of equal length, rewards them, and updates, in float32
+or in bfloat16 with float32 master weights (TRL's default). Three trainings take turns of three steps:
+TRL's in both precisions, and this project's in one precision, then in the other. The minimum of each
+phase is shown. Each side counts in its faster precision, and the result is the smaller ratio of two
+shapes. TRL has an environment of its own (requirements/bench.txt), which is created on first use and
+sees the torch of this environment.
 
-TRL's one process has as many threads as there are cores. This project's processes have one each, and there is a
-data-parallel rank and a replica of the engine for each core, which wait for each other once a step and not at every
-operation; `--ranks 1` gives one rank and one replica all threads.
+TRL's single process has a thread per core. This project has a data-parallel rank and an engine
+replica per core, with one thread each; they wait for each other once per step instead of at every
+operation. `--ranks 1` gives one rank and one replica all threads.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mcore_mas as mm
+from benchmarks.support.result import print_result
 from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.pipeline.base_model import init_model, train_tokenizer
 from rollout.environments.protocol import Env
@@ -43,158 +44,204 @@ from rollout.records.trajectory import Message, Task, Trajectory
 from rollout.teams.team import TeamSession
 
 ROOT = Path(__file__).resolve().parents[1]
-TASKS, GROUP, LR, WARM, GOAL, STEPS = 8, 8, 1e-5, 1, 5.0, 1000
-TURN = 3  # steps in a row, as a training takes them: memory is warm, and what is done every so often is done as often
+TRL_SCRIPT = ROOT / "benchmarks" / "support" / "trl_steps.py"
+TASKS = 8
+GROUP = 8
+LR = 1e-5
+WARM_UPS = 1
+GOAL = 5.0
+MAX_STEPS = 1000
+# Steps in a row of one training, so that memory is warm and periodic work happens as often as in a
+# real training.
+STEPS_PER_TURN = 3
 PRECISIONS = ("float32", "bfloat16")
-ENVIRONMENT = dict(os.environ)  # of TRL: that of a run's own processes changes
+# The environment variables before this project's runs change them.
+ORIGINAL_ENVIRONMENT = dict(os.environ)
+
+Row = dict[str, float]  # seconds of the phases of a step, by name
+Training = Generator[Row, None, None]  # yields a row after each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model, and how many tokens prompts and replies have."""
+    """A model, and the number of tokens of prompts and replies."""
 
-    base: BaseModelConfig
+    model: BaseModelConfig
     prompt: int
     reply: int
 
 
 SHAPES = {
     "1.5M": Shape(
-        base=BaseModelConfig(layers=4, hidden=128, heads=4, kv_heads=2, ffn=512, vocab=4096),
+        model=BaseModelConfig(layers=4, hidden=128, heads=4, kv_heads=2, ffn=512, vocab=4096),
         prompt=128,
         reply=64,
     ),
     "7M": Shape(
-        base=BaseModelConfig(layers=6, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4096),
+        model=BaseModelConfig(layers=6, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4096),
         prompt=256,
         reply=128,
     ),
 }
 
 
-def make_model(folder: Path, shape: Shape) -> list[str]:
-    """A random model in `folder`, and prompts that render to exactly as many tokens as the shape has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the command line.
+
+    Attributes:
+        repeats: turns of each training that are measured.
+        threads: of TRL's process, and of all processes of this project.
+        ranks: data-parallel ranks, and engine replicas, of this project.
+        parts: micro-batches of an update by TRL.
+    """
+
+    repeats: int
+    threads: int
+    ranks: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model and prompts in a temporary folder."""
+
+    folder: Path
+    shape: Shape
+    prompts: list[str]
+
+    @property
+    def model(self) -> Path:
+        """Folder of the model."""
+        return self.folder / "model"
+
+
+def prompt_ids(renderer: Renderer, text: str) -> tuple[int, ...]:
+    """Return the token ids of a prompt in the chat template."""
+    return renderer.render([Message(role="user", content=text)])
+
+
+def make_workload(folder: Path, shape: Shape) -> Workload:
+    """Write a random model, and draw prompts with exactly the shape's number of tokens."""
     draw = random.Random(0)
-    syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     words = ["".join(draw.choices(syllables, k=3)) for _ in range(3600)]
-    tokenizer = train_tokenizer(iter([f" {word}" for word in words] * 4), shape.base.vocab, "words")
-    tokenizer.save_pretrained(str(folder))
-    init_model(tokenizer, shape.base, 0).save_pretrained(str(folder))
-    renderer = Renderer(folder)
-    whole = [word for word in dict.fromkeys(words) if len(renderer.encode(f" {word}")) == 1]
-    texts = []
+    corpus = [f" {word}" for word in words] * 4
+    tokenizer = train_tokenizer(iter(corpus), shape.model.vocab, "words")
+    tokenizer.save_pretrained(str(folder / "model"))
+    init_model(tokenizer, shape.model, 0).save_pretrained(str(folder / "model"))
+
+    renderer = Renderer(folder / "model")
+    single_token_words = [
+        word for word in dict.fromkeys(words) if len(renderer.encode(f" {word}")) == 1
+    ]
+    prompts = []
     for _ in range(4 * TASKS):
-        chosen = draw.choices(whole, k=shape.prompt)
-        over = len(renderer.render([Message(role="user", content=" ".join(chosen))])) - shape.prompt
-        texts.append(" ".join(chosen[:-over]))
-    assert {len(renderer.render([Message(role="user", content=text)])) for text in texts} == {
-        shape.prompt
-    }
-    return texts
+        chosen = draw.choices(single_token_words, k=shape.prompt)
+        # The chat template adds tokens; drop as many words.
+        excess = len(prompt_ids(renderer, " ".join(chosen))) - shape.prompt
+        prompts.append(" ".join(chosen[:-excess]))
+    assert all(len(prompt_ids(renderer, prompt)) == shape.prompt for prompt in prompts)
+    return Workload(folder=folder, shape=shape, prompts=prompts)
 
 
-async def answer(task: Task, team: TeamSession, env: Env) -> None:
-    """One reply."""
-    await env.step(str(await team.act("writer", problem=env.reset(task))))
+async def answer_once(task: Task, team: TeamSession, env: Env) -> None:
+    """Let the agent reply once."""
+    reply = await team.act("writer", problem=env.reset(task))
+    await env.step(str(reply))
 
 
-def odd(trajectory: Trajectory) -> float:
-    """As TRL is given it: 1 for a reply whose token ids have an odd sum."""
+def reward_odd_sum(trajectory: Trajectory) -> float:
+    """Return 1 for a reply whose token ids have an odd sum, else 0, as in `trl_steps.py`."""
     return float(sum(trajectory.turns[0].completion_ids) % 2)
 
 
-def ours(
-    folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int, bf16: bool
-) -> Generator[dict[str, float], None, None]:
-    """A step for each `next`."""
-    share = (
-        TASKS // ranks * (shape.prompt + GROUP * shape.reply)
-    )  # tokens of a rank, prompts counted once
-    tasks = {
-        "train": [(text, "") for text in texts],
-        "validation": [(texts[0], "")],
-        "test": [(texts[0], "")],
-    }
+def train_here(workload: Workload, options: Options, *, bf16: bool) -> Training:
+    """Take a step of this project's training for each `next`."""
+    shape = workload.shape
+    prompts = workload.prompts
+    # Tokens of a rank's share of a step; a prompt is stored once for its group.
+    rank_tokens = TASKS // options.ranks * (shape.prompt + GROUP * shape.reply)
     run = mm.Run(
         [mm.AgentSpec("writer", user="{problem}", settings={"max_tokens": shape.reply})],
-        answer,
-        tasks=tasks,
-        policies={"shared": {"model": str(folder / "model"), "bf16": bf16}},
-        reward=odd,
-        folder=folder / f"run-{PRECISIONS[bf16]}",
+        answer_once,
+        tasks={
+            "train": [(prompt, "") for prompt in prompts],
+            "validation": [(prompts[0], "")],
+            "test": [(prompts[0], "")],
+        },
+        policies={"shared": {"model": str(workload.model), "bf16": bf16}},
+        reward=reward_odd_sum,
+        folder=workload.folder / f"run-{PRECISIONS[bf16]}",
         advantage="grpo",
-        steps=STEPS,
+        steps=MAX_STEPS,
         lr=LR,
-        validate_every=STEPS,
-        checkpoint_every=STEPS,
-        microbatch_tokens=share,
-        dp=ranks,
-        engine={"max_length": shape.prompt + shape.reply, "replicas": ranks},
-        cluster={"threads_per_process": max(1, threads // ranks)},
+        validate_every=MAX_STEPS,
+        checkpoint_every=MAX_STEPS,
+        microbatch_tokens=rank_tokens,
+        dp=options.ranks,
+        engine={"max_length": shape.prompt + shape.reply, "replicas": options.ranks},
+        cluster={"threads_per_process": max(1, options.threads // options.ranks)},
     )
-    rows = iter(run)
+    steps = iter(run)
     while True:
-        cpu, wall = (
-            spent(),
-            time.perf_counter(),
-        )  # a look at all processes is none of the step's work
-        row = next(rows)
-        step = time.perf_counter() - wall
-        assert row["policy/shared/grad_norm"] > 0
-        update, hand_over = row["time/update_s"], row["policy/shared/hand_over_s"]
+        cpu_before = cpu_seconds_here()  # not part of the step's time
+        began = time.perf_counter()
+        metrics = next(steps)
+        seconds = time.perf_counter() - began
+        assert metrics["policy/shared/grad_norm"] > 0
+        collect_s = metrics["time/collect_s"]
+        update_s = metrics["time/update_s"]
+        sync_s = metrics["policy/shared/hand_over_s"]
         yield {
-            "step": step,
-            "cpu": spent() - cpu,
-            "collect": row["time/collect_s"],
-            "update": update - hand_over,
-            "hand-over": hand_over,
-            "rest": step - row["time/collect_s"] - update,
-            "tokens": row["rollout/tokens"],
+            "step": seconds,
+            "cpu": cpu_seconds_here() - cpu_before,
+            "collect": collect_s,
+            "update": update_s - sync_s,
+            "hand-over": sync_s,
+            "rest": seconds - collect_s - update_s,
+            "tokens": metrics["rollout/tokens"],
         }
 
 
-def spent() -> float:
-    """CPU seconds of this process and of all that it started, but for TRL's."""
-    own = psutil.Process()
+def cpu_seconds_here() -> float:
+    """Return the CPU seconds of this process and its descendants, without those of TRL."""
+    this_process = psutil.Process()
     total = 0.0
-    for process in [own, *own.children(recursive=True)]:
+    for process in [this_process, *this_process.children(recursive=True)]:
         try:
-            if "trl_steps.py" not in " ".join(process.cmdline()):
+            if TRL_SCRIPT.name not in " ".join(process.cmdline()):
                 total += sum(process.cpu_times()[:2])
         except psutil.NoSuchProcess:
             continue
     return total
 
 
-def theirs(
-    python: Path, folder: Path, shape: Shape, texts: list[str], threads: int, parts: int, bf16: bool
-) -> Generator[dict[str, float], None, None]:
-    """A step of TRL's for each `next`, in a process of its own that waits in between."""
-    renderer = Renderer(folder / "model")
-    rendered = [renderer.render([Message(role="user", content=text)]) for text in texts]
+def train_with_trl(python: Path, workload: Workload, options: Options, *, bf16: bool) -> Training:
+    """Take a step of TRL's training for each `next`, in a process that waits in between."""
+    renderer = Renderer(workload.model)
+    ids = [prompt_ids(renderer, prompt) for prompt in workload.prompts]
     job = {
-        "model": str(folder / "model"),
-        "out": str(folder / f"trl-{PRECISIONS[bf16]}"),
-        "prompts": [renderer.decode_raw(ids) for ids in rendered],
-        "ids": list(rendered[0]),
-        "reply": shape.reply,
+        "model": str(workload.model),
+        "out": str(workload.folder / f"trl-{PRECISIONS[bf16]}"),
+        "prompts": [renderer.decode_raw(row) for row in ids],
+        "ids": list(ids[0]),
+        "reply": workload.shape.reply,
         "tasks": TASKS,
         "group": GROUP,
         "lr": LR,
-        "threads": threads,
-        "parts": parts,
+        "threads": options.threads,
+        "parts": options.parts,
         "bf16": bf16,
     }
-    command = [
-        str(python),
-        "-W",
-        "ignore",
-        str(ROOT / "benchmarks" / "support" / "trl_steps.py"),
-        json.dumps(job),
-    ]
-    settings = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [str(python), "-W", "ignore", str(TRL_SCRIPT), json.dumps(job)]
+    variables = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     child = subprocess.Popen(
-        command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env=ORIGINAL_ENVIRONMENT | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdin is not None and child.stdout is not None
     try:
@@ -203,96 +250,102 @@ def theirs(
                 child.stdin.write("step\n")
                 child.stdin.flush()
             elif line.startswith("row "):
-                row = json.loads(line[4:])
-                yield {**row, "update": row["step"] - row["collect"], "hand-over": 0.0, "rest": 0.0}
+                row = json.loads(line.removeprefix("row "))
+                update_s = row["step"] - row["collect"]
+                yield {**row, "update": update_s, "hand-over": 0.0, "rest": 0.0}
     finally:
         child.kill()
         child.wait()
 
 
-def environment(folder: Path) -> Path:
-    """The Python of TRL's environment, made if it is not there: what it lacks it takes from this one."""
+def make_trl_environment(folder: Path) -> Path:
+    """Return the Python of TRL's environment; create it on first use, on top of this environment's packages."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True, symlinks=True)
-        inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-        Path(inside, "this_environment.pth").write_text(sysconfig.get_path("purelib"))
-        wanted = ROOT / "requirements" / "bench.txt"
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "-r", str(wanted)], check=True)
+        variables = {"base": str(folder), "platbase": str(folder)}
+        site_packages = sysconfig.get_path("purelib", vars=variables)
+        Path(site_packages, "this_environment.pth").write_text(sysconfig.get_path("purelib"))
+        requirements = ROOT / "requirements" / "bench.txt"
+        install = [str(python), "-m", "pip", "install", "-q", "-r", str(requirements)]
+        subprocess.run(install, check=True)
     return python
 
 
-def compare(name: str, python: Path, repeats: int, threads: int, parts: int, ranks: int) -> float:
-    """TRL's seconds over ours for a shape, by the least of each while they took turns."""
-    shape, ratios = SHAPES[name], []
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        texts = make_model(folder / "model", shape)
-        trl = {
-            f"TRL, {precision}": theirs(python, folder, shape, texts, threads, parts, bool(bf16))
-            for bf16, precision in enumerate(PRECISIONS)
+def compare(name: str, python: Path, options: Options) -> float:
+    """Return the time of TRL's step divided by ours for a shape, each in its faster precision."""
+    ratios = []
+    with tempfile.TemporaryDirectory() as temporary:
+        workload = make_workload(Path(temporary), SHAPES[name])
+        trl_trainings = {
+            precision: train_with_trl(python, workload, options, bf16=precision == "bfloat16")
+            for precision in PRECISIONS
         }
-        for bf16, precision in enumerate(PRECISIONS):
-            mine = ours(folder, shape, texts, threads, ranks, bool(bf16))
-            sides = {**trl, f"ours, {precision}": mine}
-            *others, own = least(sides, repeats)
-            mine.close()
-            for side, row in zip(sides, (*others, own), strict=True):
+        for precision in PRECISIONS:
+            our_training = train_here(workload, options, bf16=precision == "bfloat16")
+            trainings = {f"TRL, {key}": training for key, training in trl_trainings.items()}
+            trainings[f"ours, {precision}"] = our_training
+            best = measure_best_steps(trainings, options.repeats)
+            our_training.close()
+            for label, row in best.items():
                 print(
-                    f"{name}, {side}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): "
+                    f"{name}, {label}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): "
                     f"collect {row['collect']:.2f}, update {row['update']:.2f}, "
                     f"hand-over {row['hand-over']:.3f}, rest {row['rest']:.3f}"
                 )
-            faster = min(others, key=lambda row: row["step"])
-            ratios.append(faster["step"] / own["step"])
+            our_s = best[f"ours, {precision}"]["step"]
+            same_precision_s = best[f"TRL, {precision}"]["step"]
+            fastest_trl_s = min(best[f"TRL, {key}"]["step"] for key in PRECISIONS)
+            ratios.append(fastest_trl_s / our_s)
             print(
-                f"  {ratios[-1]:.2f} times as fast as the faster of TRL's, in {precision} TRL's is "
-                f"{others[bf16]['step'] / own['step']:.2f}; load {os.getloadavg()[0]:.1f}",
+                f"  {ratios[-1]:.2f} times as fast as TRL's faster precision, "
+                f"{same_precision_s / our_s:.2f} times as fast as TRL in {precision}; "
+                f"load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-        for training in trl.values():
+        for training in trl_trainings.values():
             training.close()
     return max(ratios)
 
 
-def least(sides: Mapping[str, Iterator[dict[str, float]]], repeats: int) -> list[dict[str, float]]:
-    """The least of each phase of some trainings' steps, while they take turns `repeats` times, after one to warm up."""
-    best: list[dict[str, float]] = [{} for _ in sides]
-    for turn in range(WARM + repeats):
-        for number, side in enumerate(sides):
-            for row in itertools.islice(sides[side], TURN):
-                print(
-                    f"  {side} {turn}: {', '.join(f'{key} {value:.2f}' for key, value in row.items())}",
-                    flush=True,
-                )
-                if turn >= WARM:
-                    best[number] = {
-                        key: min(value, best[number].get(key, value)) for key, value in row.items()
-                    }
+def measure_best_steps(trainings: Mapping[str, Training], repeats: int) -> dict[str, Row]:
+    """Let the trainings take turns; return the minimum of each phase by training, without the warm-up."""
+    best: dict[str, Row] = {label: {} for label in trainings}
+    for turn in range(WARM_UPS + repeats):
+        for label, training in trainings.items():
+            for row in itertools.islice(training, STEPS_PER_TURN):
+                shown = ", ".join(f"{phase} {value:.2f}" for phase, value in row.items())
+                print(f"  {label} {turn}: {shown}", flush=True)
+                if turn < WARM_UPS:
+                    continue
+                for phase, value in row.items():
+                    best[label][phase] = min(value, best[label].get(phase, value))
     return best
 
 
 def main() -> None:
-    """Compare, shape by shape."""
+    """Compare all shapes; the result is the smaller ratio."""
+    cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=len(os.sched_getaffinity(0)), help="of ours, and replicas"
-    )
+    parser.add_argument("--threads", type=int, default=cores, help="of each side")
+    parser.add_argument("--ranks", type=int, default=cores, help="of ours, and replicas")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
-        "--parts", type=int, default=8, help="passes that TRL cuts an update into; 8 take the least"
+        "--parts", type=int, default=8, help="micro-batches of TRL's update; 8 is the fastest"
     )
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-trl")
-    options = parser.parse_args()
-    python = environment(options.environment)
-    how = options.repeats, options.threads, options.parts, options.ranks
-    ratios = [compare(name, python, *how) for name in options.shapes]
-    print(
-        f"name=whole_step ratio={min(ratios):.2f} goal={GOAL:.2f} reference=trl_grpo n={options.repeats}"
+    arguments = parser.parse_args()
+    options = Options(
+        repeats=arguments.repeats,
+        threads=arguments.threads,
+        ranks=arguments.ranks,
+        parts=arguments.parts,
+    )
+    python = make_trl_environment(arguments.environment)
+    ratios = [compare(name, python, options) for name in arguments.shapes]
+    print_result(
+        "whole_step", min(ratios), goal=GOAL, reference="trl_grpo", repeats=options.repeats
     )
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks of the gateway share: an engine that takes its time, and clients in a process of their own."""
+"""Engine with a fixed response time, and clients of the gateway in a process of their own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[2])
-)  # runs from a checkout, as the clients' process
+# Runs from a checkout, as the process of the clients.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx
 
@@ -25,62 +24,81 @@ from tests.support.gateway import open_session
 REPLY_TOKENS = 100
 
 
-class Paced:
-    """An engine whose replies, of `REPLY_TOKENS` tokens and all the same, take `seconds`."""
+class PacedEngine:
+    """Engine that returns the same reply of `REPLY_TOKENS` tokens to every request, after `seconds`.
+
+    Attributes:
+        longest: tokens of the longest prompt so far.
+    """
 
     def __init__(self, renderer: Renderer, seconds: float) -> None:
-        self._reply = (
-            *renderer.encode("w" * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1],
-            renderer.stop[0],
+        text_ids = renderer.encode("w" * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1]
+        reply = (*text_ids, renderer.stop[0])
+        self._completion = Completion(
+            token_ids=reply,
+            logprobs=(-1.0,) * len(reply),
+            finish_reason="stop",
+            versions=(VersionSpan(version=0, start=0, end=len(reply)),),
         )
         self._seconds = seconds
-        self.longest = 0  # prompt, in tokens
+        self.longest = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.longest = max(self.longest, len(prompt_ids))
         await asyncio.sleep(self._seconds)
-        size = len(self._reply)
-        spans = (VersionSpan(version=0, start=0, end=size),)
-        return Completion(
-            token_ids=self._reply, logprobs=(-1.0,) * size, finish_reason="stop", versions=spans
-        )
+        return self._completion
 
 
-async def clients(url: str, key: str, chats: int, turns: int, words: int, apart_s: float) -> None:
-    """Hold chats side by side, which begin `apart_s` after one another with a message of so many words."""
-    head, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(max_connections=chats)
+async def run_clients(
+    url: str, key: str, chats: int, turns: int, words: int, interval_s: float
+) -> None:
+    """Hold concurrent chats with agent `a`.
+
+    Args:
+        url: of the gateway's session.
+        key: API key of the session.
+        chats: number of chats.
+        turns: messages of each chat.
+        words: words of the first message of each chat.
+        interval_s: time between the starts of two chats.
+    """
     async with httpx.AsyncClient(
-        base_url=url, headers=head, timeout=1200, trust_env=False, limits=limits
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=1200,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=chats),
     ) as http:
 
-        async def hold(number: int) -> None:
+        async def hold_chat(number: int) -> None:
             draw = random.Random(number)
-            await asyncio.sleep(number * apart_s)
+            await asyncio.sleep(number * interval_s)
             text = " ".join(f"{draw.choice('bcdfg')}{draw.choice('aeiou')}" for _ in range(words))
-            said: list[Any] = [{"role": "user", "content": f" {text}"}]
+            messages: list[Any] = [{"role": "user", "content": f" {text}"}]
             for _ in range(turns):
-                reply = await http.post(
-                    "/v1/chat/completions", json={"model": "a", "messages": said}
-                )
+                body = {"model": "a", "messages": messages}
+                reply = await http.post("/v1/chat/completions", json=body)
                 reply.raise_for_status()
-                said += [
-                    reply.json()["choices"][0]["message"],
-                    {"role": "user", "content": " go on"},
-                ]
+                messages.append(reply.json()["choices"][0]["message"])
+                messages.append({"role": "user", "content": " go on"})
 
-        await asyncio.gather(*(hold(number) for number in range(chats)))
+        await asyncio.gather(*(hold_chat(number) for number in range(chats)))
 
 
-async def hold_chats(team: Team, chats: int, turns: int, words: int, apart_s: float) -> None:
-    """Have clients in another process hold chats with agent `a` through the gateway, and see that all are one path."""
+async def hold_chats(team: Team, chats: int, turns: int, words: int, interval_s: float) -> None:
+    """Hold chats through the gateway, from another process; assert that each of them stays one path.
+
+    The arguments are those of `run_clients`.
+    """
     async with open_session(team, max_turns=chats * turns) as (url, key, team_session, _):
-        arguments = json.dumps([url, key, chats, turns, words, apart_s])
+        arguments = json.dumps([url, key, chats, turns, words, interval_s])
         child = subprocess.Popen([sys.executable, __file__, arguments])
         while child.poll() is None:
             await asyncio.sleep(0.1)
-        assert child.returncode == 0 and len(team_session.turns) == chats * turns
+        assert child.returncode == 0
+        assert len(team_session.turns) == chats * turns
         assert not any("root" in turn.scores for turn in team_session.turns)
 
 
 if __name__ == "__main__":
-    asyncio.run(clients(*json.loads(sys.argv[1])))
+    asyncio.run(run_clients(*json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What groups of trajectories look like as samples: lengths as on record, tokens drawn by seed."""
+"""Samples of groups of trajectories with realistic lengths; token ids are random, with a fixed seed."""
 
 from __future__ import annotations
 
@@ -9,44 +9,50 @@ import numpy as np
 from benchmarks.support.training import make_sample
 from mcore_mas.credit.samples import Sample
 
-_SAMPLES, _TURNS = 4, 4
+_TRAJECTORIES = 4
+_ROUNDS = 4
+_GROUP_SIZE = 8
+_RESPONSE_TOKENS = 64
 
 
 def responses(vocab: int, *, prompts: int = 1, prompt: int = 512) -> list[Sample]:
-    """8 responses of 64 tokens to each of `prompts` prompts of `prompt` tokens."""
-    draw = np.random.default_rng(0)
+    """Return 8 responses of 64 tokens to each of `prompts` prompts of `prompt` tokens."""
+    random = np.random.default_rng(0)
     samples = []
-    for first in range(0, 8 * prompts, 8):
-        shared = draw.integers(0, vocab, prompt).tolist()
-        samples += [
-            make_sample(shared, draw.integers(0, vocab, 64).tolist(), first + n) for n in range(8)
-        ]
+    for first in range(0, _GROUP_SIZE * prompts, _GROUP_SIZE):
+        prompt_ids = random.integers(0, vocab, prompt).tolist()
+        for number in range(first, first + _GROUP_SIZE):
+            response_ids = random.integers(0, vocab, _RESPONSE_TOKENS).tolist()
+            samples.append(make_sample(prompt_ids, response_ids, number))
     return samples
 
 
 def team_trace(vocab: int) -> list[Sample]:
-    """Turns of a solver and a verifier in four trajectories on one task.
+    """Return the turns of a solver and a verifier in four trajectories on one task.
 
-    Both speak in each of four turns. Their prompts are a system prompt of their own (60 tokens), the problem (about
-    250), and everything that was said: an attempt is about 70 tokens, a verdict about 25, and what the team adds
-    around each about 8.
+    Both speak in each of four rounds. A prompt has the agent's system prompt (60 tokens), the
+    problem (about 250) and all earlier messages: an attempt has about 70 tokens, a verdict about
+    25, and the team adds about 8 around each.
     """
-    draw = np.random.default_rng(0)
+    random = np.random.default_rng(0)
 
-    def ids(length: float) -> list[int]:
-        return draw.integers(0, vocab, max(4, round(draw.normal(length, length / 6)))).tolist()
+    def draw_ids(mean_length: float) -> list[int]:
+        length = max(4, round(random.normal(mean_length, mean_length / 6)))
+        return random.integers(0, vocab, length).tolist()
 
-    system = {agent: draw.integers(0, vocab, 60).tolist() for agent in ("solver", "verifier")}
-    problem = ids(250)
+    system_prompts = {
+        agent: random.integers(0, vocab, 60).tolist() for agent in ("solver", "verifier")
+    }
+    problem = draw_ids(250)
     samples = []
-    for number in range(_SAMPLES):
-        said: list[int] = []
-        for _ in range(_TURNS):
+    for number in range(_TRAJECTORIES):
+        messages: list[int] = []
+        for _ in range(_ROUNDS):
             for agent, length in (("solver", 70), ("verifier", 25)):
-                completion = ids(length)
-                sample = make_sample(system[agent] + problem + said, completion, number)
-                samples.append(replace(sample, agent=agent))
-                said += completion + ids(8)
+                completion = draw_ids(length)
+                prompt = system_prompts[agent] + problem + messages
+                samples.append(replace(make_sample(prompt, completion, number), agent=agent))
+                messages += completion + draw_ids(8)
     return samples
 
 
@@ -59,17 +65,23 @@ def tool_trace(
     sampled: int = 100,
     observed: int = 150,
 ) -> list[Sample]:
-    """The turns of chats with tools on one task, each turn's prompt being all tokens before it.
+    """Return the turns of chats with tools on one task; a turn's prompt is the whole chat before it.
 
-    Every chat begins with the task; a turn samples some tokens, and a tool's result of some follows.
+    Args:
+        vocab: size of the vocabulary.
+        turns: turns of a chat.
+        samples: number of chats.
+        task: tokens of the task, with which every chat begins.
+        sampled: tokens of a reply.
+        observed: tokens of a tool's result, which follows each reply.
     """
-    draw = np.random.default_rng(0)
-    begin = draw.integers(0, vocab, task).tolist()
-    found = []
+    random = np.random.default_rng(0)
+    task_ids = random.integers(0, vocab, task).tolist()
+    result = []
     for number in range(samples):
-        said = list(begin)
+        chat = list(task_ids)
         for turn in range(turns):
-            completion = draw.integers(0, vocab, sampled).tolist()
-            found.append(replace(make_sample(said, completion, number), turn=turn))
-            said += completion + draw.integers(0, vocab, observed).tolist()
-    return found
+            completion = random.integers(0, vocab, sampled).tolist()
+            result.append(replace(make_sample(chat, completion, number), turn=turn))
+            chat += completion + random.integers(0, vocab, observed).tolist()
+    return result

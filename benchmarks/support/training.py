@@ -1,9 +1,8 @@
-"""Tiny models, samples, and updates of the Megatron trainer and of plain torch on Hugging Face, to be timed."""
+"""Tiny models, samples, the Megatron trainer, and the same update in plain PyTorch on Hugging Face's model."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +15,11 @@ from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 
 LR = 1e-5
+_IGNORED_LABEL = -100
 
 
 def make_model(folder: Path, *, vocab: int, hidden: int, layers: int) -> Qwen2ForCausalLM:
-    """A random model with Qwen2.5-0.5B's proportions but for depth and vocabulary, saved to `folder`."""
+    """Save and return a random model with the proportions of Qwen2.5-0.5B, in this depth and vocabulary."""
     torch.manual_seed(0)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -42,13 +42,13 @@ def make_model(folder: Path, *, vocab: int, hidden: int, layers: int) -> Qwen2Fo
 
 
 def start_trainer(folder: Path, objective: Objective) -> MegatronTrainer:
-    """A trainer of one rank and one thread in this process."""
+    """Start a trainer with one rank and one thread in this process."""
     init_process_groups(rank=0, threads=1)
     return MegatronTrainer(TrainerSpec(model=str(folder), lr=LR, objective=objective))
 
 
 def make_sample(prompt: Sequence[int], completion: Sequence[int], number: int = 0) -> Sample:
-    """One turn that is rewarded or not."""
+    """Return a turn with advantage 1 if `number` is odd, else -1."""
     return Sample(
         policy="p",
         agent="a",
@@ -64,7 +64,7 @@ def make_sample(prompt: Sequence[int], completion: Sequence[int], number: int = 
 
 
 class PlainStep:
-    """Cross-entropy on padded sequences, clipping and AdamW, by torch on a Hugging Face model."""
+    """Training step in plain PyTorch on a Hugging Face model: cross-entropy, gradient clipping and AdamW."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self._model = model
@@ -73,25 +73,23 @@ class PlainStep:
         )
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """One step on micro-batches of token ids [B, S] and their masks, None where nothing is padded."""
+        """Take one step.
+
+        Args:
+            batches: token ids [B, S] of each micro-batch and their mask, None without padding.
+        """
         self._optimizer.zero_grad()
         for ids, mask in batches:
-            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            labels = ids[:, 1:] if mask is None else ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
-            torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-            ).mul(1e-3).backward()
+            output = self._model(input_ids=ids, attention_mask=mask, use_cache=False)
+            labels = ids[:, 1:]
+            if mask is not None:
+                labels = labels.masked_fill(mask[:, 1:] == 0, _IGNORED_LABEL)
+            loss = torch.nn.functional.cross_entropy(
+                output.logits[:, :-1].float().flatten(0, 1),
+                labels.flatten(),
+                ignore_index=_IGNORED_LABEL,
+                reduction="sum",
+            )
+            (loss * 1e-3).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
-
-
-def cpu_seconds(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The least CPU time that each step took; they take turns, so that all see the same machine."""
-    best = dict.fromkeys(steps, float("inf"))
-    for _ in range(repeats):
-        for name, step in steps.items():
-            began = time.process_time()
-            step()
-            best[name] = min(best[name], time.process_time() - began)
-    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in best.items()))
-    return best

@@ -1,7 +1,8 @@
-"""Steps of TRL's `GRPOTrainer`, in an environment of TRL's: one for each line on stdin, what it took on stdout.
+"""Training steps of TRL's `GRPOTrainer`, which runs in an environment of its own and imports nothing of this project.
 
-Nothing of this project is imported. The argument is a job in JSON; a line that begins with `row` holds the seconds of a
-step: all, CPU time, and of them those of generating and scoring.
+The argument is a job in JSON. Before each step the program prints `ready` and waits for a line on
+stdin. After each step it prints a line `row` with a JSON object: seconds and CPU seconds of the step,
+seconds of generating and scoring (`collect`), and generated tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallb
 from trl import GRPOConfig, GRPOTrainer
 
 
-class OnDemand(TrainerCallback):
-    """Has the trainer wait before each step until there is a line on stdin."""
+class StepOnDemand(TrainerCallback):
+    """Callback that starts each step when a line arrives on stdin, and prints the measurements of the step.
+
+    Attributes:
+        row: measurements of the current step by name.
+    """
 
     row: dict[str, float]
 
@@ -27,16 +32,17 @@ class OnDemand(TrainerCallback):
         if not sys.stdin.readline():
             raise SystemExit
         self.row = {}
-        self._began = time.perf_counter(), time.process_time()
+        self._wall_began = time.perf_counter()
+        self._cpu_began = time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        wall, cpu = self._began
-        self.row |= {"step": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        self.row["step"] = time.perf_counter() - self._wall_began
+        self.row["cpu"] = time.process_time() - self._cpu_began
         print("row", json.dumps(self.row), flush=True)
 
 
-def odd(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """1 for a reply whose token ids have an odd sum."""
+def reward_odd_sums(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return 1 for each reply whose token ids have an odd sum, else 0."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
@@ -47,13 +53,13 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     replies = job["group"] * job["tasks"]
-    waits = OnDemand()
+    step_on_demand = StepOnDemand()
     trainer = GRPOTrainer(
         model=Qwen2ForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         processing_class=PreTrainedTokenizerFast.from_pretrained(job["model"]),
-        reward_funcs=odd,
+        reward_funcs=reward_odd_sums,
         train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
-        callbacks=[waits],
+        callbacks=[step_on_demand],
         args=GRPOConfig(
             output_dir=job["out"],
             per_device_train_batch_size=replies // job["parts"],
@@ -64,7 +70,7 @@ def main() -> None:
             learning_rate=job["lr"],
             max_steps=100_000,
             beta=0.0,
-            gradient_checkpointing=False,  # it saves memory and costs a forward pass
+            gradient_checkpointing=False,  # would save memory, and cost a forward pass
             bf16=job["bf16"],
             use_cpu=True,
             save_strategy="no",
@@ -73,17 +79,18 @@ def main() -> None:
             disable_tqdm=True,
         ),
     )
-    assert [trainer._tokenize_prompts([text])[0][0] for text in job["prompts"][:1]] == [job["ids"]]
-    collect = trainer._generate_and_score_completions
+    first_prompt = job["prompts"][0]
+    assert trainer._tokenize_prompts([first_prompt])[0][0] == job["ids"]
+    generate_and_score = trainer._generate_and_score_completions
 
-    def timed(*given: Any) -> Any:
+    def timed_generate_and_score(*arguments: Any) -> Any:
         began = time.perf_counter()
-        found = collect(*given)
-        waits.row["collect"] = time.perf_counter() - began
-        waits.row["tokens"] = int(found["completion_mask"].sum())
-        return found
+        result = generate_and_score(*arguments)
+        step_on_demand.row["collect"] = time.perf_counter() - began
+        step_on_demand.row["tokens"] = int(result["completion_mask"].sum())
+        return result
 
-    trainer._generate_and_score_completions = timed
+    trainer._generate_and_score_completions = timed_generate_and_score
     trainer.train()
 
 

@@ -32,4 +32,4 @@ def test_a_row_is_replaced_and_the_others_stay():
 def test_the_turns_of_the_benchmark_have_what_an_estimator_needs(
     estimator: Callable[[Turns], Advantages],
 ) -> None:
-    assert estimator(credit.make(1000)).values.isfinite().all()
+    assert estimator(credit.make_turns(1000)).values.isfinite().all()

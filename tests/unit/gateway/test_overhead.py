@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import chat_tokenising, gateway_overhead
-from benchmarks.support.gateway import Paced, clients
+from benchmarks.support.gateway import PacedEngine, run_clients
 from rollout.engines import EngineClient
 from rollout.gateway.dialects import ChatRequest
 from rollout.gateway.sessions import off_loop_if_long
@@ -42,10 +42,10 @@ def test_a_turn_of_a_chat_tokenizes_the_new_text_only(
 ) -> None:
     renderer = renderer_of("qwen2.5", tmp_path)
     monkeypatch.setattr(chat_tokenising, "TURNS", 12)
-    raw, ids = chat_tokenising.reply(renderer)
+    raw, ids = chat_tokenising.make_reply(renderer)
     client = EngineClient(engine=ScriptedEngine(lambda prompt, call: ids), renderer=renderer)
     tokenized_chars.clear()
-    asyncio.run(chat_tokenising.chat(client, raw))
+    asyncio.run(chat_tokenising.hold_chat(client, raw))
     first, *later = tokenized_chars
     assert len(later) == chat_tokenising.TURNS - 1 and first > len(
         chat_tokenising.OPENING[1].content
@@ -63,17 +63,17 @@ def test_the_gateway_tokenizes_the_same_texts_as_team_chat(
         monkeypatch.setattr(gateway_overhead, name, value)
     monkeypatch.setattr(chat_template, "_RECENT", 0)  # the chats begin alike
     renderer = renderer_of("qwen2.5", tmp_path)
-    team = team_of(Paced(renderer, 0.0), renderer, max_tokens=100)
+    team = team_of(PacedEngine(renderer, 0.0), renderer, max_tokens=100)
 
     async def through_the_gateway() -> None:
         async with open_session(team, max_turns=6) as (url, key, team_session, _):
-            await clients(url, key, 2, 3, 20, 0.0)
+            await run_clients(url, key, 2, 3, 20, 0.0)
             assert len(team_session.turns) == 6 and not any(
                 "root" in turn.scores for turn in team_session.turns
             )
 
     tokenized_chars.clear()
-    asyncio.run(gateway_overhead.directly(team))
+    asyncio.run(gateway_overhead.hold_chats_directly(team))
     directly = sorted(tokenized_chars)
     tokenized_chars.clear()
     asyncio.run(through_the_gateway())
