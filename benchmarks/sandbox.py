@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--tier", default="auto", help="a name in rollout.sandbox.pool.TIERS, or auto"
+        "--tier", default="auto", help="a name in rollout.sandbox.tiers.TIERS, or auto"
     )
     options = parser.parse_args()
     ratio = asyncio.run(measure(options.tier, options.repeats))
