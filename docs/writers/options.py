@@ -20,7 +20,7 @@ from rollout.config.agents import TOOL_REGISTRY
 from rollout.config.environment import EnvConfig
 from rollout.config.orchestra import OrchestraConfig
 from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 
 OPTIONS = DOCS / "options.md"
 # by name: the model of the options, and the callable that has them

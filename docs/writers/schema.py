@@ -12,7 +12,7 @@ from rollout.base.options import json_schema
 from rollout.config.environment import EnvConfig
 from rollout.config.orchestra import OrchestraConfig
 from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 
 EditorSchema = dict[str, Any]
 

@@ -15,7 +15,7 @@ from rollout.base.text import nearest_hint
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Env, Step, ToolCall, last_tag
 from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.tasks import Generator
+from rollout.tasks.generators import Generator
 from rollout.teams.roles import register_agent
 from rollout.teams.team import TeamSession
 

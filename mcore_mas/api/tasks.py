@@ -15,9 +15,10 @@ from mcore_mas.api.references import ArgumentError
 from rollout.base.error_lines import error_line
 from rollout.base.options import validate_options
 from rollout.config.data import TaskFile
-from rollout.config.tasks import placed_tasks
+from rollout.config.tasks import located_tasks
 from rollout.records.trajectory import Task
-from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
+from rollout.tasks.files import PLAIN, distinct_tasks, read_task_file
+from rollout.tasks.hub_datasets import located_dataset, not_downloaded
 from rollout.tasks.splits import SPLITS
 
 _LEAST_TASKS = 3  # one for each split
@@ -165,7 +166,7 @@ def load_tasks(
         named_columns = file.columns.model_dump(exclude_none=True)
         tasks = read_task_file(file.path, rows, format=format, split=split, columns=named_columns)
     elif file.path.exists():
-        tasks = placed_tasks(file, split, format)
+        tasks = located_tasks(file, split, format)
     else:
         raise ArgumentError(f"{given}: not here; {not_downloaded(str(given))}")
-    return list(islice(distinct(tasks, {}, drop=True), limit))
+    return list(islice(distinct_tasks(tasks, {}, drop=True), limit))

@@ -17,7 +17,7 @@ from rollout.base.text import escape_line
 
 if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
     from rollout.records.trajectory import Task
-    from rollout.tasks.splits import Leak, Match
+    from rollout.tasks.leaks import Leak, Match
 
 data_commands = typer.Typer()
 DATA_PANEL = "Look at data and names"
@@ -71,7 +71,7 @@ def show_leaks(
     """
     from mcore_mas.config.run import RunConfig
     from rollout.config.tasks import make_tasks
-    from rollout.tasks.splits import find_leaks
+    from rollout.tasks.leaks import find_leaks
 
     if config is not None and not files:
         run = RunConfig.load(config)
@@ -99,7 +99,9 @@ def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
             raise ValueError(
                 f"{file} is named twice; name files that should have nothing in common"
             )
-        splits[name] = [task for _, task in read_task_file(file, format=format, split="train")]
+        splits[name] = [
+            located.task for located in read_task_file(file, format=format, split="train")
+        ]
     return splits
 
 

@@ -50,7 +50,7 @@ REGISTRIES = {
     "orchestras": NameSource("rollout.orchestras", "ORCHESTRAS", "orchestra"),
     "envs": NameSource("rollout.environments", "ENVS", "env"),
     "roles": NameSource("rollout.teams.roles", "ROLES", "agent role"),
-    "tasks": NameSource("rollout.tasks", "GENERATORS", "task generator"),
+    "tasks": NameSource("rollout.tasks.generators", "GENERATORS", "task generator"),
     "formats": NameSource("rollout.tasks.files", "READABLE", "data format"),
     "allocators": NameSource("rollout.rewards", "ALLOCATORS", "reward"),
     "penalties": NameSource("rollout.rewards.penalties", "PENALTIES", "penalty"),

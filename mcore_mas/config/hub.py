@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.tasks.files import located_dataset
+from rollout.tasks.hub_datasets import located_dataset
 from rollout.tasks.splits import SPLITS
 
 

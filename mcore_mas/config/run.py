@@ -45,7 +45,7 @@ from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.sglang.settings import adapter_error
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach_config import CoachConfig
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from rollout.teams.roles import ROLES
 
 STATES = ("base", "trained")  # states of a run's policies: before training and after it

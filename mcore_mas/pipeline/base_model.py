@@ -17,8 +17,8 @@ from rollout.models.chat_template import CHAT_TEMPLATES
 from rollout.records.files import read_tasks
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration
-from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import arithmetic_tasks
+from rollout.tasks.generators import GENERATORS
 from rollout.teams.roles import ROLES
 
 _END_OF_TEXT = "<|endoftext|>"

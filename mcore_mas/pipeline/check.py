@@ -33,7 +33,7 @@ from rollout.models.architecture import open_tensors, tensor_files
 from rollout.models.chat_template import has_chat_template
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Task
-from rollout.tasks.files import dataset_files, not_downloaded
+from rollout.tasks.hub_datasets import dataset_files, not_downloaded
 from rollout.tasks.splits import SPLITS
 
 # Data files up to this size are read by the check; larger ones are read when the tasks are made.

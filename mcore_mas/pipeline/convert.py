@@ -22,8 +22,9 @@ from rollout.base.files import atomic_path
 from rollout.base.json_files import write_json
 from rollout.records.files import RecordError
 from rollout.tasks.fields import BadRow
-from rollout.tasks.files import FORMATS, problem_task, read_rows
-from rollout.tasks.splits import tokenise
+from rollout.tasks.files import FORMATS, problem_task
+from rollout.tasks.leaks import tokenise
+from rollout.tasks.rows import read_rows
 
 _BATCH_ROWS = 256
 _COPY_BYTES = 1 << 24

@@ -10,7 +10,8 @@ from mcore_mas.reports.page_templates import render_page
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 from rollout.config.tasks import make_tasks
-from rollout.tasks.splits import SPLITS, find_leaks
+from rollout.tasks.leaks import find_leaks
+from rollout.tasks.splits import SPLITS
 
 # Data section and seed, by run.
 DataOfRuns = Mapping[str, tuple[Mapping[str, Any], int]]

@@ -7,8 +7,8 @@ from retrieval.corpus import copy_corpus, write_corpus
 from rollout.base.lookup import lookup
 from rollout.config.tasks import make_tasks
 from rollout.records.files import write_tasks
-from rollout.tasks import GENERATORS
-from rollout.tasks.encyclopedia import passages as encyclopedia_passages
+from rollout.tasks.encyclopedia_world import passages as encyclopedia_passages
+from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tiny_files import write_tiny_file
 
 _TINY_PASSAGES = 80  # number of passages at the scale `tiny`

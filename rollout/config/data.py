@@ -12,8 +12,8 @@ from rollout.base.errors import OptionsError
 from rollout.base.lookup import lookup
 from rollout.base.options import validate_options
 from rollout.base.section import Section, StrictSection
-from rollout.tasks import GENERATORS, Generator
-from rollout.tasks.files import OWN, READABLE
+from rollout.tasks.files import READABLE, TASKS_FORMAT
+from rollout.tasks.generators import GENERATORS, Generator
 from rollout.tasks.splits import SPLITS, Split
 
 
@@ -54,7 +54,7 @@ class DataConfig(Section):
     # Options of the generator.
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     # Format of files that name no other.
-    format: str = OWN
+    format: str = TASKS_FORMAT
     # A task that the files of a split have twice is an error, or dropped.
     duplicates: Literal["refuse", "drop"] = "refuse"
     train: NonNegativeInt | tuple[TaskFile, ...]
@@ -102,7 +102,7 @@ class DataConfig(Section):
             if self.generator is not None and not isinstance(value, int):
                 files = ", ".join(f"the file {file.path}" for file in value)
                 raise ValueError(f"data.{split} is {files}; expected a number of tasks")
-        if self.generator is not None and self.format != OWN:
+        if self.generator is not None and self.format != TASKS_FORMAT:
             raise ValueError(
                 f"data.format is {self.format}, which files have; leave it or data.generator out"
             )
@@ -113,12 +113,12 @@ class DataConfig(Section):
 
     def _check_format(self, file: TaskFile) -> None:
         name = file.format or self.format
-        if name != OWN:
+        if name != TASKS_FORMAT:
             lookup("data format", name, READABLE)
         elif file.source or file.columns != Columns():
             raise ValueError(
-                f"{file.path}: files of the format '{OWN}' name their own sources; leave source and columns out, "
-                "or name a format, such as plain"
+                f"{file.path}: files of the format '{TASKS_FORMAT}' name their own sources; leave "
+                "source and columns out, or name a format, such as plain"
             )
 
     @property

@@ -11,8 +11,9 @@ from rollout.config.data import DataConfig, TaskFile
 from rollout.environments import ENVS
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task
-from rollout.tasks import GENERATORS
-from rollout.tasks.files import Placed, dataset_files, distinct, read_task_file
+from rollout.tasks.files import LocatedTask, distinct_tasks, read_task_file
+from rollout.tasks.generators import GENERATORS
+from rollout.tasks.hub_datasets import dataset_files
 from rollout.tasks.splits import SPLITS, Split
 
 _SHOWN_CHARS = 80  # of an object that is no task
@@ -70,7 +71,7 @@ def check_envs(tasks: Iterable[Task]) -> None:
         lookup("env", env, ENVS)
 
 
-def placed_tasks(file: TaskFile, split: str, format: str) -> Iterator[Placed]:
+def located_tasks(file: TaskFile, split: str, format: str) -> Iterator[LocatedTask]:
     """Yield the tasks of a data file or data set with the rows they are from.
 
     Args:
@@ -115,12 +116,12 @@ def _check_generated(tasks: list[Any], sizes: Mapping[Split, int], label: str) -
 
 
 def _read_split(data: DataConfig, split: Split) -> list[Task]:
-    earlier: dict[str, Placed] = {}
+    earlier: dict[str, LocatedTask] = {}
     tasks: list[Task] = []
     for file in data.files(split):
-        placed = placed_tasks(file, split, data.format)
-        different = distinct(placed, earlier, drop=data.duplicates == "drop")
-        limited = list(_limited(different, file))
+        located = located_tasks(file, split, data.format)
+        distinct = distinct_tasks(located, earlier, drop=data.duplicates == "drop")
+        limited = list(_limited(distinct, file))
         if not limited:
             raise RecordError(
                 f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit"

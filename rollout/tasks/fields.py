@@ -1,6 +1,7 @@
-"""Dataset columns as tasks: where a format keeps questions, answers and choices, and errors that name the row."""
+"""Formats of data sets whose rows have questions and answers in columns.
 
-from __future__ import annotations
+`Fields` names the columns of a format. `Format` is the interface of all formats.
+"""
 
 import json
 import math
@@ -12,8 +13,10 @@ from typing import Any, Protocol
 from rollout.environments.math_limits import MAX_CHARS
 from rollout.environments.math_notation import last_boxed
 
-# what published prompts put around a problem; a role's own prompt says how to answer
-_FRAMES = (
+DataRow = Mapping[str, Any]
+
+# Instructions that published prompts put around a problem; a role's prompt has its own.
+_INSTRUCTIONS = (
     re.compile(
         r"^Solve the following math problem step by step\. The last line of your response should be[^\n]*\n+"
     ),
@@ -25,11 +28,116 @@ _FRAMES = (
 )
 
 
+class BadRow(ValueError):
+    """Error in a row that is not of its format; the message continues "row 7 of format F"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One problem of a data file.
+
+    Attributes:
+        question: as published; the task's id is made of it.
+        prompt: that the team gets.
+        answers: every accepted ground truth.
+        name: the row's id; "" without one.
+        source: the row's data source; "" without one.
+    """
+
+    question: str
+    prompt: str
+    answers: tuple[str, ...]
+    name: str = ""
+    source: str = ""
+
+
+class Format(Protocol):
+    """Format of the rows of a data file."""
+
+    @property
+    def env(self) -> str:
+        """Environment that scores the problems, a name in `ENVS`."""
+
+    def problem(self, row: DataRow) -> Problem | None:
+        """Return the problem of a row; None if nothing in it can be scored.
+
+        Raises:
+            BadRow: the row is not of this format.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """Format whose questions and answers are in columns.
+
+    Where several columns are named, the first one that is filled counts. Names of columns are lower
+    case here, and match any case in a file. `a.b` is the entry `b` of column `a`, which may be
+    JSON.
+
+    Attributes:
+        env: environment that scores the problems.
+        question: columns of the question.
+        answers: columns of the answer: a text, a number, or a list of accepted ones, which may be
+            JSON.
+        aliases: columns of further accepted answers; all that are filled count.
+        name: columns of the row's id.
+        source: columns of the row's data source.
+        context: columns of a text that precedes the question.
+        all_of: a list of answers is one answer with several parts.
+        solutions: answers are worked solutions, whose final answer counts, and questions have
+            instructions around them.
+    """
+
+    env: str
+    question: tuple[str, ...]
+    answers: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    name: tuple[str, ...] = ("id", "_id")
+    source: tuple[str, ...] = ("data_source", "extra_info.data_source")
+    context: tuple[str, ...] = ()
+    all_of: bool = False
+    solutions: bool = False
+
+    def problem(self, row: DataRow) -> Problem:
+        """Return the question with its context, and every accepted answer.
+
+        Raises:
+            BadRow: the row has no question or no answer.
+        """
+        question = _question_text(_required_value(row, self.question, "question"))
+        if self.solutions:
+            for instruction in _INSTRUCTIONS:
+                question = instruction.sub("", question).strip()
+        context = _first_value(row, self.context)
+        if context is not None:
+            question = f"{_question_text(context)}\n{question}"
+
+        answers = list(_answer_texts(_required_value(row, self.answers, "answer")))
+        if self.all_of:
+            answers = [", ".join(answers)]
+        for path in self.aliases:
+            answers += _answer_texts(_value_at(row, path))
+        answers = [answer for answer in answers if answer]
+        if self.solutions:
+            answers = [final_answer(answer) for answer in answers]
+        if not answers:
+            raise BadRow("has an empty answer")
+        return Problem(
+            question=question,
+            prompt=question,
+            answers=tuple(dict.fromkeys(answers)),
+            name=_label(_first_value(row, self.name)),
+            source=_label(_first_value(row, self.source)),
+        )
+
+
 def final_answer(text: str) -> str:
-    """The answer of a solution: what is boxed last, what follows `####`, or the text itself if it is short.
+    """Return the final answer of a solution.
+
+    It is the last boxed text, the text after `####`, or the whole text if this is short.
 
     Raises:
-        BadRow: it is a worked solution without a mark, or its box never closes.
+        BadRow: the solution marks no answer, or its box never closes.
     """
     if "\\boxed{" in text:
         text = last_boxed(text) or ""
@@ -38,115 +146,99 @@ def final_answer(text: str) -> str:
     text = text.strip()
     if not text or len(text) > MAX_CHARS:
         raise BadRow(
-            f"has no final answer of 1 to {MAX_CHARS} characters, in \\boxed{{}}, after #### or alone"
+            f"has no final answer of 1 to {MAX_CHARS} characters, in \\boxed{{}}, after #### or "
+            "alone"
         )
     return text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
-    """Where a format keeps what; of several columns the first that is filled counts.
+def _required_value(row: DataRow, paths: Sequence[str], name: str) -> Any:
+    """Return the value of the first filled column.
 
-    Columns are lower case and match any case; `a.b` is `b` inside `a`, which may be JSON text.
+    Raises:
+        BadRow: no column is filled.
     """
-
-    env: str
-    question: tuple[str, ...]
-    answers: tuple[str, ...]  # text, a number, or a list of accepted ones, which may be JSON text
-    aliases: tuple[str, ...] = ()  # further accepted answers, every column that is filled
-    name: tuple[str, ...] = ("id", "_id")
-    source: tuple[str, ...] = ("data_source", "extra_info.data_source")
-    context: tuple[str, ...] = ()  # text that belongs before the question
-    all_of: bool = False  # a list of answers is one answer with several parts
-    solutions: bool = (
-        False  # an answer is the final one of a solution, and a question comes with instructions
-    )
-
-    def problem(self, row: DataRow) -> Problem:
-        """The question with its context and every accepted answer."""
-        question = _prompt(_filled(row, self.question, "question"))
-        for frame in _FRAMES if self.solutions else ():
-            question = frame.sub("", question).strip()
-        context = _first(row, self.context)
-        if context is not None:
-            question = f"{_prompt(context)}\n{question}"
-        answers = list(_texts(_filled(row, self.answers, "answer")))
-        if self.all_of:
-            answers = [", ".join(answers)]
-        for path in self.aliases:
-            answers += _texts(_at(row, path))
-        answers = [
-            final_answer(answer) if self.solutions else answer for answer in answers if answer
-        ]
-        if not answers:
-            raise BadRow("has an empty answer")
-        name, source = (_label(_first(row, paths)) for paths in (self.name, self.source))
-        accepted = tuple(dict.fromkeys(answers))
-        return Problem(
-            question=question, prompt=question, answers=accepted, name=name, source=source
-        )
-
-
-def _filled(row: DataRow, paths: Sequence[str], what: str) -> Any:
-    found = _first(row, paths)
-    if found is None:
+    value = _first_value(row, paths)
+    if value is None:
         raise BadRow(
-            f"has no {what}: expected one of {', '.join(paths)} to be filled; its columns: {', '.join(row)}"
+            f"has no {name}: expected one of {', '.join(paths)} to be filled; its columns: "
+            f"{', '.join(row)}"
         )
-    return found
+    return value
 
 
-def _first(row: DataRow, paths: Sequence[str]) -> Any:
-    return next((value for value in (_at(row, path) for path in paths) if value is not None), None)
+def _first_value(row: DataRow, paths: Sequence[str]) -> Any:
+    """Return the value of the first filled column, or None."""
+    for path in paths:
+        value = _value_at(row, path)
+        if value is not None:
+            return value
+    return None
 
 
-def _at(row: DataRow, path: str) -> Any:
-    """What is at `path`; None for nothing, which blank text, an empty list and not-a-number are too."""
+def _value_at(row: DataRow, path: str) -> Any:
+    """Return the value at a path; None if it is missing, blank, an empty list or not a number."""
     value: Any = row
-    for part in path.split("."):
+    for name in path.split("."):
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            value = _json(value)
+            value = _parse_json(value)
         if not isinstance(value, Mapping):
             return None
-        value = next((value[key] for key in value if str(key).lower() == part), None)
+        value = next((value[key] for key in value if str(key).lower() == name), None)
     if isinstance(value, float) and math.isnan(value):
         return None
-    empty = isinstance(value, str | Sequence) and not (
-        value.strip() if isinstance(value, str) else value
-    )
-    return None if empty else value
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if isinstance(value, Sequence) and not value:
+        return None
+    return value
 
 
-def _prompt(value: Any) -> str:
-    """Text, or that of the only user message of a conversation."""
+def _question_text(value: Any) -> str:
+    """Return a text, or the text of the only user message of a conversation.
+
+    Raises:
+        BadRow: the value is neither.
+    """
     if isinstance(value, str):
         return value.strip()
     messages = value if isinstance(value, Sequence) else []
-    said = [
-        m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"
+    texts = [
+        message.get("content")
+        for message in messages
+        if isinstance(message, Mapping) and message.get("role") == "user"
     ]
-    if len(said) != 1 or not isinstance(said[0], str) or not said[0].strip():
+    if len(texts) != 1 or not isinstance(texts[0], str) or not texts[0].strip():
         raise BadRow("has a question that is neither text nor a conversation with one user message")
-    return said[0].strip()
+    return texts[0].strip()
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """The answers in `value`: text, a number, lists of them, or a list of texts as JSON."""
-    listed = _json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
-    if isinstance(listed, list) and listed and all(isinstance(item, str) for item in listed):
-        value = listed  # [0, 1] is an interval and stays text
-    if value is None or (isinstance(value, str) and not value.strip()):
+def _answer_texts(value: Any) -> Iterator[str]:
+    """Yield the answers in a value: texts, numbers, lists of them, or JSON lists of texts.
+
+    Raises:
+        BadRow: the value is nothing of this kind.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        items = _parse_json(value)
+        # A text such as [0, 1] is an interval, and one answer.
+        is_list_of_texts = isinstance(items, list) and all(isinstance(item, str) for item in items)
+        if items and is_list_of_texts:
+            value = items
+    if value is None:
         return
     if isinstance(value, str):
-        yield value.strip()
+        if value.strip():
+            yield value.strip()
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield str(int(value)) if float(value).is_integer() else str(value)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from _answer_texts(item)
     else:
         raise BadRow(
-            f"has an answer that is a {type(value).__name__}; expected text, a number or a list of them"
+            f"has an answer that is a {type(value).__name__}; expected text, a number or a list of "
+            "them"
         )
 
 
@@ -154,37 +246,9 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except ValueError:
         return None
-
-
-DataRow = Mapping[str, Any]
-
-
-class BadRow(ValueError):
-    """A row is not of its format: what was expected and what it has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One problem as a file tells it."""
-
-    question: str  # as published; an id is made of it
-    prompt: str  # what a team is asked
-    answers: tuple[str, ...]  # every accepted ground truth
-    name: str = ""  # the row's own id, "" if it has none
-    source: str = ""  # the row's own data source, "" if it has none
-
-
-class Format(Protocol):
-    """How rows of one shape are read."""
-
-    @property
-    def env(self) -> str:
-        """The environment that scores such problems, a name in ENVS."""
-
-    def problem(self, row: DataRow) -> Problem | None:
-        """The problem of a row, None where nothing could be scored; BadRow if the row is not of this format."""

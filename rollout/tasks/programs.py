@@ -1,4 +1,7 @@
-"""Programming datasets as published: APPS, TACO, CodeContests, LiveCodeBench, DeepCoder, SWE-bench."""
+"""Data sets of programming problems.
+
+They are APPS, TACO, CodeContests, LiveCodeBench, DeepCoder and SWE-bench.
+"""
 
 import base64
 import json
@@ -15,232 +18,360 @@ from rollout.environments.repository import pack_instance
 from rollout.sandbox.judge import CallTest, StdinTest, Test
 from rollout.tasks.fields import BadRow, DataRow, Problem
 
-_STDIN = "Write a Python program that reads from standard input and writes to standard output."
-_CALL = "Write Python code that defines {name} as described{starter}."
-_END = "Put the whole program into one block fenced by ```python and ```."
-_SHOWN = 3  # tests
-_MAX_DECODED_BYTES = 512 << 20
-_PYTHON_3 = 3  # of CodeContests' languages
-_FENCE = re.compile(r"^```[a-z0-9]*\n(.*?)\n?```$", re.DOTALL)
-_PLAIN_TEXT = {
-    "PROTO",
-    "FRAME",
-    "MEMOIZE",
-    "BINPUT",
-    "SHORT_BINUNICODE",
-    "BINUNICODE",
-    "BINUNICODE8",
-    "STOP",
-}
+_STDIN_INSTRUCTION = (
+    "Write a Python program that reads from standard input and writes to standard output."
+)
+_CALL_INSTRUCTION = "Write Python code that defines {name} as described{starter}."
+_FORMAT_INSTRUCTION = "Put the whole program into one block fenced by ```python and ```."
 
-Tested = tuple[str, list[Test], list[Test]]  # a question, its visible and its hidden tests
+# Number of tests that `deep_coder_shown` shows.
+_SHOWN_TESTS = 3
+
+# Largest size of decompressed tests.
+_MAX_DECODED_BYTES = 512 << 20
+
+# Number of Python 3 among the languages of CodeContests.
+_PYTHON_3 = 3
+
+# Columns of a problem's id; the first that is filled counts.
+_NAME_COLUMNS = ("problem_id", "question_id", "name", "id")
+
+_FENCED = re.compile(r"^```[a-z0-9]*\n(.*?)\n?```$", re.DOTALL)
+
+# Opcodes of a pickle that contains one text.
+_TEXT_OPCODES = frozenset(
+    {
+        "PROTO",
+        "FRAME",
+        "MEMOIZE",
+        "BINPUT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "STOP",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """A format of programming problems, whose answers are their tests."""
+    """Format of programming problems, whose answers are tests.
+
+    Attributes:
+        read: converts a row; returns None if the row has no tests.
+        env: environment that scores the problems.
+        error: describes a row that is not of this format.
+    """
 
     read: Callable[[DataRow], Problem | None]
     env: str = "code"
-    none: str = "has no problem with tests"  # what is said of a row that is not of this format
+    error: str = "has no problem with tests"
 
     def problem(self, row: DataRow) -> Problem | None:
-        """The problem with its tests, None if it has none."""
+        """Return the problem of a row with its tests; None if it has none.
+
+        Raises:
+            BadRow: the row is not of this format.
+        """
         try:
             return self.read(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadRow(f"{self.none} ({type(error).__name__}: {error})") from error
+            raise BadRow(f"{self.error} ({type(error).__name__}: {error})") from error
 
 
-def tested(read: Callable[[DataRow], Tested], row: DataRow) -> Problem | None:
-    """The problem of a row with the tests that `read` finds in it, None if there are none."""
-    question, visible, hidden = read(row)
-    if not visible and not hidden:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestedQuestion:
+    """Question of a row with its tests.
+
+    Attributes:
+        question: as published.
+        visible: tests that the team sees.
+        hidden: tests that only the score uses.
+    """
+
+    __test__ = False  # the name would make pytest collect the class
+
+    question: str
+    visible: list[Test]
+    hidden: list[Test]
+
+
+def tested_problem(read: Callable[[DataRow], TestedQuestion], row: DataRow) -> Problem | None:
+    """Convert a row to a problem with tests and, if the row has one, a solution.
+
+    Args:
+        read: extracts question and tests from the row.
+        row: of the data set.
+
+    Returns:
+        The problem; None if the row has no tests.
+    """
+    tested = read(row)
+    tests = tested.visible + tested.hidden
+    if not tests:
         return None
-    first = (visible or hidden)[0]
-    function = first.function if isinstance(first, CallTest) else None
-    name = next(
-        (
-            row[key]
-            for key in ("problem_id", "question_id", "name", "id")
-            if row.get(key) is not None
-        ),
-        "",
-    )
-    answers = [pack_test(test, visible=True) for test in visible]
-    answers += [pack_test(test, visible=False) for test in hidden]
-    answers += [pack_solution(solution)] if (solution := _solution(row.get("solutions"))) else []
-    prompt = _prompt(question.strip(), function, (row.get("starter_code") or "").strip())
-    return Problem(question=question, prompt=prompt, answers=tuple(answers), name=str(name))
 
+    answers = [pack_test(test, visible=True) for test in tested.visible]
+    answers += [pack_test(test, visible=False) for test in tested.hidden]
+    solution = _python_solution(row.get("solutions"))
+    if solution:
+        answers.append(pack_solution(solution))
 
-def apps(row: DataRow) -> Tested:
-    """APPS and TACO: `question`, `input_output` (JSON: inputs, outputs, perhaps fn_name), `starter_code`."""
-    return row["question"], [], parse_tests(row["input_output"] or "[]")
-
-
-def code_contests(row: DataRow) -> Tested:
-    """CodeContests: `description`, and public, private and generated tests as lists of inputs and outputs."""
-    hidden = [
-        test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))
-    ]
-    return row["description"], _columns(row["public_tests"]), hidden
-
-
-def live_code_bench(row: DataRow) -> Tested:
-    """LiveCodeBench: `question_content`, `public_test_cases` and packed `private_test_cases`, `metadata` (JSON)."""
-    function = _object(row.get("metadata")).get("func_name")
-    visible = parse_tests(row["public_test_cases"], function=function)
-    return (
-        row["question_content"],
-        visible,
-        parse_tests(unpack_private(row["private_test_cases"]), function=function),
+    names = [row[column] for column in _NAME_COLUMNS if row.get(column) is not None]
+    function = tests[0].function if isinstance(tests[0], CallTest) else None
+    starter_code = (row.get("starter_code") or "").strip()
+    return Problem(
+        question=tested.question,
+        prompt=_make_prompt(tested.question.strip(), function, starter_code),
+        answers=tuple(answers),
+        name=str(names[0]) if names else "",
     )
 
 
-def deep_coder(row: DataRow) -> Tested:
-    """DeepCoder: `problem`, and `tests` in the form of whichever collection the problem is from."""
-    return (
-        row["problem"],
-        [],
-        parse_tests(row["tests"], function=_object(row.get("metadata")).get("func_name")),
+def apps(row: DataRow) -> TestedQuestion:
+    """Read a row of APPS or TACO.
+
+    Its columns are `question`, `input_output` (JSON with inputs, outputs and perhaps fn_name) and
+    `starter_code`.
+    """
+    hidden = parse_tests(row["input_output"] or "[]")
+    return TestedQuestion(question=row["question"], visible=[], hidden=hidden)
+
+
+def code_contests(row: DataRow) -> TestedQuestion:
+    """Read a row of CodeContests.
+
+    Its columns are `description`, and public, private and generated tests as lists of inputs and
+    outputs.
+    """
+    hidden = _tests_in_columns(row.get("private_tests"))
+    hidden += _tests_in_columns(row.get("generated_tests"))
+    return TestedQuestion(
+        question=row["description"],
+        visible=_tests_in_columns(row["public_tests"]),
+        hidden=hidden,
     )
 
 
-def deep_coder_shown(row: DataRow) -> Tested:
-    """DeepCoder with the first three tests visible, as UnityMAS-O (arXiv 2605.26646) shows them; others stay hidden."""
-    question, _, tests = deep_coder(row)
-    return question, tests[:_SHOWN], tests[_SHOWN:]
+def live_code_bench(row: DataRow) -> TestedQuestion:
+    """Read a row of LiveCodeBench.
+
+    Its columns are `question_content`, `public_test_cases`, `private_test_cases` (packed) and
+    `metadata` (JSON).
+    """
+    function = _parse_object(row.get("metadata")).get("func_name")
+    private_tests = unpack_private(row["private_test_cases"])
+    return TestedQuestion(
+        question=row["question_content"],
+        visible=parse_tests(row["public_test_cases"], function=function),
+        hidden=parse_tests(private_tests, function=function),
+    )
 
 
-STYLES: dict[str, Callable[[DataRow], Tested]] = {
+def deep_coder(row: DataRow) -> TestedQuestion:
+    """Read a row of DeepCoder.
+
+    Its columns are `problem`, and `tests` in the format of the collection that the problem is from.
+    """
+    function = _parse_object(row.get("metadata")).get("func_name")
+    hidden = parse_tests(row["tests"], function=function)
+    return TestedQuestion(question=row["problem"], visible=[], hidden=hidden)
+
+
+def deep_coder_shown(row: DataRow) -> TestedQuestion:
+    """Read a row of DeepCoder with its first three tests visible (UnityMAS-O, arXiv 2605.26646)."""
+    tested = deep_coder(row)
+    return TestedQuestion(
+        question=tested.question,
+        visible=tested.hidden[:_SHOWN_TESTS],
+        hidden=tested.hidden[_SHOWN_TESTS:],
+    )
+
+
+# Readers of question and tests by the name of the format.
+READERS_OF_TESTS: dict[str, Callable[[DataRow], TestedQuestion]] = {
     "taco": apps,
-    **{
-        read.__name__: read
-        for read in (apps, code_contests, live_code_bench, deep_coder, deep_coder_shown)
-    },
+    "apps": apps,
+    "code_contests": code_contests,
+    "live_code_bench": live_code_bench,
+    "deep_coder": deep_coder,
+    "deep_coder_shown": deep_coder_shown,
 }
 
 
+def swe_bench(row: DataRow) -> Problem | None:
+    """Convert a row of SWE-bench, its Lite or its Verified to a problem.
+
+    Its columns are `instance_id`, `problem_statement`, `patch`, `test_patch`, `FAIL_TO_PASS` and
+    `PASS_TO_PASS`. Agents read the files that the right patch changes, which is the "oracle"
+    setting of SWE-bench.
+
+    Returns:
+        The problem; None if no test fails before the patch.
+    """
+    name = str(row["instance_id"])
+    issue = str(row["problem_statement"])
+    fail_to_pass = _test_names(row["FAIL_TO_PASS"])
+    changed_files = sorted({edit.path for edit in parse_patch(row["patch"])})
+    parse_patch(row["test_patch"])  # raises an error if it is no patch
+    answer = pack_instance(
+        name,
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=_test_names(row["PASS_TO_PASS"]),
+        test_patch=row["test_patch"],
+        shown=changed_files,
+    )
+    if not fail_to_pass:
+        return None
+    return Problem(question=issue, prompt=issue.strip(), answers=(answer,), name=name)
+
+
+def _test_names(value: Any) -> list[str]:
+    """Return the names of tests from a list or its JSON.
+
+    Raises:
+        ValueError: an entry is no text.
+    """
+    names = json.loads(value) if isinstance(value, str) else list(value)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a test's name is no text")
+    return names
+
+
 def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
-    """Tests, from JSON text or its value: columns `inputs` and `outputs`, or a list of `input` and `output`.
+    """Parse tests.
 
     Args:
-        function: what to call in tests that call something and do not name it.
+        value: JSON, or its value: an object with `inputs` and `outputs`, or a list of objects with
+            `input` and `output`.
+        function: that tests call which call a function and do not name it.
     """
-    value = json.loads(value) if isinstance(value, str) else value
-    if isinstance(value, Mapping):
-        name = value.get("fn_name") or function
-        pairs = zip(value["inputs"], value["outputs"], strict=True)
-        return [
-            _call(name, given, wanted) if name else _stdin(given, wanted) for given, wanted in pairs
-        ]
-    return [_entry(entry, function) for entry in value]
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        return [_parse_entry(entry, function) for entry in value]
+    name = value.get("fn_name") or function
+    tests: list[Test] = []
+    for given, expected in zip(value["inputs"], value["outputs"], strict=True):
+        tests.append(_call_test(name, given, expected) if name else _stdin_test(given, expected))
+    return tests
+
+
+def _parse_entry(entry: DataRow, function: str | None) -> Test:
+    """Parse one test of a list.
+
+    Raises:
+        ValueError: the test is of an unknown kind, or calls a function without a name.
+    """
+    metadata = _parse_object(entry.get("metadata"))
+    name = entry.get("fn_name") or metadata.get("func_name") or function
+    default_kind = "functional" if name else "stdin"
+    kind = entry.get("testtype") or entry.get("type") or default_kind
+    if kind in ("functional", "function_call"):
+        if not name:
+            raise ValueError("a test calls a function that nothing names")
+        return _call_test(name, entry["input"], entry["output"])
+    if kind in ("stdin", "stdin_stdout"):
+        return _stdin_test(entry["input"], entry["output"])
+    raise ValueError(f"unknown kind of test '{kind}'")
+
+
+def _tests_in_columns(value: DataRow | None) -> list[Test]:
+    """Return the tests in an object with the lists `input` and `output`; [] without an object."""
+    if not value:
+        return []
+    pairs = zip(value["input"], value["output"], strict=True)
+    return [_stdin_test(given, expected) for given, expected in pairs]
+
+
+def _stdin_test(given: str | Sequence[str], expected: str | Sequence[str]) -> StdinTest:
+    return StdinTest(stdin=_join_lines(given), expected=_join_lines(expected))
+
+
+def _join_lines(text: str | Sequence[str]) -> str:
+    """Return a text, which some problems have as a list of lines."""
+    return text if isinstance(text, str) else "\n".join(map(str, text))
+
+
+def _call_test(name: str, given: Any, expected: Any) -> CallTest:
+    """Return a test that calls a function.
+
+    Args:
+        name: of the function.
+        given: list of arguments, or a text with one JSON value per line.
+        expected: result. It is JSON if `given` is a text, and else may be wrapped in a list of one.
+    """
+    if isinstance(given, str):
+        arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
+        return CallTest(function=name, arguments=arguments, accepted=(json.loads(expected),))
+    accepted = [expected]
+    if isinstance(expected, list) and len(expected) == 1:
+        accepted.append(expected[0])
+    return CallTest(function=name, arguments=tuple(given), accepted=tuple(accepted))
 
 
 def unpack_private(text: str) -> str:
-    """The JSON text in LiveCodeBench's `private_test_cases`: plain, or base64 of zlib of a pickled string.
+    """Return the JSON in LiveCodeBench's `private_test_cases`.
 
-    The pickle is read, not run: anything in it but one string is refused.
+    It is plain text, or base64 of zlib of a pickled text. The pickle is parsed and not executed;
+    one that contains anything but a single text is refused.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     if text.lstrip().startswith("["):
         return text
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(base64.b64decode(text, validate=True), _MAX_DECODED_BYTES)
-    found = [(code.name, argument) for code, argument, _ in pickletools.genops(data)]
-    strange = {name for name, _ in found} - _PLAIN_TEXT
-    texts = [argument for _, argument in found if isinstance(argument, str)]
-    if strange or len(texts) != 1:
+    operations = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(data)]
+    other_opcodes = {name for name, _ in operations} - _TEXT_OPCODES
+    texts = [argument for _, argument in operations if isinstance(argument, str)]
+    if other_opcodes or len(texts) != 1:
         raise ValueError(
-            f"private_test_cases hold more than one text: {', '.join(sorted(strange)) or len(texts)}"
+            "private_test_cases hold more than one text: "
+            f"{', '.join(sorted(other_opcodes)) or len(texts)}"
         )
     return texts[0]
 
 
-def _solution(value: Any) -> str | None:
-    """The first solution in Python: of a list of texts, or its JSON, or of CodeContests' columns; None without one."""
+def _python_solution(value: Any) -> str | None:
+    """Return the first solution in Python; None without one.
+
+    Args:
+        value: list of texts, its JSON, or CodeContests' object with `language` and `solution`.
+    """
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        solutions = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return None
-    if isinstance(value, Mapping):
-        pairs = zip(value.get("language") or (), value.get("solution") or (), strict=False)
-        value = [text for language, text in pairs if language == _PYTHON_3]
-    texts = [text for text in value or () if isinstance(text, str) and text.strip()]
-    return _FENCE.sub(r"\1", texts[0].strip()).strip() + "\n" if texts else None
+    if isinstance(solutions, Mapping):
+        pairs = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=False)
+        solutions = [text for language, text in pairs if language == _PYTHON_3]
+    for text in solutions or ():
+        if isinstance(text, str) and text.strip():
+            return _FENCED.sub(r"\1", text.strip()).strip() + "\n"
+    return None
 
 
-def _entry(entry: DataRow, function: str | None) -> Test:
-    name = entry.get("fn_name") or _object(entry.get("metadata")).get("func_name") or function
-    kind = entry.get("testtype") or entry.get("type") or ("functional" if name else "stdin")
-    if kind in ("functional", "function_call"):
-        if not name:
-            raise ValueError("a test calls a function that nothing names")
-        return _call(name, entry["input"], entry["output"])
-    if kind in ("stdin", "stdin_stdout"):
-        return _stdin(entry["input"], entry["output"])
-    raise ValueError(f"unknown kind of test '{kind}'")
-
-
-def _columns(value: DataRow | None) -> list[Test]:
-    if not value:
-        return []
-    return [
-        _stdin(given, wanted) for given, wanted in zip(value["input"], value["output"], strict=True)
-    ]
-
-
-def _stdin(given: str | Sequence[str], wanted: str | Sequence[str]) -> StdinTest:
-    """Some problems have their text as a list of lines."""
-    texts = [
-        value if isinstance(value, str) else "\n".join(map(str, value)) for value in (given, wanted)
-    ]
-    return StdinTest(stdin=texts[0], expected=texts[1])
-
-
-def _call(name: str, given: Any, wanted: Any) -> CallTest:
-    """Arguments are a list, or one JSON value a line; a result may be wrapped in a list of one, or not."""
-    if isinstance(given, str):
-        arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
-        return CallTest(function=name, arguments=arguments, accepted=(json.loads(wanted),))
-    inner = (wanted[0],) if isinstance(wanted, list) and len(wanted) == 1 else ()
-    return CallTest(function=name, arguments=tuple(given), accepted=(wanted, *inner))
-
-
-def _object(value: Any) -> DataRow:
-    value = json.loads(value) if isinstance(value, str) and value.strip() else value
+def _parse_object(value: Any) -> DataRow:
+    """Return an object, or the object of a JSON text; {} for any other value."""
+    if isinstance(value, str) and value.strip():
+        value = json.loads(value)
     return value if isinstance(value, Mapping) else {}
 
 
-def _prompt(question: str, function: str | None, starter: str) -> str:
-    if function is None:
-        return f"{question}\n\n{_STDIN} {_END}"
-    begun = f", starting from:\n```python\n{starter}\n```\n" if starter else ""
-    return f"{question}\n\n{_CALL.format(name=function, starter=begun)} {_END}"
+def _make_prompt(question: str, function: str | None, starter_code: str) -> str:
+    """Return the question with instructions.
 
-
-def swe_bench(row: DataRow) -> Problem | None:
-    """SWE-bench, its Lite and its Verified: `instance_id`, `problem_statement`, `patch`, `test_patch`, `FAIL_TO_PASS`,
-    `PASS_TO_PASS`. Agents read the files that the right patch changes, which is its "oracle" setting.
+    Args:
+        question: as published.
+        function: that the tests call; None: the program reads its standard input.
+        starter_code: beginning of the code; "" without one.
     """
-    name, issue = str(row["instance_id"]), str(row["problem_statement"])
-    fail, keep = _names(row["FAIL_TO_PASS"]), _names(row["PASS_TO_PASS"])
-    shown = sorted({edit.path for edit in parse_patch(row["patch"])})
-    parse_patch(row["test_patch"])
-    tests = pack_instance(
-        name, fail_to_pass=fail, pass_to_pass=keep, test_patch=row["test_patch"], shown=shown
-    )
-    return (
-        Problem(question=issue, prompt=issue.strip(), answers=(tests,), name=name) if fail else None
-    )
-
-
-def _names(value: Any) -> list[str]:
-    """Tests by name, as a list or as its JSON text."""
-    names = json.loads(value) if isinstance(value, str) else list(value)
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError("a test's name is no text")
-    return names
+    if function is None:
+        return f"{question}\n\n{_STDIN_INSTRUCTION} {_FORMAT_INSTRUCTION}"
+    starter = ""
+    if starter_code:
+        starter = f", starting from:\n```python\n{starter_code}\n```\n"
+    instruction = _CALL_INSTRUCTION.format(name=function, starter=starter)
+    return f"{question}\n\n{instruction} {_FORMAT_INSTRUCTION}"

@@ -1,4 +1,4 @@
-"""Software-repair tasks, generated: packages with one bug each, what a user says of it, and hidden tests."""
+"""Software repair tasks, generated: packages with one bug, a user's complaint, and hidden tests."""
 
 import inspect
 import json
@@ -12,14 +12,21 @@ from pydantic import Field
 from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Task
-from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
-from rollout.tasks.splits import digest, draw_different, split_of
+from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction, FunctionBug
+from rollout.tasks.splits import content_digest, draw_different, split_of
 
-_PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
-_MODULES = ("core", "basics", "lists", "extra", "shapes", "more")
-_EACH = 3  # hidden tests that fail, and that pass, of the function with the bug
-_OTHERS = 2  # of every other function
-_PATIENCE = 2000  # draws of arguments
+_PACKAGE_NAMES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
+_MODULE_NAMES = ("core", "basics", "lists", "extra", "shapes", "more")
+
+_FUNCTIONS_PER_MODULE = 2
+
+# Hidden tests of the function with the bug: so many fail, and so many pass.
+_CHECKS_OF_BUG = 3
+# Hidden tests of every other function.
+_CHECKS_OF_OTHERS = 2
+
+# Draws of arguments before a function is considered to have too few.
+_MAX_DRAWS = 2000
 
 
 def repository_tasks(
@@ -28,95 +35,131 @@ def repository_tasks(
     *,
     modules: Annotated[int, Field(ge=1, le=len(BUGGY_FUNCTIONS) // 2)] = 2,
 ) -> list[Task]:
-    """sizes[split] packages for each split; a bug of a function belongs to one split whatever the seed.
+    """Draw sizes[split] packages for each split; a bug belongs to one split for every seed.
 
     Args:
+        seed: of the run.
+        sizes: number of tasks by split.
         modules: of a package, each with two functions.
     """
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "repositories", split))
-        own = [
-            (f, bug)
-            for f in BUGGY_FUNCTIONS
-            for bug in f.bugs
-            if split_of(f"{f.right.__name__}/{bug}") == split
+        bugs = [
+            (family, name)
+            for family in BUGGY_FUNCTIONS
+            for name in family.bugs
+            if split_of(f"{family.right.__name__}/{name}") == split
         ]
-        draw = partial(_draw, random, own, split, modules)
+        draw = partial(_draw, random, bugs, split, modules)
         tasks += draw_different("repositories", split, size, draw)
     return tasks
 
 
 def _draw(
-    random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, modules: int
+    random: Random, bugs: Sequence[tuple[BuggyFunction, str]], split: str, modules: int
 ) -> Task:
-    family, bug = random.choice(own)
-    others = random.sample(
-        [other for other in BUGGY_FUNCTIONS if other is not family], 2 * modules - 1
-    )
-    functions = random.sample([family, *others], 2 * modules)
-    package, names = random.choice(_PACKAGES), random.sample(_MODULES, modules)
-    wrong, complaint = family.bugs[bug]
-    files, checks = {f"{package}/__init__.py": f'"""The package {package}."""\n'}, []
-    place = ""
-    for number, name in enumerate(names):
-        inside = functions[2 * number : 2 * number + 2]
-        sources = [source_of(wrong if f is family else f.right, f.right) for f in inside]
-        files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n' + "\n\n".join(
-            sources
-        )
-        place = f"{package}.{name}" if family in inside else place
-        for f in inside:
-            checks += _checks(random, f, f"{package}.{name}", wrong if f is family else None)
-    failing = next(check for check in checks if not check.passes)
-    shown = ", ".join(json.dumps(argument) for argument in failing.arguments)
-    function = family.right.__name__
-    prompt = (
-        f"`{place}.{function}` does not do what it says. {complaint} For example `{function}({shown})` should be "
-        f"`{json.dumps(failing.expected)}`."
-    )
-    answers = [pack_source(path, content) for path, content in files.items()] + [
-        pack_check(check) for check in checks
-    ]
-    id, source = f"repositories/{digest(*answers)}", "repositories"
+    """Draw a package.
+
+    Args:
+        random: random numbers.
+        bugs: functions and names of their bugs to choose from.
+        split: of the task.
+        modules: number of modules.
+    """
+    family, bug_name = random.choice(bugs)
+    bug = family.bugs[bug_name]
+    functions = modules * _FUNCTIONS_PER_MODULE
+    other_families = [other for other in BUGGY_FUNCTIONS if other is not family]
+    others = random.sample(other_families, functions - 1)
+    families = random.sample([family, *others], functions)
+    package = random.choice(_PACKAGE_NAMES)
+    module_names = random.sample(_MODULE_NAMES, modules)
+
+    files = {f"{package}/__init__.py": f'"""The package {package}."""\n'}
+    checks: list[CheckCall] = []
+    buggy_module = ""
+    for number, name in enumerate(module_names):
+        start = number * _FUNCTIONS_PER_MODULE
+        members = families[start : start + _FUNCTIONS_PER_MODULE]
+        sources = []
+        for member in members:
+            function = bug.function if member is family else member.right
+            sources.append(source_of(function, member.right))
+        functions_text = "\n\n".join(sources)
+        files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n{functions_text}'
+        module = f"{package}.{name}"
+        if family in members:
+            buggy_module = module
+        for member in members:
+            checks += draw_checks(random, member, module, bug if member is family else None)
+
+    answers = [pack_source(path, content) for path, content in files.items()]
+    answers += [pack_check(check) for check in checks]
     return Task(
-        id=id, prompt=prompt, answers=tuple(answers), env="repository", source=source, split=split
+        id=f"repositories/{content_digest(*answers)}",
+        prompt=_complaint(family, bug, buggy_module, checks),
+        answers=tuple(answers),
+        env="repository",
+        source="repositories",
+        split=split,
+    )
+
+
+def _complaint(
+    family: BuggyFunction, bug: FunctionBug, module: str, checks: Sequence[CheckCall]
+) -> str:
+    """Return what a user writes about a bug, with the first test that fails as an example."""
+    failing = next(check for check in checks if not check.passes)
+    arguments = ", ".join(json.dumps(argument) for argument in failing.arguments)
+    function = family.right.__name__
+    return (
+        f"`{module}.{function}` does not do what it says. {bug.complaint} For example "
+        f"`{function}({arguments})` should be `{json.dumps(failing.expected)}`."
     )
 
 
 def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:
-    """The text of a function as agents read it: under the name and with the docstring of the right one."""
-    text, own = (
-        inspect.getsource(one).split("\n", 1)[1] for one in (function, right)
-    )  # without the decorator
-    head, body = text.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1).split(
-        "\n", 1
-    )
-    docstring = "" if function is right else own.split("\n")[1] + "\n"
-    return f"{head}\n{docstring}{body}"
+    """Return the text of a function under the name and with the docstring of the right one."""
+    source = _source_without_decorator(function)
+    renamed = source.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1)
+    signature, body = renamed.split("\n", 1)
+    if function is right:
+        return f"{signature}\n{body}"
+    docstring = _source_without_decorator(right).split("\n")[1]
+    return f"{signature}\n{docstring}\n{body}"
 
 
-def _checks(
-    random: Random, family: BuggyFunction, module: str, wrong: Callable[..., Any] | None
+def _source_without_decorator(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function).split("\n", 1)[1]
+
+
+def draw_checks(
+    random: Random, family: BuggyFunction, module: str, bug: FunctionBug | None
 ) -> list[CheckCall]:
-    """Calls of a function, and whether a bug in it is without effect on them."""
-    wanted = {True: _OTHERS} if wrong is None else {True: _EACH, False: _EACH}
+    """Draw hidden tests of a function.
+
+    Args: random: random numbers. family: the function. module: of the function in the package. bug:
+        in the function; half of the tests then fail because of it. None: the function is right.
+    """
+    missing = {True: _CHECKS_OF_OTHERS}  # number of tests by their result before the repair
+    if bug is not None:
+        missing = {True: _CHECKS_OF_BUG, False: _CHECKS_OF_BUG}
+    name = family.right.__name__
     seen: set[str] = set()
     checks: list[CheckCall] = []
-    for _ in range(_PATIENCE):
-        arguments = family.draw(random)
+    for _ in range(_MAX_DRAWS):
+        arguments = family.draw_arguments(random)
         expected = family.right(*arguments)
-        passes = wrong is None or wrong(*arguments) == expected
+        passes = bug is None or bug.function(*arguments) == expected
         text = json.dumps(arguments)
-        if text in seen or not wanted.get(passes):
+        if text in seen or not missing.get(passes):
             continue
         seen.add(text)
-        wanted[passes] -= 1
-        name = family.right.__name__
-        label = f"{module}.{name}-{len(checks)}"
+        missing[passes] -= 1
         checks.append(
             CheckCall(
-                name=label,
+                name=f"{module}.{name}-{len(checks)}",
                 module=module,
                 function=name,
                 arguments=arguments,
@@ -124,6 +167,6 @@ def _checks(
                 passes=passes,
             )
         )
-        if not any(wanted.values()):
+        if not any(missing.values()):
             return checks
-    raise AssertionError(f"{family.right.__name__}: no arguments for {wanted}")
+    raise AssertionError(f"{name}: no arguments for {missing}")

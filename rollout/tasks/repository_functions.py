@@ -1,70 +1,99 @@
-"""Functions of generated repositories: right ones, each with others that have one bug.
+"""Functions of generated repositories: right ones, each with variants that have one bug.
 
-Their text is what agents read, so it carries no types; a function with a bug is shown under the right one's name and
-docstring, and the bug is called what its own name has besides.
+Agents read the text of these functions, so they have no types. The body of a variant is shown under
+the name and the docstring of the right function; the name of its bug is the part of its own name
+after that of the right function. A decorator must be on one line, which is not shown.
 """
 
 # mypy: disable-error-code="no-untyped-def, var-annotated"
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Any
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionBug:
+    """Variant of a function with one bug.
+
+    Attributes:
+        function: the variant.
+        complaint: sentence of a user about it.
+    """
+
+    function: _Function
+    complaint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuggyFunction:
-    """A function, what its arguments look like, and its bugs with what users say of them."""
+    """Function with variants that have a bug.
 
-    right: Callable[..., Any]
-    draw: Callable[[Random], tuple[Any, ...]]  # arguments, JSON values
-    bugs: dict[str, tuple[Callable[..., Any], str]] = field(default_factory=dict)  # by name
+    Attributes:
+        right: the right function.
+        draw_arguments: draws arguments, which are JSON values.
+        bugs: by name.
+    """
+
+    right: _Function
+    draw_arguments: Callable[[Random], tuple[Any, ...]]
+    bugs: dict[str, FunctionBug] = field(default_factory=dict)
 
 
 BUGGY_FUNCTIONS: list[BuggyFunction] = []
 
 
-def _right(
-    draw: Callable[[Random], tuple[Any, ...]], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw=draw))
-    return function
+def _right(draw_arguments: Callable[[Random], tuple[Any, ...]]) -> Callable[[_Function], _Function]:
+    """Register a right function."""
+
+    def register(function: _Function) -> _Function:
+        BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw_arguments=draw_arguments))
+        return function
+
+    return register
 
 
-def _bug(complaint: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the right function before it."""
-    family = BUGGY_FUNCTIONS[-1]
-    family.bugs[function.__name__.removeprefix(f"_{family.right.__name__}_")] = function, complaint
-    return function
+def _bug(complaint: str) -> Callable[[_Function], _Function]:
+    """Register a variant with a bug of the right function before it."""
+
+    def register(function: _Function) -> _Function:
+        family = BUGGY_FUNCTIONS[-1]
+        name = function.__name__.removeprefix(f"_{family.right.__name__}_")
+        family.bugs[name] = FunctionBug(function, complaint)
+        return function
+
+    return register
 
 
-def _numbers(random: Random, least: int = 0) -> list[int]:
-    return [random.randint(-9, 9) for _ in range(random.randint(least, 8))]
+def _draw_numbers(random: Random, min_length: int = 0) -> list[int]:
+    return [random.randint(-9, 9) for _ in range(random.randint(min_length, 8))]
 
 
-def _intervals(random: Random) -> list[list[int]]:
+def _draw_intervals(random: Random) -> list[list[int]]:
     starts = [random.randint(0, 12) for _ in range(random.randint(0, 4))]
     return [[start, start + random.randint(1, 6)] for start in starts]
 
 
-@partial(_right, lambda r: (_numbers(r), r.randint(1, 4)))
+@_right(lambda r: (_draw_numbers(r), r.randint(1, 4)))
 def window_sums(values, size):
     """The sum of every run of `size` neighbouring values, from left to right."""
     return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
 
 
-@partial(_bug, "The last window is missing from the result.")
+@_bug("The last window is missing from the result.")
 def _window_sums_short(values, size):
     return [sum(values[i : i + size]) for i in range(len(values) - size)]
 
 
-@partial(_bug, "There are too many windows: the last ones have fewer values than asked for.")
+@_bug("There are too many windows: the last ones have fewer values than asked for.")
 def _window_sums_long(values, size):
     return [sum(values[i : i + size]) for i in range(len(values))]
 
 
-@partial(_right, lambda r: (_intervals(r),))
+@_right(lambda r: (_draw_intervals(r),))
 def merge_intervals(intervals):
     """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
     merged = []
@@ -76,7 +105,7 @@ def merge_intervals(intervals):
     return merged
 
 
-@partial(_bug, "Intervals like [1, 2] and [2, 3] stay apart.")
+@_bug("Intervals like [1, 2] and [2, 3] stay apart.")
 def _merge_intervals_touching(intervals):
     merged = []
     for start, end in sorted(intervals):
@@ -87,7 +116,7 @@ def _merge_intervals_touching(intervals):
     return merged
 
 
-@partial(_bug, "An interval within a longer one cuts the longer one off.")
+@_bug("An interval within a longer one cuts the longer one off.")
 def _merge_intervals_inside(intervals):
     merged = []
     for start, end in sorted(intervals):
@@ -98,23 +127,23 @@ def _merge_intervals_inside(intervals):
     return merged
 
 
-@partial(_right, lambda r: (_numbers(r), r.randint(1, 4)))
+@_right(lambda r: (_draw_numbers(r), r.randint(1, 4)))
 def chunks(values, size):
     """The values in lists of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-@partial(_bug, "Values at the end get lost when their number is no multiple of the size.")
+@_bug("Values at the end get lost when their number is no multiple of the size.")
 def _chunks_dropped(values, size):
     return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
 
 
-@partial(_bug, "Some values are in two lists.")
+@_bug("Some values are in two lists.")
 def _chunks_overlapping(values, size):
     return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
 
 
-@partial(_right, lambda r: (_numbers(r), r.randint(0, 10)))
+@_right(lambda r: (_draw_numbers(r), r.randint(0, 10)))
 def rotate(values, places):
     """The values moved to the right by `places`, those at the end to the front."""
     if not values:
@@ -123,7 +152,7 @@ def rotate(values, places):
     return values[len(values) - places :] + values[: len(values) - places]
 
 
-@partial(_bug, "Values move in the wrong direction.")
+@_bug("Values move in the wrong direction.")
 def _rotate_left(values, places):
     if not values:
         return []
@@ -131,14 +160,14 @@ def _rotate_left(values, places):
     return values[places:] + values[:places]
 
 
-@partial(_bug, "Moving by more places than there are values repeats or loses some.")
+@_bug("Moving by more places than there are values repeats or loses some.")
 def _rotate_far(values, places):
     if not values:
         return []
     return values[len(values) - places :] + values[: len(values) - places]
 
 
-@partial(_right, lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
+@_right(lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
 def in_base(number, base):
     """A number from 0 on, in a base from 2 to 10, as text."""
     digits = ""
@@ -148,7 +177,7 @@ def in_base(number, base):
     return digits or "0"
 
 
-@partial(_bug, "Zero comes out as an empty text.")
+@_bug("Zero comes out as an empty text.")
 def _in_base_zero(number, base):
     digits = ""
     while number:
@@ -157,7 +186,7 @@ def _in_base_zero(number, base):
     return digits
 
 
-@partial(_bug, "The digits are in the wrong order.")
+@_bug("The digits are in the wrong order.")
 def _in_base_reversed(number, base):
     digits = ""
     while number:
@@ -166,7 +195,7 @@ def _in_base_reversed(number, base):
     return digits or "0"
 
 
-@partial(_right, lambda r: (_numbers(r, 1),))
+@_right(lambda r: (_draw_numbers(r, 1),))
 def middle(values):
     """The median of some numbers: the mean of the two in the middle where their count is even."""
     ordered = sorted(values)
@@ -176,14 +205,14 @@ def middle(values):
     return (ordered[half - 1] + ordered[half]) / 2
 
 
-@partial(_bug, "With an even number of values the result is one of them.")
+@_bug("With an even number of values the result is one of them.")
 def _middle_upper(values):
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half]
 
 
-@partial(_bug, "The result depends on the order of the values.")
+@_bug("The result depends on the order of the values.")
 def _middle_unsorted(values):
     half = len(values) // 2
     if len(values) % 2:
@@ -191,23 +220,23 @@ def _middle_unsorted(values):
     return (values[half - 1] + values[half]) / 2
 
 
-@partial(_right, lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
+@_right(lambda r: (_draw_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
 def clipped(values, low, high):
     """The values, those below `low` as `low` and those above `high` as `high`."""
     return [min(max(value, low), high) for value in values]
 
 
-@partial(_bug, "Values that are too small are left as they are.")
+@_bug("Values that are too small are left as they are.")
 def _clipped_low(values, low, high):
     return [min(value, high) for value in values]
 
 
-@partial(_bug, "The result has fewer values than there were.")
+@_bug("The result has fewer values than there were.")
 def _clipped_out(values, low, high):
     return [value for value in values if low <= value <= high]
 
 
-@partial(_right, lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
+@_right(lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
 def runs(text):
     """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
     found = []
@@ -219,7 +248,7 @@ def runs(text):
     return "".join(f"{letter}{count}" for letter, count in found)
 
 
-@partial(_bug, "A letter that stands alone has no number.")
+@_bug("A letter that stands alone has no number.")
 def _runs_ones(text):
     found = []
     for letter in text:
@@ -230,7 +259,7 @@ def _runs_ones(text):
     return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in found)
 
 
-@partial(_bug, "Runs of the same letter with others between them are counted together.")
+@_bug("Runs of the same letter with others between them are counted together.")
 def _runs_apart(text):
     found = {}
     for letter in text:

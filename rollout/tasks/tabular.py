@@ -30,8 +30,8 @@ from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.records.files import RecordError
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Task
-from rollout.tasks.files import read_rows
-from rollout.tasks.splits import digest, split_of
+from rollout.tasks.rows import read_rows
+from rollout.tasks.splits import content_digest, split_of
 
 TableKind = Literal["regression", "classification"]
 _METRICS: dict[TableKind, tuple[str, ...]] = {
@@ -202,7 +202,7 @@ def _make_task(
     )
     source = f"tabular_{model.kind}"
     return Task(
-        id=f"{source}/{digest(*files)}",
+        id=f"{source}/{content_digest(*files)}",
         prompt=prompt,
         answers=(*files, pack_target(target)),
         env="data_science",

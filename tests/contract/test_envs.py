@@ -10,7 +10,7 @@ import pytest
 import rollout.environments
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from tests.support.shipped import TEAMS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,8 +15,8 @@ from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Task
-from rollout.tasks import GENERATORS
-from rollout.tasks.games import draw_tasks
+from rollout.tasks.generators import GENERATORS
+from rollout.tasks.puzzles import draw_puzzle_tasks
 
 SMALL = {
     "plan_path": {"size": 5},
@@ -59,7 +59,7 @@ def test_every_game_has_rules_an_environment_and_a_generator() -> None:
 
 @pytest.mark.parametrize(("game", "options"), CASES)
 def test_a_stored_solution_solves(game: str, options: dict[str, int]) -> None:
-    for task in draw_tasks(PUZZLES[game](**options), 3, {"train": 10}):
+    for task in draw_puzzle_tasks(PUZZLES[game](**options), 3, {"train": 10}):
         [step] = played(task, list(task.answers))
         assert step.done
         assert step.metrics["solved"] == step.metrics["progress"] == 1.0
@@ -71,7 +71,7 @@ def test_a_stored_solution_solves(game: str, options: dict[str, int]) -> None:
 @pytest.mark.parametrize(("game", "options"), CASES)
 def test_what_is_shown_is_what_is_read(game: str, options: dict[str, int]) -> None:
     rules = GAMES[game]()
-    for task in draw_tasks(PUZZLES[game](**options), 4, {"train": 10}):
+    for task in draw_puzzle_tasks(PUZZLES[game](**options), 4, {"train": 10}):
         state = rules.read(task.prompt)
         assert rules.show(state) == task.prompt
         assert not rules.solved(state)
@@ -81,7 +81,7 @@ def test_what_is_shown_is_what_is_read(game: str, options: dict[str, int]) -> No
 @pytest.mark.parametrize("game", GAMES)
 def test_playing_the_same_actions_again_is_the_same(game: str) -> None:
     source = PUZZLES[game](**SMALL[game])
-    for task in draw_tasks(source, 5, {"train": 8}):
+    for task in draw_puzzle_tasks(source, 5, {"train": 8}):
         random = Random(task.id)
         actions = [
             random.choice(
@@ -95,7 +95,7 @@ def test_playing_the_same_actions_again_is_the_same(game: str) -> None:
 @pytest.mark.parametrize("game", GAMES)
 def test_a_slip_is_legal_and_differs(game: str) -> None:
     source, rules = PUZZLES[game](**SMALL[game]), GAMES[game]()
-    for task in draw_tasks(source, 6, {"train": 10}):
+    for task in draw_puzzle_tasks(source, 6, {"train": 10}):
         wrong = source.slip(Random(task.id), task.answers[0])
         assert wrong != task.answers[0]
         assert rules.play(rules.read(task.prompt), wrong) is not None
@@ -104,9 +104,9 @@ def test_a_slip_is_legal_and_differs(game: str) -> None:
 @pytest.mark.parametrize("game", GAMES)
 def test_the_same_seed_draws_the_same_tasks_none_twice(game: str) -> None:
     source = PUZZLES[game](**SMALL[game])
-    tasks = draw_tasks(source, 7, SIZES)
-    assert tasks == draw_tasks(source, 7, SIZES)
-    assert tasks != draw_tasks(source, 8, SIZES)
+    tasks = draw_puzzle_tasks(source, 7, SIZES)
+    assert tasks == draw_puzzle_tasks(source, 7, SIZES)
+    assert tasks != draw_puzzle_tasks(source, 8, SIZES)
     assert len({task.id for task in tasks}) == len({task.prompt for task in tasks}) == 38
     assert {task.env for task in tasks} == {game}
 
@@ -128,7 +128,9 @@ def learnable(task: Task) -> str:
 @pytest.mark.parametrize("game", GAMES)
 def test_no_split_of_any_seed_has_a_puzzle_of_another_split(game: str) -> None:
     tasks = [
-        task for seed in (1, 2, 3) for task in draw_tasks(PUZZLES[game](**SMALL[game]), seed, SIZES)
+        task
+        for seed in (1, 2, 3)
+        for task in draw_puzzle_tasks(PUZZLES[game](**SMALL[game]), seed, SIZES)
     ]
     seen = {split: {learnable(task) for task in tasks if task.split == split} for split in SIZES}
     assert all(seen.values())
@@ -142,7 +144,7 @@ def test_four_by_four_sudokus_have_one_solution() -> None:
     grids = ["".join("".join(row) for row in rows) for rows in _latin(lines)]
     grids = [grid for grid in grids if all(len({grid[i] for i in box}) == 4 for box in boxes)]
     assert len(grids) == 288
-    for task in draw_tasks(PUZZLES["sudoku"](size=4, givens=6), 1, {"train": 30}):
+    for task in draw_puzzle_tasks(PUZZLES["sudoku"](size=4, givens=6), 1, {"train": 30}):
         puzzle = task.prompt.replace("\n", "").replace(" ", "")
         assert len(puzzle) - puzzle.count(".") == 6
         matching = [
@@ -178,7 +180,7 @@ def test_more_puzzles_than_there_are_cannot_be_had(
     game: str, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        draw_tasks(PUZZLES[game](**options), 1, {"test": 99})
+        draw_puzzle_tasks(PUZZLES[game](**options), 1, {"test": 99})
     assert "\n" not in str(caught.value)
 
 

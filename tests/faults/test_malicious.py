@@ -81,7 +81,7 @@ def index_that_says_more(path: Path) -> Path:
 
 
 READ_CONFIG = "from rollout.models.architecture import read_config; read_config(sys.argv[1])"
-READ_ROWS = "from rollout.tasks.files import read_rows; [*read_rows(Path(sys.argv[1]))]"
+READ_ROWS = "from rollout.tasks.rows import read_rows; [*read_rows(Path(sys.argv[1]))]"
 CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a model's config.json is large": (
         lambda folder: hollow(folder / "m" / "config.json", "{}").parent,

@@ -291,7 +291,7 @@ def test_an_unknown_slot_of_a_template_is_refused() -> None:
 
 WORLD = """
 from rollout.records.trajectory import Task
-from rollout.tasks import Generator
+from rollout.tasks.generators import Generator
 
 
 class Letters:

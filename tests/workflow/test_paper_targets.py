@@ -129,7 +129,7 @@ def test_a_folder_of_tasks_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.tasks.tiny_files._ROWS", 30)  # as many as AIME 2024 has
+    monkeypatch.setattr("rollout.tasks.tiny_files.ROWS_PER_FILE", 30)  # as many as AIME 2024 has
     make_tiny_model(tmp_path / "made" / "DeepScaleR")
     config = tmp_path / "made" / "DeepScaleR" / "config.json"
     config.write_text(

@@ -31,7 +31,7 @@ from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import Encoder
 from rollout.environments.games import PUZZLES
 from rollout.records.files import write_tasks, write_trajectories
-from rollout.tasks.games import draw_tasks
+from rollout.tasks.puzzles import draw_puzzle_tasks
 from tests.support.browser import BINARY, Browser, needs_chromium
 from tests.support.commands import called
 from tests.support.documents import BLOCKS, HERE, LONG, RUN_BY, STORIES, TABLE_COMMANDS, runner
@@ -122,7 +122,7 @@ class Folder:
         (path / "my_suite.yaml").write_text(
             yaml.safe_dump({"suite": "mine", "experiments": {"demo": own}})
         )
-        tasks = draw_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
+        tasks = draw_puzzle_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
         write_tasks(path / "results/demo_path/tasks/test.parquet", tasks)
         game = [play_game(tasks[0], f"#### {tasks[0].answers[0]}")]
         write_trajectories(path / "results/demo_path/evaluation/trained/part_0.parquet", game)

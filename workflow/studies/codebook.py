@@ -21,7 +21,7 @@ from rollout.base.section import Share
 from rollout.environments.protocol import Step
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration, Message, Task
-from rollout.tasks import Generator
+from rollout.tasks.generators import Generator
 from rollout.tasks.splits import split_of
 from rollout.teams.roles import Role, register_agent
 from rollout.teams.team import TeamSession

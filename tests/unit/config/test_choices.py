@@ -24,7 +24,7 @@ from rollout.config.environment import EnvConfig
 from rollout.config.orchestra import OrchestraConfig
 from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
 from rollout.engines import TrainedEngine
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from rollout.teams.roles import Role
 
 REGISTRIES = (

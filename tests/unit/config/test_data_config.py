@@ -18,7 +18,7 @@ from rollout.config.data import DataConfig
 from rollout.config.tasks import make_tasks, prepared_tasks
 from rollout.records.files import RecordError, read_tasks, write_tasks
 from rollout.records.trajectory import Task
-from rollout.tasks import Generator
+from rollout.tasks.generators import Generator
 
 
 def problems(path: Path, count: int, **columns: Any) -> Path:

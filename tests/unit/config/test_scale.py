@@ -105,7 +105,7 @@ def test_generated_files_are_read_as_published_ones(
 ) -> None:
     path = tmp_path / f"x{suffix}"
     write_tiny_file(path, format)
-    tasks = [task for _, task in read_task_file(path, format=format, split="train")]
+    tasks = [located.task for located in read_task_file(path, format=format, split="train")]
     assert len({task.id for task in tasks}) == len({task.prompt for task in tasks}) == 14
     assert all(task.answers for task in tasks)
     if format == "search":

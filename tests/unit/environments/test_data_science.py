@@ -19,7 +19,7 @@ from rollout.environments.protocol import Step
 from rollout.records.files import RecordError, read_trajectories, write_trajectories
 from rollout.records.trajectory import Status, Task, Trajectory
 from rollout.sandbox import Sandbox, SandboxFusion
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
 from tests.support.sandboxes import started

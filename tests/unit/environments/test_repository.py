@@ -17,10 +17,10 @@ from rollout.environments.protocol import Step
 from rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
 from rollout.records.trajectory import Status, Task
 from rollout.sandbox import Sandbox
-from rollout.tasks import GENERATORS
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS
-from rollout.tasks.repositories import _checks, source_of
+from rollout.tasks.generators import GENERATORS
+from rollout.tasks.repositories import draw_checks, source_of
 from rollout.tasks.repository_functions import BUGGY_FUNCTIONS
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
@@ -169,16 +169,15 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
 ) -> None:
     for family in BUGGY_FUNCTIONS:
         right = source_of(family.right, family.right)
-        for bug, (wrong, complaint) in family.bugs.items():
-            assert source_of(wrong, family.right).splitlines()[:2] == right.splitlines()[
-                :2
-            ] and complaint.endswith(".")
-            checks = _checks(Random(bug), family, "pkg.m", wrong)
+        for name, bug in family.bugs.items():
+            source = source_of(bug.function, family.right)
+            assert source.splitlines()[:2] == right.splitlines()[:2]
+            assert bug.complaint.endswith(".")
+            checks = draw_checks(Random(name), family, "pkg.m", bug)
             assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
             for check in checks:
                 assert family.right(*check.arguments) == check.expected
-                assert (wrong(*check.arguments) == check.expected) is check.passes
-    source = source_of(wrong, family.right)
+                assert (bug.function(*check.arguments) == check.expected) is check.passes
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
     _, [kept] = steps(

@@ -22,7 +22,7 @@ from rollout.environments.protocol import AgentMistake, Env, Step
 from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Status, Task
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from tests.support.casts import grow, play, validity
 from tests.support.worlds import FakeAlfred, FakeShop, modules
 

@@ -27,8 +27,8 @@ from rollout.orchestras.replies import (
 from rollout.records.trajectory import Group, Sampling, Status, Task, Trajectory
 from rollout.rewards.allocation import majority
 from rollout.rewards.turn_scores import local_team
-from rollout.tasks import GENERATORS
-from rollout.tasks.games import demonstrate
+from rollout.tasks.generators import GENERATORS
+from rollout.tasks.puzzles import puzzle_demonstrations
 from rollout.tasks.splits import split_of
 from rollout.teams.episode import Orchestra
 from rollout.teams.roles import ROLES, Agent, Role
@@ -305,7 +305,7 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 ) -> None:
     own = roles(*names)
     shown = list(GENERATORS[game].demonstrations(1, 60, roles=own, **options))
-    assert shown == list(demonstrate(PUZZLES[game], 1, 60, roles=own, **options))
+    assert shown == list(puzzle_demonstrations(PUZZLES[game], 1, 60, roles=own, **options))
     assert len(shown) == 60
     assert {d.agent for d in shown} == set(names)
     assert all(own[d.agent].parse(d.messages[-1].content) is not None for d in shown)
@@ -325,7 +325,9 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 def test_demonstrations_read_as_rollouts() -> None:
     """Without slips a demonstrated team solves in one turn, with the prompts of the orchestra, word for word."""
     tool, planner = list(
-        demonstrate(PUZZLES["plan_path"], 2, 2, roles=roles("tool", "planner"), slips={}, size=4)
+        puzzle_demonstrations(
+            PUZZLES["plan_path"], 2, 2, roles=roles("tool", "planner"), slips={}, size=4
+        )
     )
     prompt, reply = (message.content for message in tool.messages)
     puzzle = prompt.removeprefix("propose ").removesuffix("|")
@@ -343,7 +345,7 @@ def test_only_the_named_agents_slip() -> None:
     def outcomes(**slips: float) -> Counter[str]:
         """Of the first turns: whether the proposal was right, and whether the planner took it over."""
         shown = list(
-            demonstrate(
+            puzzle_demonstrations(
                 PUZZLES["plan_path"],
                 3,
                 400,

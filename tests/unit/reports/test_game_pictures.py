@@ -23,7 +23,7 @@ from rollout.environments.games import GAMES, PUZZLES
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import RecordError, write_tasks, write_trajectories
 from rollout.records.trajectory import Task, Trajectory
-from rollout.tasks.games import draw_tasks
+from rollout.tasks.puzzles import draw_puzzle_tasks
 from tests.support.canned import Canned
 from tests.support.casts import make_team
 from tests.support.play import collect
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> tuple[Path, list[Task]]:
     Each game is solved after a reply without actions.
     """
     tasks = [
-        draw_tasks(PUZZLES[game](**options), 3, {"test": 1})[0]
+        draw_puzzle_tasks(PUZZLES[game](**options), 3, {"test": 1})[0]
         for game, options in PUZZLE_OPTIONS.items()
     ]
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks)

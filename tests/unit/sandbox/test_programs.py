@@ -32,7 +32,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def load(path: Path, *, style: str, split: str, source: str = "") -> list[Task]:
-    return [task for _, task in read_task_file(path, format=style, split=split, source=source)]
+    return [
+        located.task for located in read_task_file(path, format=style, split=split, source=source)
+    ]
 
 
 def unpacked(task: Task) -> list[tuple[Any, bool]]:

@@ -17,7 +17,8 @@ from mcore_mas.config.compose import resolve
 from rollout.config.data import DataConfig
 from rollout.config.tasks import make_tasks
 from rollout.records.files import RecordError
-from rollout.tasks.files import dataset_files, located_dataset, read_task_file
+from rollout.tasks.files import read_task_file
+from rollout.tasks.hub_datasets import dataset_files, located_dataset
 from tests.support.hub import FakeHub, running
 
 CARD = """---

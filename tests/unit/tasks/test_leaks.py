@@ -10,7 +10,7 @@ import pytest
 from rollout.environments.code import pack_solution, pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
+from rollout.tasks.leaks import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
 
 
 def task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:

@@ -15,7 +15,8 @@ import pytest
 from rollout.records.files import RecordError, write_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import Fields
-from rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
+from rollout.tasks.files import FORMATS, distinct_tasks, read_task_file
+from rollout.tasks.rows import read_rows
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -40,7 +41,9 @@ def write(path: Path, found: list[dict[str, Any]]) -> Path:
 
 
 def load(path: Path, format: str, **options: str) -> list[Task]:
-    return [task for _, task in read_task_file(path, format=format, split="test", **options)]
+    return [
+        located.task for located in read_task_file(path, format=format, split="test", **options)
+    ]
 
 
 def digest(question: str) -> str:
@@ -459,24 +462,29 @@ def test_what_repeats(tmp_path: Path) -> None:
         RecordError,
         match=r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates",
     ):
-        list(distinct(read_task_file(path, format="math", split="test"), {}, drop=False))
-    kept = list(distinct(read_task_file(path, format="math", split="test"), {}, drop=True))
+        list(distinct_tasks(read_task_file(path, format="math", split="test"), {}, drop=False))
+    kept = list(distinct_tasks(read_task_file(path, format="math", split="test"), {}, drop=True))
     assert [task.prompt for task in kept] == ["One?", "Two?"]
     other = write(tmp_path / "y.json", [one, {"problem": "One?", "answer": 7}])
     with pytest.raises(
         RecordError,
         match=r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer",
     ):
-        list(distinct(read_task_file(other, format="math", split="test"), {}, drop=True))
+        list(distinct_tasks(read_task_file(other, format="math", split="test"), {}, drop=True))
 
 
 def test_the_same_file_twice_repeats(tmp_path: Path) -> None:
     path = write(tmp_path / "x.json", [{"problem": "One?", "answer": 1}])
     seen: dict[str, Any] = {}
     assert (
-        len(list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))) == 1
+        len(
+            list(distinct_tasks(read_task_file(path, format="math", split="test"), seen, drop=True))
+        )
+        == 1
     )
-    assert not list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))
+    assert not list(
+        distinct_tasks(read_task_file(path, format="math", split="test"), seen, drop=True)
+    )
 
 
 def test_every_format_without_a_table_of_columns_is_documented() -> None:

@@ -32,7 +32,7 @@ from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Completion, Message, Status, Task, ToolUse, VersionSpan
 from rollout.rewards.penalties import VALIDITY_RULES
-from rollout.tasks import GENERATORS
+from rollout.tasks.generators import GENERATORS
 from rollout.teams.quarantine import Quarantined, write_quarantined
 from rollout.teams.roles import ROLES
 from rollout.teams.team import RecordedReply

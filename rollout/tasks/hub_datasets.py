@@ -1,0 +1,148 @@
+"""Data sets of the Hugging Face hub: their folder on this machine, and the files of a split."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollout.records.files import RecordError
+from rollout.tasks.rows import READERS
+
+# Names of a split in file names, beside its own.
+_SPLIT_ALIASES = {
+    "validation": ("valid", "val", "dev"),
+    "train": ("training",),
+    "test": ("testing", "eval", "evaluation"),
+}
+
+# Number of files that an error message names.
+_MAX_NAMED_FILES = 9
+
+
+def located_dataset(path: str) -> str:
+    """Return the folder of a data set that was downloaded from the hub, for its id.
+
+    Any other path is returned as it is, with "~" expanded.
+
+    Args:
+        path: of a file or folder, or the id of a data set on the hub.
+    """
+    if path.startswith("~/"):
+        path = str(Path(path).expanduser())
+    if Path(path).exists() or not _is_hub_id(path):
+        return path
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, repo_type="dataset", local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return path
+
+
+def not_downloaded(path: str) -> str:
+    """Return what a user can do about a data file or a data set that is missing."""
+    if _is_hub_id(path):
+        return (
+            "nor is it in the hub's cache on this machine: "
+            f"`hf download --repo-type dataset {path}`, or name a file"
+        )
+    return "name another one"
+
+
+def _is_hub_id(path: str) -> bool:
+    """Return True if a path may be the id of a data set on the hub, such as "openai/gsm8k"."""
+    has_data_suffix = path.endswith(tuple(READERS))
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not has_data_suffix
+
+
+def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
+    """Return the files of a split in a data set's folder.
+
+    They are those that the card of the data set names or, if it names none, those whose name has
+    the name of the split.
+
+    Args:
+        folder: of the data set.
+        subset: name of a subset; None: the default one, or the only one.
+        split: name of the split.
+
+    Raises:
+        RecordError: there are no such files, or the folder has several subsets and no such one.
+    """
+    subsets = _subsets_in_card(folder)
+    if subsets:
+        patterns = _patterns_by_split(_choose_subset(folder, subsets, subset)["data_files"])
+        files = []
+        for pattern in patterns.get(split, ()):
+            leaves_folder = ".." in pattern or pattern.startswith("/")
+            if not leaves_folder:
+                files += sorted(folder.glob(pattern))
+        existing = list(patterns)
+    else:
+        subset_folder = folder / subset if subset else folder
+        all_files = sorted(file for file in subset_folder.rglob("*") if file.suffix in READERS)
+        words = "|".join((split, *_SPLIT_ALIASES.get(split, ())))
+        split_name = re.compile(rf"(?<![a-zA-Z0-9])({words})(?![a-zA-Z0-9])")
+        files = [
+            file
+            for file in all_files
+            if split_name.search(file.relative_to(subset_folder).as_posix())
+        ]
+        existing = [file.relative_to(folder).as_posix() for file in all_files[:_MAX_NAMED_FILES]]
+    if not files:
+        raise RecordError(
+            f"{folder}: no files of split {split}; there are {', '.join(existing) or 'none'}"
+        )
+    return files
+
+
+def _subsets_in_card(folder: Path) -> list[dict[str, Any]]:
+    """Return the subsets in a data set's card, README.md, that name their files."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = folder / "README.md"
+    try:
+        metadata = metadata_load(card) if card.is_file() else None
+        subsets = (metadata or {}).get("configs", ())
+        return [subset for subset in subsets if subset.get("data_files")]
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise RecordError(
+            f"{card}: its head cannot be read ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _choose_subset(folder: Path, subsets: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """Return the subset with a name; without one, the default or only subset."""
+    if name is None and len(subsets) > 1:
+        subsets = [subset for subset in subsets if subset.get("default")] or subsets
+    matching = [
+        subset for subset in subsets if name in (None, subset.get("config_name", "default"))
+    ]
+    if len(matching) != 1:
+        names = ", ".join(subset.get("config_name", "default") for subset in subsets)
+        raise RecordError(f"{folder}: subset {name}; expected one of {names}")
+    return matching[0]
+
+
+def _patterns_by_split(data_files: Any) -> Mapping[str, list[str]]:
+    """Return the file patterns of a subset by split; files without a split are training data.
+
+    Args:
+        data_files: value in the card: a pattern, a list of patterns, patterns by split, or a list
+            of entries with `split` and `path`.
+    """
+    if isinstance(data_files, str):
+        return {"train": [data_files]}
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    if isinstance(data_files, list) and all(isinstance(entry, str) for entry in data_files):
+        return {"train": data_files}
+    patterns = {}
+    for entry in data_files:
+        path = entry["path"]
+        patterns[entry["split"]] = [path] if isinstance(path, str) else path
+    return patterns

@@ -1,0 +1,108 @@
+"""Rows of data files: Parquet, JSON, JSON lines and CSV."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rollout.base.json_files import read_json
+from rollout.base.parquet import bounded_batches
+from rollout.records.files import RecordError
+
+_BATCH_ROWS = 256
+_MAX_CELL_CHARS = 1 << 24
+_MAX_JSON_BYTES = 2 << 30  # of a file that is read whole
+_MAX_LINE_CHARS = 64 << 20
+
+
+def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a data file in their order, reading as they are consumed.
+
+    Args:
+        path: of the file.
+        suffix: read the file as if its name had this suffix; "": its own suffix.
+
+    Raises:
+        RecordError: the file is missing, is not of the format of its suffix, or has an entry that
+            is no row.
+    """
+    suffix = suffix or path.suffix
+    if suffix not in READERS:
+        raise RecordError(f"{path}: expected a file named {', '.join(READERS)}")
+    try:
+        for number, row in enumerate(READERS[suffix](path)):
+            if not isinstance(row, Mapping):
+                raise RecordError(
+                    f"{path}: row {number} is a {type(row).__name__}; expected an object with "
+                    "columns"
+                )
+            yield row
+    except FileNotFoundError as error:
+        raise RecordError(f"{path}: no such file") from error
+    except RecordError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    with pq.ParquetFile(path) as file:
+        for batch in bounded_batches(file, rows=_BATCH_ROWS):
+            yield from batch.to_pylist()
+
+
+def _read_json(path: Path) -> Iterator[Any]:
+    """Yield the entries of a list, or of the list under "data" or "Data" in an object."""
+    value = read_json(path, _MAX_JSON_BYTES)
+    if isinstance(value, Mapping):
+        for key in ("data", "Data"):
+            if isinstance(value.get(key), list):
+                value = value[key]
+                break
+    if not isinstance(value, list):
+        raise RecordError(f"{path}: expected a list of rows, or an object with one under 'data'")
+    yield from value
+
+
+def _read_json_lines(path: Path) -> Iterator[Any]:
+    # Programs on Windows write a byte order mark, which utf-8-sig skips.
+    with path.open(encoding="utf-8-sig") as file:
+        lines = iter(lambda: file.readline(_MAX_LINE_CHARS + 1), "")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > _MAX_LINE_CHARS:
+                raise RecordError(
+                    f"{path}: line {number} has more than {_MAX_LINE_CHARS} characters"
+                )
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RecordError(f"{path}: line {number} cannot be read ({error})") from error
+
+
+def _read_csv(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        while True:
+            # The limit is global: it is only raised while this file is read.
+            usual_limit = csv.field_size_limit(_MAX_CELL_CHARS)
+            try:
+                row = next(rows, None)
+            finally:
+                csv.field_size_limit(usual_limit)
+            if row is None:
+                return
+            yield row
+
+
+# Readers of a file's rows by suffix.
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+}

@@ -1,0 +1,133 @@
+"""Text worlds as tasks: Gymnasium environments, ALFWorld and WebShop."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from rollout.records.files import RecordError
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Task
+from rollout.tasks.splits import draw_different, draw_listed, split_of
+
+_T = TypeVar("_T")
+
+# ALFWorld's folders by split.
+_ALFWORLD_FOLDERS = {"train": "train", "validation": "valid_seen", "test": "valid_unseen"}
+
+# Parts of paths of games that ALFWorld's own loader leaves out.
+_UNPLAYED_GAMES = ("movable", "Sliced")
+
+# WebShop's goals by split, as published.
+_WEBSHOP_GOALS = {
+    "test": range(500),
+    "validation": range(500, 1500),
+    "train": range(1500, 12_087),
+}
+
+_ALFWORLD_PROMPT = "You are in a house. Do what the task says, one action at a time."
+_WEBSHOP_PROMPT = (
+    "You are in a web shop. Find the product that is asked for, choose its options and buy it."
+)
+
+
+def gymnasium_tasks(
+    seed: int, sizes: Mapping[str, int], *, name: str = "gymnasium", instructions: str = ""
+) -> list[Task]:
+    """Draw sizes[split] games for each split.
+
+    A game is the seed of a reset, which belongs to one split for every seed of the run.
+
+    Args:
+        seed: of the run.
+        sizes: number of tasks by split.
+        name: data source to report under.
+        instructions: what agents are told before the first scene.
+    """
+
+    def draw(random: Random, split: str) -> str | None:
+        key = str(random.randrange(2**31))
+        return key if split_of(f"{name} {key}") == split else None
+
+    tasks = []
+    for split, size in sizes.items():
+        random = Random(derive_seed(seed, "gymnasium", name, split))
+        for key in draw_different(name, split, size, partial(draw, random, split)):
+            tasks.append(
+                Task(
+                    id=f"{name}/{key}",
+                    prompt=instructions,
+                    answers=(key,),
+                    env="gymnasium",
+                    source=name,
+                    split=split,
+                )
+            )
+    return tasks
+
+
+def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
+    """Draw sizes[split] games of ALFWorld for each split.
+
+    Its splits are train, valid_seen for validation, and valid_unseen for test.
+
+    Args:
+        seed: of the run.
+        sizes: number of tasks by split.
+        folder: ALFWorld's `json_2.1.1`.
+
+    Raises:
+        RecordError: the folder lacks one of these.
+    """
+    tasks = []
+    for split, size in sizes.items():
+        split_folder = Path(folder) / _ALFWORLD_FOLDERS[split]
+        if size and not split_folder.is_dir():
+            raise RecordError(
+                f"{split_folder}: no such folder; expected ALFWorld's json_2.1.1, see "
+                "`alfworld-download`"
+            )
+        games = sorted(
+            path
+            for path in split_folder.rglob("game.tw-pddl")
+            if not any(part in str(path) for part in _UNPLAYED_GAMES)
+        )
+        for path in _draw_games(seed, "alfworld", split, games, size):
+            tasks.append(
+                Task(
+                    id=f"alfworld/{path.parent.relative_to(folder)}",
+                    prompt=_ALFWORLD_PROMPT,
+                    answers=(str(path.resolve()),),
+                    env="alfworld",
+                    source="alfworld",
+                    split=split,
+                )
+            )
+    return tasks
+
+
+def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
+    """Draw sizes[split] goals of WebShop for each split.
+
+    Goals 0 to 499 are for test, 500 to 1499 for validation, and the others for train.
+    """
+    tasks = []
+    for split, size in sizes.items():
+        for goal in _draw_games(seed, "webshop", split, _WEBSHOP_GOALS[split], size):
+            tasks.append(
+                Task(
+                    id=f"webshop/{goal}",
+                    prompt=_WEBSHOP_PROMPT,
+                    answers=(str(goal),),
+                    env="webshop",
+                    source="webshop",
+                    split=split,
+                )
+            )
+    return tasks
+
+
+def _draw_games(seed: int, world: str, split: str, games: Sequence[_T], size: int) -> list[_T]:
+    random = Random(derive_seed(seed, world, split))
+    return draw_listed(world, split, size, games, random)
