@@ -11,7 +11,8 @@ import pytest
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.runtime import rank_pool
 from mcore_mas.runtime.errors import ClusterError
-from mcore_mas.runtime.rank_pool import RankPool
+from mcore_mas.runtime.rank_pool import RankPool, TrainerTurns
+from tests.support.sleepers import Sleeper
 
 
 class FakeRef:
@@ -153,4 +154,29 @@ def test_while_ranks_are_offloaded_calls_wait(monkeypatch: pytest.MonkeyPatch) -
         "update",
         "sleep",
         "another server starts",
+    ]
+
+
+def test_of_trainers_that_take_turns_only_one_has_memory() -> None:
+    log: list[str] = []
+    turns = TrainerTurns()
+    trainers = [Sleeper("policy", log), Sleeper("critic", log)]
+    turns.members.extend(trainers)
+
+    async def work(trainer: Sleeper) -> None:
+        async with turns.take(trainer):
+            await asyncio.sleep(0)
+            log.append("work")
+
+    async def run() -> None:
+        await asyncio.gather(*map(work, trainers))
+
+    asyncio.run(run())
+    assert log == [
+        "critic sleeps",
+        "policy wakes",
+        "work",
+        "policy sleeps",
+        "critic wakes",
+        "work",
     ]
