@@ -21,7 +21,7 @@ from rollout.teams.roles import Agent
 
 
 @dataclass(frozen=True, slots=True)
-class Formula:
+class WordedFormula:
     """Value of two numbers that a program prints.
 
     Attributes:
@@ -34,26 +34,26 @@ class Formula:
 
 
 # By the expression in Python.
-FORMULAS: Mapping[str, Formula] = {
-    "a + b": Formula(operator.add, ("their sum", "the total", "what they make together")),
-    "a - b": Formula(
+FORMULAS: Mapping[str, WordedFormula] = {
+    "a + b": WordedFormula(operator.add, ("their sum", "the total", "what they make together")),
+    "a - b": WordedFormula(
         operator.sub,
         ("their difference", "the first less the second", "how far the first is above"),
     ),
-    "a * b": Formula(
+    "a * b": WordedFormula(
         operator.mul,
         ("their product", "the area of such a field", "so many rows of so many"),
     ),
-    "a // b": Formula(
+    "a // b": WordedFormula(
         operator.floordiv,
         ("the whole quotient", "how often the second fits", "the share of each"),
     ),
-    "a % b": Formula(
+    "a % b": WordedFormula(
         operator.mod,
         ("the remainder", "what is left after division", "what cannot be shared"),
     ),
-    "max(a, b)": Formula(max, ("the larger one", "the greater one", "whichever is more")),
-    "min(a, b)": Formula(min, ("the smaller one", "the lesser one", "whichever is less")),
+    "max(a, b)": WordedFormula(max, ("the larger one", "the greater one", "whichever is more")),
+    "min(a, b)": WordedFormula(min, ("the smaller one", "the lesser one", "whichever is less")),
 }
 
 # Default probabilities of slips by agent.
