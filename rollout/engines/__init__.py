@@ -1,4 +1,4 @@
-"""Rollout engines: they sample the replies of policies, and take the weights of those that are trained.
+"""Rollout engines: they sample the replies of policies, and take the weights of trained ones.
 
 - `embedded/`: continuous batching in plain torch, in this process or in a Ray actor
 - `sglang/`: SGLang servers, over HTTP

@@ -1,4 +1,4 @@
-"""The section `engine` of a run's config."""
+"""Config section `engine`: the engine of each policy."""
 
 from __future__ import annotations
 
@@ -23,51 +23,65 @@ _REQUIRED_METHODS = {
     "async weights_lost": (),
 }
 
-_MIN_START_S = 900.0  # deadline of a server's start, without reading the model
-_READ_BYTES_PER_S = 1e8  # from a busy network file system
-_MIN_REQUEST_S = 600.0  # deadline of a request
-# Tokens per second of a server with all slots full, at least. A 32B model on eight H100s decodes
+_MIN_START_S = 900.0  # deadline of a server's start, without the time to read the model
+_READ_BYTES_PER_S = 1e8  # speed of a busy network file system
+_MIN_REQUEST_S = 600.0  # shortest default deadline of a request
+# Assumed tokens per second of a server with all slots full. A 32B model on eight H100s decodes
 # about 6000 in 256 slots.
 _MIN_TOKENS_PER_S = 2000.0
 
 
 class EngineConfig(Section):
-    """Where each policy's tokens are sampled."""
+    """Engine that samples the tokens of a policy."""
 
-    name: str = "embedded"  # key of ENGINES, or the import path of a class
-    slots: int = Field(128, ge=1)  # requests decoded at once
-    max_length: int = Field(512, ge=2)  # tokens of prompt and reply
-    # side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
-    # trajectory fails
+    # Engine by name, or the import path of a class.
+    name: str = "embedded"
+    # Requests that are decoded at once.
+    slots: int = Field(128, ge=1)
+    # Tokens of prompt and reply.
+    max_length: int = Field(512, ge=2)
+    # Side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
+    # trajectory fails.
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
-    device: Literal["cpu", "cuda"] = "cpu"  # of the embedded engine
-    # make a reply the same, bit by bit, whatever is decoded beside it
+    # Device of the embedded engine.
+    device: Literal["cpu", "cuda"] = "cpu"
+    # Give a reply the same bits in any batch.
     deterministic: bool = False
-    # trainers route the tokens of a mixture to the experts that the engine chose
+    # Route the tokens of a mixture in the trainer to the experts that the engine chose.
     router_replay: bool = False
-    transport: str | None = None  # of new weights; None: the first in TRANSPORTS
-    # folder for weights that trainer and engine see; None: one in shared memory
+    # Transport of new weights; None: the engine's default.
+    transport: str | None = None
+    # Folder for weights that trainer and engine see; None: one in shared memory.
     weights_folder: Path | None = None
-    sleep: bool = False  # give memory away while policies are trained
-    restarts: int = Field(2, ge=0)  # per hour, of an engine that dies or hangs
-    replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
+    # Free the engine's memory while policies are trained.
+    sleep: bool = False
+    # Restarts of an engine that dies or hangs, per hour.
+    restarts: int = Field(2, ge=0)
+    # Servers of each policy, or actors of the embedded engine.
+    replicas: int = Field(1, ge=1)
 
-    # settings of SGLang
-    python: Path | None = None  # interpreter of SGLang's own environment ...
-    urls: tuple[Url, ...] = ()  # ... or servers that run already
-    # file with the URLs of further servers, which may change while a run trains
+    # Interpreter of SGLang's environment, which starts the servers.
+    python: Path | None = None
+    # Servers of SGLang that run already.
+    urls: tuple[Url, ...] = ()
+    # File with the URLs of further servers, which may change during a training.
     members: Path | None = None
-    key_file: Path | None = None  # of servers on other machines
-    tp: int = Field(1, ge=1)  # GPUs of each server
+    # File with the API key of servers on other machines.
+    key_file: Path | None = None
+    # GPUs of each server.
+    tp: int = Field(1, ge=1)
     # merged: send the merged weights of a policy with LoRA; slots: send its adapter, which the
-    # servers hold beside the frozen model
+    # servers hold beside the frozen model.
     adapters: Literal["merged", "slots"] = "merged"
-    options: dict[str, JsonValue] = Field(default_factory=dict)  # of sglang.launch_server
-    environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
-    verify: bool = True  # compare the servers' checksums with each other after every update
-    # deadline of a request; None: computed from slots and max_length
+    # Further arguments of sglang.launch_server.
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    # Environment variables of the servers.
+    environment: dict[str, str] = Field(default_factory=dict)
+    # Compare the servers' checksums with each other after every update.
+    verify: bool = True
+    # Deadline of a request in seconds; None: computed from slots and max_length.
     timeout_s: float | None = Field(None, gt=0)
-    # deadline of a server's first answer; None: computed from the model's size
+    # Deadline of a server's first answer in seconds; None: computed from the model's size.
     start_s: float | None = Field(None, gt=0)
 
     def start_deadline_s(self, model: str | Path) -> float:
@@ -79,7 +93,7 @@ class EngineConfig(Section):
 
     @property
     def request_deadline_s(self) -> float:
-        """Seconds that a request may take: enough to fill every slot once, but ten minutes at least."""
+        """Seconds that a request may take: enough to fill every slot once, at least ten minutes."""
         if self.timeout_s is not None:
             return self.timeout_s
         return max(_MIN_REQUEST_S, self.slots * self.max_length / _MIN_TOKENS_PER_S)

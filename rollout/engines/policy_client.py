@@ -38,7 +38,7 @@ class PolicyReply:
         prompt_ids: token ids of the prompt [P].
         trainable: False if the reply is text without tokens.
         shown: the messages that the prompt has, if the chat was cut to fit.
-        raw: text with special tokens, without the end of the reply; only in a chat with several turns.
+        raw: text with special tokens, without the end of the reply; None for a single reply.
         tool_format: format in which the policy calls tools.
         root: True if the prompt's tokens do not continue those of the chat's latest turn.
     """

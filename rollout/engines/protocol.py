@@ -1,4 +1,4 @@
-"""Protocols of engines: sampling, streaming, and taking a trainer's weights."""
+"""Protocols of engines: sampling, streaming, and updates of the weights."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from rollout.sync.transport import SyncRoute, WeightUpdate, make_sender
 if TYPE_CHECKING:
     from rollout.models.tensors import WeightStream
 
-Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
+# Parts of an engine's memory that it can free while it sleeps.
+Tag = Literal["weights", "kv_cache"]
 
 
 class Engine(Protocol):
-    """A policy's rollout side. Transports stay inside an engine's file."""
+    """Sampler of a policy's tokens."""
 
     @abstractmethod
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion for `prompt_ids` [P].
 
         Raises:
-            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
+            EngineError: the request cannot be served (too long, bad token ids or sampling), or the
+                engine is broken.
         """
 
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor or its blocks of rows).
+        """Replace all weights by a stream of (Hugging Face name, tensor or its blocks of rows).
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
@@ -40,20 +42,22 @@ class Engine(Protocol):
 class TokenCallback:
     """Callback for the tokens of a reply while it is sampled.
 
-    The engine passes the position of the first new token and the new tokens. The position is 0 again if the engine had
-    to sample the reply from the start. If the callback returns False, the engine ends the reply with the tokens so far
-    and the finish reason `abort`.
+    Attributes:
+        call: called with the position of the first new token, and the new tokens. The position is 0
+            again if the engine had to sample the reply from the start. If it returns False, the
+            engine ends the reply with the tokens so far and the finish reason `abort`.
+        every: number of new tokens that the engine collects before it calls again.
     """
 
     call: Callable[[int, Sequence[int]], bool]
-    every: int = 1  # new tokens that the engine collects before it calls again
+    every: int = 1
 
     def __call__(self, position: int, token_ids: Sequence[int]) -> bool:
         return self.call(position, token_ids)
 
 
 class StreamingEngine(Protocol):
-    """An engine that passes tokens on while a reply is sampled."""
+    """Engine that reports the tokens of a reply while it is sampled."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion; see `Engine`."""
@@ -68,14 +72,20 @@ class StreamingEngine(Protocol):
 
 
 class TrainedEngine(Engine, Protocol):
-    """An engine whose weights another process trains."""
+    """Engine whose weights another process trains.
 
-    version: int  # of the weights it holds
-    pause_s: float  # that the last update kept it from decoding
-    starts: int  # of its processes so far
+    Attributes:
+        version: version of its weights.
+        pause_s: seconds for which the last update kept it from decoding.
+        starts: number of starts of its processes.
+    """
+
+    version: int
+    pause_s: float
+    starts: int
 
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
-        """As `Engine`, over the engine's own transport."""
+        """Replace all weights through the engine's transport; see `Engine`."""
         route = await self.begin_update()
         sender = make_sender(route)
         update = await asyncio.to_thread(sender.send, tensors, version, route.half)
@@ -83,36 +93,43 @@ class TrainedEngine(Engine, Protocol):
 
     @abstractmethod
     async def begin_update(self) -> SyncRoute:
-        """Where the next weights should be written, and how; starts again what has died."""
+        """Return the route to which the next weights must be written.
+
+        Processes that have died are started again.
+        """
 
     @abstractmethod
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Take the weights that lie where `begin_update` said, and compare their checksums.
+        """Use the weights that were written to the route, after comparing their checksums.
 
         Raises:
-            EngineError: they are not the trainer's; what the engine computes with is then not to be relied on.
+            EngineError: the weights differ from the trainer's. Replies of the engine are not
+                reliable until another update has succeeded.
         """
 
     def abort_update(self, error: Exception) -> None:
-        """The weights that were to come will not: calls that wait for them fail with `error`; by default none does."""
+        """Fail the calls that wait for new weights with `error`, because none will come.
+
+        By default no call waits.
+        """
         return
 
     async def weights_lost(self) -> None:
-        """Wait until a call needs weights that were lost in a death; the present version must then come again.
+        """Wait until a call needs weights that were lost in a death.
 
-        By default they never are.
+        The trainer must then send the present version again. By default no weights are lost.
         """
         await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back until `wake`. Who sleeps without weights wakes without them.
+        """Free memory until `wake`. An engine that frees its weights may need an update afterwards.
 
         Raises:
             EngineError: requests are running.
         """
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take memory again."""
+        """Allocate the memory again."""
 
     def close(self) -> None:
-        """End the processes of the engine; what still waits gets an EngineError."""
+        """End the processes of the engine; open requests get an EngineError."""

@@ -21,7 +21,11 @@ _thread = ThreadPoolExecutor(1, "rendering")
 async def render_chat(
     renderer: Renderer, messages: Sequence[Message], chat: ChatState
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the token ids [P] of a chat's next prompt, and True if they do not continue its latest turn."""
+    """Render a chat's next prompt.
+
+    Returns:
+        The token ids [P], and True if they do not continue the chat's latest turn.
+    """
     render = partial(renderer.go_on, chat.before, messages, chat.tools)
     size = sum(message.size for message in messages) + _TOOL_CHARS * len(chat.tools)
     if size <= _LONG_CHAT_CHARS:

@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of `rollout.engines`; Hugging Face computes what is right."""
+"""Guarantees of every engine, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -22,24 +22,29 @@ from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
-LOGPROB_TOLERANCE = (
-    5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
-)
+# Nats. Float32 sums in another order change a log-probability by up to about 1.5e-5.
+LOGPROB_TOLERANCE = 5e-5
 
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An engine under test and the model whose weights it was given."""
+    """Engine under test, and a reference model with the same weights.
+
+    Attributes:
+        seeded: True if equal seeds give equal tokens.
+    """
 
     engine: Any
     model: Qwen2ForCausalLM
-    seeded: bool = True  # equal seeds give equal tokens
+    seeded: bool = True
 
-    def same(self, seed: int, **fields: Any) -> Sampling:
-        """A sampling that gives the same tokens every time: by its seed, or greedy where seeds are not honoured."""
-        return Sampling(seed=seed, **fields) if self.seeded else Sampling(temperature=0.0, **fields)
+    def reproducible(self, seed: int, **fields: Any) -> Sampling:
+        """Return a sampling that gives the same tokens in every call: by its seed, or greedily."""
+        if self.seeded:
+            return Sampling(seed=seed, **fields)
+        return Sampling(temperature=0.0, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,7 @@ def subject(request: pytest.FixtureRequest, folder: Path) -> Iterator[Subject]:
 
 @pytest.fixture(autouse=True)
 def original_weights(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test starts from the folder's weights at version 0, with nothing cached."""
+    """Load the folder's weights as version 0 before each test, so that nothing is cached."""
     if "subject" in request.fixturenames:
         subject = request.getfixturevalue("subject")
         asyncio.run(subject.engine.load_weights(weights(0), 0))
@@ -88,7 +93,9 @@ def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Completion]:
+def generate_all(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Completion]:
+    """Send all requests (prompt, sampling) at once."""
+
     async def run() -> list[Completion]:
         return await asyncio.gather(
             *(engine.generate(prompt, sampling) for prompt, sampling in requests)
@@ -97,68 +104,86 @@ def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Com
     return asyncio.run(run())
 
 
-def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "rollout.engines.embedded.engine._EXCHANGE_S", 0.0
-    )  # each call to the actor is one token
-    heard: list[list[int]] = []
+class RecordingCallback:
+    """Token callback that records the reply so far, and ends it after `max_calls`."""
 
-    def note(place: int, token_ids: Sequence[int]) -> bool:
-        heard.append([*(heard[-1][:place] if heard else []), *token_ids])
-        return len(heard) < most
+    def __init__(self, max_calls: int | None = None) -> None:
+        self.replies: list[list[int]] = []
+        self._max_calls = max_calls
 
-    hear = TokenCallback(note)
-    most = 10**6
-    sampling = subject.same(3, max_tokens=60)
-    (whole,) = ask(subject.engine, [([5, 6, 7], sampling)])
-    told = asyncio.run(subject.engine.stream([5, 6, 7], sampling, hear))
-    assert (told.token_ids, told.finish_reason) == (whole.token_ids, "length")
-    assert np.abs(np.array(told.logprobs) - whole.logprobs).max() < LOGPROB_TOLERANCE
-    assert heard and all(tuple(ids) == whole.token_ids[: len(ids)] for ids in heard)
-    heard.clear()
-    most = 1
-    long = subject.same(3, max_tokens=MAX_LENGTH - 3)
-    cut = asyncio.run(subject.engine.stream([5, 6, 7], long, hear))
-    assert cut.finish_reason == "abort" and len(heard[0]) <= len(cut.token_ids) < MAX_LENGTH - 3
-    assert cut.token_ids[: len(heard[0])] == tuple(heard[0])
+    def __call__(self, position: int, token_ids: Sequence[int]) -> bool:
+        before = self.replies[-1][:position] if self.replies else []
+        self.replies.append([*before, *token_ids])
+        return self._max_calls is None or len(self.replies) < self._max_calls
+
+
+@pytest.fixture
+def one_token_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each call to a hosted engine's actor decode one token."""
+    monkeypatch.setattr("rollout.engines.embedded.engine._EXCHANGE_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_token_exchanges")
+def test_a_stream_reports_the_tokens_of_the_reply(subject: Subject) -> None:
+    sampling = subject.reproducible(3, max_tokens=60)
+    (expected,) = generate_all(subject.engine, [([5, 6, 7], sampling)])
+    callback = RecordingCallback()
+    streamed = asyncio.run(subject.engine.stream([5, 6, 7], sampling, TokenCallback(callback)))
+    assert streamed.token_ids == expected.token_ids
+    assert streamed.finish_reason == "length"
+    assert streamed.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    assert callback.replies
+    for reply in callback.replies:
+        assert tuple(reply) == expected.token_ids[: len(reply)]
+
+
+@pytest.mark.usefixtures("one_token_exchanges")
+def test_a_stream_ends_when_its_callback_returns_false(subject: Subject) -> None:
+    sampling = subject.reproducible(3, max_tokens=MAX_LENGTH - 3)
+    callback = RecordingCallback(max_calls=1)
+    streamed = asyncio.run(subject.engine.stream([5, 6, 7], sampling, TokenCallback(callback)))
+    (reply,) = callback.replies
+    assert streamed.finish_reason == "abort"
+    assert len(reply) <= len(streamed.token_ids) < MAX_LENGTH - 3
+    assert streamed.token_ids[: len(reply)] == tuple(reply)
 
 
 def prompts(count: int, seed: int, low: int = 1, high: int = 90) -> list[list[int]]:
+    """Return random prompts of `low` to `high - 1` tokens."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
 
 
 @torch.no_grad()
-def reference(
+def reference_logprobs(
     model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], temperature: float
 ) -> torch.Tensor:
+    """Return the log-probabilities [T] that transformers gives the tokens of a reply."""
     logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def worst(
+def max_error(
     model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, temperature: float = 1.0
 ) -> float:
-    right = reference(model, prompt, completion.token_ids, temperature)
-    return float((right - torch.tensor(completion.logprobs)).abs().max())
+    """Return the largest difference of a log-probability from the reference."""
+    expected = reference_logprobs(model, prompt, completion.token_ids, temperature)
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
 
 
 @torch.no_grad()
-def allowed(
+def allowed_tokens(
     model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], sampling: Sampling
 ) -> list[frozenset[int]]:
-    """The tokens that top-k and top-p leave to draw from, position by position; both look at all tokens."""
+    """Return the tokens that top-k and top-p allow at each position of a reply."""
     logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
     probabilities, order = (logits / sampling.temperature).softmax(-1).sort(-1, descending=True)
-    keep = (
-        probabilities.cumsum(-1) - probabilities < sampling.top_p + 1e-5
-    )  # the mass of all that are more likely
+    mass_of_likelier = probabilities.cumsum(-1) - probabilities
+    keep = mass_of_likelier < sampling.top_p + 1e-5
     if sampling.top_k:
         keep[:, sampling.top_k :] = False
-    return [frozenset(row[kept].tolist()) for row, kept in zip(order, keep, strict=True)]
+    return [frozenset(row[mask].tolist()) for row, mask in zip(order, keep, strict=True)]
 
 
 def test_logprobs_are_those_of_hugging_face(subject: Subject) -> None:
@@ -166,64 +191,78 @@ def test_logprobs_are_those_of_hugging_face(subject: Subject) -> None:
         (prompt, Sampling(temperature=(0.7, 1.0, 1.3)[i % 3], max_tokens=1 + 7 * i % 41, seed=i))
         for i, prompt in enumerate(prompts(30, seed=1))
     ]
-    for (prompt, sampling), completion in zip(requests, ask(subject.engine, requests), strict=True):
+    for (prompt, sampling), completion in zip(
+        requests, generate_all(subject.engine, requests), strict=True
+    ):
         assert len(completion.token_ids) == sampling.max_tokens
         assert completion.finish_reason == "length"
-        assert worst(subject.model, prompt, completion, sampling.temperature) < LOGPROB_TOLERANCE
+        assert (
+            max_error(subject.model, prompt, completion, sampling.temperature) < LOGPROB_TOLERANCE
+        )
 
 
 def test_greedy_is_hugging_faces_greedy(subject: Subject) -> None:
     for prompt in prompts(5, seed=2):
         sampling = Sampling(temperature=0.0, max_tokens=20)
-        (completion,) = ask(subject.engine, [(prompt, sampling)])
+        (completion,) = generate_all(subject.engine, [(prompt, sampling)])
         ids = torch.tensor([prompt])
-        settings = {
-            "max_new_tokens": 20,
-            "do_sample": False,
-            "pad_token_id": 0,
-            "eos_token_id": None,
-        }
-        right = subject.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
-            0, len(prompt) :
-        ]
-        assert completion.token_ids == tuple(right.tolist())
-        assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE  # at temperature 1
+        expected = subject.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        assert completion.token_ids == tuple(expected[0, len(prompt) :].tolist())
+        assert max_error(subject.model, prompt, completion) < LOGPROB_TOLERANCE  # at temperature 1
 
 
-def test_every_request_is_sampled_as_it_asks(subject: Subject) -> None:
-    kinds = [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 0.9, "top_k": 20}, {}]
-    requests = [
-        (prompt, Sampling(temperature=(0.8, 1.2)[i % 2], max_tokens=12, seed=i, **kinds[i % 5]))  # type: ignore[arg-type]
-        for i, prompt in enumerate(prompts(20, seed=11))
+def test_every_request_is_sampled_with_its_own_settings(subject: Subject) -> None:
+    truncations: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.3},
+        {"top_p": 0.9, "top_k": 20},
+        {},
     ]
-    together = ask(subject.engine, requests)
-    alone = [ask(subject.engine, [request])[0] for request in requests[:5]]
-    outside = 0
+    requests = []
+    for i, prompt in enumerate(prompts(20, seed=11)):
+        temperature = 0.8 if i % 2 == 0 else 1.2
+        truncation = truncations[i % len(truncations)]
+        sampling = Sampling(temperature=temperature, max_tokens=12, seed=i, **truncation)
+        requests.append((prompt, sampling))
+    together = generate_all(subject.engine, requests)
+    alone = [generate_all(subject.engine, [request])[0] for request in requests[:5]]
+
+    outside_top_p = 0  # tokens of requests without truncation that top-p 0.3 would not allow
     for (prompt, sampling), completion in zip(
         requests + requests[:5], together + alone, strict=True
     ):
-        kept = allowed(subject.model, prompt, completion.token_ids, sampling)
-        assert all(token in row for token, row in zip(completion.token_ids, kept, strict=True))
-        # of the full distribution, whatever was cut from it to sample
-        assert worst(subject.model, prompt, completion, sampling.temperature) < LOGPROB_TOLERANCE
-        if not (sampling.top_k or sampling.top_p < 1):
-            tight = allowed(
-                subject.model, prompt, completion.token_ids, replace(sampling, top_p=0.3)
+        token_ids = completion.token_ids
+        allowed = allowed_tokens(subject.model, prompt, token_ids, sampling)
+        assert all(token in row for token, row in zip(token_ids, allowed, strict=True))
+        # Log-probabilities are of the full distribution, before top-k and top-p.
+        error = max_error(subject.model, prompt, completion, sampling.temperature)
+        assert error < LOGPROB_TOLERANCE
+        if sampling.top_k == 0 and sampling.top_p == 1:
+            other_sampling = replace(sampling, top_p=0.3)
+            allowed = allowed_tokens(subject.model, prompt, token_ids, other_sampling)
+            outside_top_p += sum(
+                token not in row for token, row in zip(token_ids, allowed, strict=True)
             )
-            outside += sum(
-                token not in row for token, row in zip(completion.token_ids, tight, strict=True)
-            )
-    assert outside > 10  # the settings of others do not bind who has none
+    assert outside_top_p > 10
 
 
 def test_a_request_does_not_see_its_batch(subject: Subject) -> None:
-    crowd = [
-        (prompt, subject.same(i, max_tokens=25)) for i, prompt in enumerate(prompts(40, seed=3))
+    requests = [
+        (prompt, subject.reproducible(i, max_tokens=25))
+        for i, prompt in enumerate(prompts(40, seed=3))
     ]
-    together = ask(subject.engine, crowd)
+    together = generate_all(subject.engine, requests)
     for i in (0, 17, 39):
-        asyncio.run(subject.engine.load_weights(weights(0), 0))  # alone, and with nothing cached
-        (alone,) = ask(subject.engine, [crowd[i]])
+        asyncio.run(subject.engine.load_weights(weights(0), 0))  # nothing stays cached
+        (alone,) = generate_all(subject.engine, [requests[i]])
         assert alone.token_ids == together[i].token_ids
         assert alone.logprobs == pytest.approx(together[i].logprobs, abs=LOGPROB_TOLERANCE)
     assert len({completion.token_ids for completion in together}) > 30
@@ -231,9 +270,8 @@ def test_a_request_does_not_see_its_batch(subject: Subject) -> None:
 
 def test_siblings_share_a_prompt_but_not_a_seed(subject: Subject) -> None:
     prompt = prompts(1, seed=4, low=50)[0]
-    siblings = ask(
-        subject.engine, [(prompt, Sampling(max_tokens=12, seed=seed)) for seed in (5, 6, 5, 7)]
-    )
+    requests = [(prompt, Sampling(max_tokens=12, seed=seed)) for seed in (5, 6, 5, 7)]
+    siblings = generate_all(subject.engine, requests)
     if subject.seeded:
         assert siblings[0].token_ids == siblings[2].token_ids
         assert len({sibling.token_ids for sibling in siblings}) == 3
@@ -241,59 +279,61 @@ def test_siblings_share_a_prompt_but_not_a_seed(subject: Subject) -> None:
     else:
         assert len({sibling.token_ids for sibling in siblings}) == 4
     for sibling in siblings:
-        assert worst(subject.model, prompt, sibling) < LOGPROB_TOLERANCE
+        assert max_error(subject.model, prompt, sibling) < LOGPROB_TOLERANCE
 
 
-def test_a_next_turn_goes_on_from_the_last(subject: Subject) -> None:
+def test_the_next_turn_of_a_chat_reuses_the_keys_of_the_last(subject: Subject) -> None:
     prompt = prompts(1, seed=5, low=50)[0]
-    (first,) = ask(subject.engine, [(prompt, Sampling(max_tokens=10, seed=1))])
+    (first,) = generate_all(subject.engine, [(prompt, Sampling(max_tokens=10, seed=1))])
     longer = [*prompt, *first.token_ids, 3, 4, 5]
-    (second,) = ask(subject.engine, [(longer, Sampling(max_tokens=10, seed=2))])
-    assert second.cached_tokens == len(prompt) + 9  # the last token was sampled but never run
-    assert worst(subject.model, longer, second) < LOGPROB_TOLERANCE
+    (second,) = generate_all(subject.engine, [(longer, Sampling(max_tokens=10, seed=2))])
+    # The last token was sampled, but has no keys.
+    assert second.cached_tokens == len(prompt) + 9
+    assert max_error(subject.model, longer, second) < LOGPROB_TOLERANCE
 
 
 def test_stop_tokens_end_a_completion(subject: Subject) -> None:
     prompt = prompts(1, seed=6)[0]
-    (free,) = ask(subject.engine, [(prompt, subject.same(9, max_tokens=30))])
+    (free,) = generate_all(subject.engine, [(prompt, subject.reproducible(9, max_tokens=30))])
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
-    (stopped,) = ask(
-        subject.engine, [(prompt, subject.same(9, max_tokens=30, stop=(stop, VOCAB + 1)))]
+    (stopped,) = generate_all(
+        subject.engine, [(prompt, subject.reproducible(9, max_tokens=30, stop=(stop, VOCAB + 1)))]
     )
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
-    (exact,) = ask(subject.engine, [(prompt, subject.same(9, max_tokens=first + 1, stop=(stop,)))])
-    assert exact.finish_reason == "stop"  # stopped by itself on its very last token
+    (exact,) = generate_all(
+        subject.engine, [(prompt, subject.reproducible(9, max_tokens=first + 1, stop=(stop,)))]
+    )
+    # The stop token is the last one that max_tokens allows.
+    assert exact.finish_reason == "stop"
 
 
 def test_a_completion_may_fill_the_engine_to_the_last_token(subject: Subject) -> None:
     long = prompts(1, seed=12, low=89)[0] + prompts(1, seed=13, low=89)[0]
     assert len(long) >= MAX_LENGTH - 1
-    asked = [
-        (long[: MAX_LENGTH - new], Sampling(max_tokens=new, seed=new))
-        for new in (1, 2, MAX_LENGTH - 1)
+    requests = [
+        (long[: MAX_LENGTH - max_tokens], Sampling(max_tokens=max_tokens, seed=max_tokens))
+        for max_tokens in (1, 2, MAX_LENGTH - 1)
     ]
-    for (prompt, sampling), completion in zip(asked, ask(subject.engine, asked), strict=True):
-        assert (len(completion.token_ids), completion.finish_reason) == (
-            sampling.max_tokens,
-            "length",
-        )
-        assert [(span.start, span.end) for span in completion.versions] == [
-            (0, sampling.max_tokens)
-        ]
-        assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE
+    completions = generate_all(subject.engine, requests)
+    for (prompt, sampling), completion in zip(requests, completions, strict=True):
+        assert len(completion.token_ids) == sampling.max_tokens
+        assert completion.finish_reason == "length"
+        (span,) = completion.versions
+        assert (span.start, span.end) == (0, sampling.max_tokens)
+        assert max_error(subject.model, prompt, completion) < LOGPROB_TOLERANCE
 
 
 def test_new_weights_answer_a_cached_prompt(subject: Subject) -> None:
     prompt = prompts(1, seed=7, low=60)[0]
-    ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    generate_all(subject.engine, [(prompt, Sampling(max_tokens=5))])
     asyncio.run(subject.engine.load_weights(iter(weights(1)), 7))
-    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    (completion,) = generate_all(subject.engine, [(prompt, Sampling(max_tokens=5))])
     assert completion.cached_tokens == 0
     assert [(span.version, span.start, span.end) for span in completion.versions] == [(7, 0, 5)]
-    assert worst(make_model(1), prompt, completion) < LOGPROB_TOLERANCE
-    assert worst(subject.model, prompt, completion) > 0.1
+    assert max_error(make_model(1), prompt, completion) < LOGPROB_TOLERANCE
+    assert max_error(subject.model, prompt, completion) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -321,40 +361,44 @@ def test_a_failed_update_changes_nothing(subject: Subject, spoil: Any, message: 
     prompt = prompts(1, seed=8)[0]
     with pytest.raises(EngineError, match=message):
         asyncio.run(subject.engine.load_weights(spoil(weights(1)), 3))
-    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    (completion,) = generate_all(subject.engine, [(prompt, Sampling(max_tokens=5))])
     assert completion.versions[0].version == 0
-    assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE
+    assert max_error(subject.model, prompt, completion) < LOGPROB_TOLERANCE
     asyncio.run(subject.engine.load_weights(weights(1), 4))
-    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
-    assert worst(make_model(1), prompt, completion) < LOGPROB_TOLERANCE
+    (completion,) = generate_all(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    assert max_error(make_model(1), prompt, completion) < LOGPROB_TOLERANCE
 
 
 def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
     prompt = prompts(1, seed=9, high=20)[0]
-    new = MAX_LENGTH - len(prompt)
-    versions = [list(weights(0)), list(weights(1))]  # made before the race begins
+    max_tokens = MAX_LENGTH - len(prompt)
+    old_weights = weights(0)
+    new_weights = weights(1)
 
     async def run(delay_s: float) -> Completion:
-        await subject.engine.load_weights(versions[0], 0)
-        running = asyncio.create_task(subject.engine.generate(prompt, Sampling(max_tokens=new)))
+        await subject.engine.load_weights(old_weights, 0)
+        sampling = Sampling(max_tokens=max_tokens)
+        running = asyncio.create_task(subject.engine.generate(prompt, sampling))
         await asyncio.sleep(delay_s)
-        await subject.engine.load_weights(versions[1], 1)
+        await subject.engine.load_weights(new_weights, 1)
         return await running
 
-    for attempt in range(300):  # until an update did come in the middle
+    for attempt in range(300):  # until an update comes in the middle of a reply
         completion = asyncio.run(run(attempt % 25 * 0.002))
         spans = completion.versions
         if len(spans) == 2:
             break
     assert [span.version for span in spans] == [0, 1]
-    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, new)
-    old = spans[0].end
-    assert 0 < old < new
-    logprobs = torch.tensor(completion.logprobs)
-    off = (logprobs - reference(subject.model, prompt, completion.token_ids, 1.0)).abs()
-    assert off[:old].max() < LOGPROB_TOLERANCE
-    assert off[old:].median() > 0.1  # the others are not of the old weights, from the first one on
-    assert off[old] > 1e-3
+    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, max_tokens)
+    first_new = spans[1].start
+    assert 0 < first_new < max_tokens
+
+    old_logprobs = reference_logprobs(subject.model, prompt, completion.token_ids, 1.0)
+    errors = (torch.tensor(completion.logprobs) - old_logprobs).abs()
+    assert errors[:first_new].max() < LOGPROB_TOLERANCE
+    # All tokens of the second span, the first included, are not of the old weights.
+    assert errors[first_new:].median() > 0.1
+    assert errors[first_new] > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -394,67 +438,92 @@ def test_a_bad_request_fails_alone(
 
 def test_a_cancelled_call_does_not_disturb_the_others(subject: Subject) -> None:
     async def run() -> Completion:
-        gone = asyncio.create_task(subject.engine.generate([9, 9], Sampling(max_tokens=150)))
+        cancelled = asyncio.create_task(subject.engine.generate([9, 9], Sampling(max_tokens=150)))
         await asyncio.sleep(0.005)
-        gone.cancel()
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await gone
+            await cancelled
         return await subject.engine.generate([1, 2, 3], Sampling(max_tokens=4))
 
     assert len(asyncio.run(run()).token_ids) == 4
 
 
-@pytest.mark.slow
-def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: None) -> None:
-
+@pytest.fixture
+def hosted_engine(folder: Path, running_ray: None) -> Iterator[HostedEngine]:
     engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=MAX_LENGTH, rows=48))
-    model = make_model(2)
+    yield engine
+    engine.close()
 
-    async def run() -> tuple[list[Completion], BaseException, BaseException]:
-        await engine.load_weights(weights(2), 5)
-        sampling = Sampling(max_tokens=20)
-        done = await asyncio.gather(
-            *(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10))
-        )
-        exchanges = engine.exchanges
-        assert exchanges < 60
-        under_way = asyncio.create_task(engine.generate([8, 8], Sampling(max_tokens=150)))
+
+@pytest.mark.slow
+def test_concurrent_requests_share_calls_to_the_actor(hosted_engine: HostedEngine) -> None:
+    requests = [(prompt, Sampling(max_tokens=20)) for prompt in prompts(200, seed=10)]
+    asyncio.run(hosted_engine.load_weights(weights(2), 5))
+    completions = generate_all(hosted_engine, requests)
+    assert hosted_engine.exchanges < 60
+    model = make_model(2)
+    for (prompt, _), completion in zip(requests, completions, strict=True):
+        assert max_error(model, prompt, completion) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_new_request_interrupts_the_actor(hosted_engine: HostedEngine) -> None:
+    def is_interrupted() -> bool:
+        return bool(hosted_engine._shared[0].interrupt[0])
+
+    async def run() -> None:
+        await hosted_engine.generate([1], Sampling(max_tokens=1))  # the actor has started
+        first = asyncio.create_task(hosted_engine.generate([8, 8], Sampling(max_tokens=150)))
         await asyncio.sleep(0.01)
-        assert engine._shared[0].interrupt[0] == 0  # everything new has been handed over
-        another = asyncio.create_task(engine.generate([7, 7], Sampling(max_tokens=2)))
+        assert not is_interrupted()  # the actor has got the request
+        second = asyncio.create_task(hosted_engine.generate([7, 7], Sampling(max_tokens=2)))
         await asyncio.sleep(0)
-        assert engine._shared[0].interrupt[0] == 1
-        await asyncio.gather(under_way, another)
-        gone = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
+        assert is_interrupted()
+        await asyncio.gather(first, second)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_hosted_engine_sleeps_only_without_requests(hosted_engine: HostedEngine) -> None:
+    async def run() -> Completion:
+        cancelled = asyncio.create_task(hosted_engine.generate([9, 9], Sampling(max_tokens=150)))
         await asyncio.sleep(0.01)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        await engine.sleep()  # what nobody waits for keeps no engine awake
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await hosted_engine.sleep()  # a cancelled request does not keep it awake
         with pytest.raises(EngineError, match="the engine sleeps; wake it first"):
-            await engine.generate([1], Sampling(max_tokens=1))
-        await engine.wake()
-        running = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
+            await hosted_engine.generate([1], Sampling(max_tokens=1))
+        await hosted_engine.wake()
+
+        running = asyncio.create_task(hosted_engine.generate([9, 9], Sampling(max_tokens=150)))
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="cannot sleep while requests are running"):
-            await engine.sleep()
-        await engine.wake()  # awake already
-        done[0] = await running
-        waiting = asyncio.gather(
-            engine.generate([1], Sampling(max_tokens=150)), return_exceptions=True
-        )
-        await asyncio.sleep(0)
-        engine.close()
-        late = await asyncio.gather(engine.load_weights(weights(0), 1), return_exceptions=True)
-        return done, (await waiting)[0], late[0]
+            await hosted_engine.sleep()
+        await hosted_engine.wake()  # it is awake already
+        return await running
 
-    done, waiting, late = asyncio.run(run())
-    asked = [[9, 9], *prompts(200, seed=10)[1:]]
-    assert (
-        max(worst(model, prompt, one) for prompt, one in zip(asked, done, strict=True))
-        < LOGPROB_TOLERANCE
-    )
-    assert isinstance(waiting, EngineError)
-    assert "actor failed" in str(waiting)
-    assert isinstance(late, EngineError)
+    completion = asyncio.run(run())
+    assert max_error(make_model(0), [9, 9], completion) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_closed_engine_fails_open_requests_and_later_updates(
+    hosted_engine: HostedEngine,
+) -> None:
+    async def run() -> None:
+        open_request = asyncio.create_task(hosted_engine.generate([1], Sampling(max_tokens=150)))
+        await asyncio.sleep(0)
+        hosted_engine.close()
+        with pytest.raises(EngineError):
+            await hosted_engine.load_weights(weights(0), 1)
+        with pytest.raises(EngineError, match="actor failed"):
+            await open_request
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_model_is_refused(running_ray: None) -> None:
     with pytest.raises(EngineError, match="/nowhere: no model here"):
         HostedEngine(EmbeddedSettings(folder="/nowhere", max_length=MAX_LENGTH))

@@ -48,7 +48,7 @@ class AttentionPlanner:
         return self.blocks
 
     def cut(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
-        """Cut a batch into group blocks, where they are worth their cost, and row blocks between."""
+        """Cut a batch into group blocks where they pay, and row blocks between them."""
         known_prefixes, self._prefixes = self._prefixes, {}
         cache_rows = self._cache.keys.shape[1]
         blocks: list[RowBlock | GroupBlock] = []
@@ -69,7 +69,8 @@ class AttentionPlanner:
 
     def _gather_prefix(self, batch: DecodeBatch, runs: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Copy the keys [L, G KV, D, P] and values [L, G KV, P, D] that each group's rows share."""
-        keys, values = self._cache.keys, self._cache.values
+        keys = self._cache.keys
+        values = self._cache.values
         rows = torch.tensor([int(batch.rows[run.start]) for run in runs], device=self._device)
         tokens = max(int(batch.shared[run].min()) for run in runs)
         prefix_keys = keys[:, rows, :, :, :tokens].flatten(1, 2).contiguous()
@@ -136,7 +137,7 @@ class _Window:
         raise NotImplementedError
 
     def _spread(self, q: Tensor) -> Tensor:
-        """Put the queries [n, H, D] of live rows at their place in the window [size, H, D]."""
+        """Spread the queries [n, H, D] of live rows over the window [size, H, D]."""
         if self._live is None:
             return q
         spread = q.new_zeros(len(self._positions), *q.shape[1:])
@@ -152,7 +153,8 @@ class RowBlock(_Window):
     """Neighbouring rows, all as wide as their longest sequence."""
 
     def __init__(self, batch: DecodeBatch, part: slice, device: torch.device) -> None:
-        first_row, last_row = int(batch.rows[part][0]), int(batch.rows[part][-1])
+        first_row = int(batch.rows[part][0])
+        last_row = int(batch.rows[part][-1])
         super().__init__(batch, part, first_row, last_row - first_row + 1, device)
 
     def _update_mask(self) -> None:
@@ -186,7 +188,7 @@ class RowBlock(_Window):
 
 
 class GroupBlock(_Window):
-    """Groups of rows at equal distances; each group's common keys are read once for all its rows."""
+    """Groups of rows at equal distances; the common keys of a group are read once."""
 
     def __init__(
         self,
@@ -288,7 +290,8 @@ def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
     homes = [int(batch.groups[run.start]) % cache_rows for run in runs]
     distance = homes[1] - homes[0]
     for home, run in zip(homes, runs, strict=True):
-        first_row, last_row = batch.rows[run.start], batch.rows[run.stop - 1]
+        first_row = batch.rows[run.start]
+        last_row = batch.rows[run.stop - 1]
         if not (home <= first_row and last_row < home + distance <= cache_rows):
             return False
     adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == distance

@@ -56,11 +56,11 @@ class Stats:
 class EmbeddedEngine:
     """Engine that decodes many requests at once; it is used by one thread at a time.
 
-    A request's tokens depend on its prompt, its sampling and the weights. What else is decoded
-    changes the last bits of log-probabilities, because sums over more rows are made in another
-    order. In deterministic mode it changes nothing, and a trainer in deterministic mode computes
-    the same bits (`ExactDecoder`). Where that is not possible, every sequence is computed by itself,
-    which is several times slower.
+    A request's tokens depend on its prompt, its sampling and the weights. Other requests of the
+    batch change only the last bits of log-probabilities, because sums over more rows are made in
+    another order. In deterministic mode they change nothing, and a trainer in deterministic mode
+    computes the same bits (`ExactDecoder`). For a model that `ExactDecoder` does not compute, every
+    sequence is then decoded alone, which is several times slower.
 
     Attributes:
         decoder: the model and its weights.
@@ -149,7 +149,7 @@ class EmbeddedEngine:
         adapter: int = 0,
         notify_every: int = 0,
     ) -> None:
-        """Queue a request (see `Request`). `step` returns an error for one that cannot be served."""
+        """Queue a request (see `Request`); `step` returns an error if it cannot be served."""
         problem = "the engine sleeps; wake it first" if self._asleep else ""
         problem = problem or request_error(
             prompt_ids,
@@ -214,7 +214,7 @@ class EmbeddedEngine:
         return _UNINTERRUPTIBLE_BUDGETS if self.interrupt is None else _INTERRUPTIBLE_BUDGETS
 
     def step(self) -> list[tuple[int, Outcome]]:
-        """Admit waiting requests, decode a token for each running one, and return what has ended."""
+        """Admit waiting requests, decode a token for each running one, and return the outcomes."""
         while self._waiting and not self._rows.live.all():
             self._prefill()
         live = np.flatnonzero(self._rows.live)
@@ -352,13 +352,13 @@ class EmbeddedEngine:
         return self.decoder.decode(self._cache, batch, self._plan_attention(batch), token_ids)
 
     def _plan_attention(self, batch: DecodeBatch) -> Sequence[RowBlock | GroupBlock]:
-        """Cut a batch for attention. In exact mode each row attends to all its keys, shared or not."""
+        """Cut a batch for attention; in exact mode, each row reads all its keys, shared or not."""
         if self.decoder.exact:
             return row_blocks(batch, self.decoder.device)
         return self._attention.plan(batch)
 
     def _sample(self, placed: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of the rows `placed` [N] from logits [N, V]; end complete requests."""
+        """Sample the next tokens of the rows `placed` [N] from logits [N, V]; end full requests."""
         assert self._cache is not None
         began = time.thread_time()
         rows = self._rows

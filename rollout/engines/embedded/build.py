@@ -17,7 +17,7 @@ from rollout.engines.registry import TRANSPORTS
 
 
 def build_embedded_engines(request: EngineRequest) -> list[Any]:
-    """Return the embedded engines of a request: Ray actors if they are trained, else in this process."""
+    """Return the embedded engines of a request, in Ray actors if they are trained."""
     if not request.trained:
         return [build_local_engine(request, local_devices(request))]
 

@@ -83,7 +83,8 @@ class KVCache:
 
     def copy_layer(self, layer: int, source: int, target: int, tokens: int) -> None:
         """Copy one layer's first `tokens` keys and values from row `source` to row `target`."""
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         keys[target, :, :, :tokens] = keys[source, :, :, :tokens]
         values[target, :, :tokens] = values[source, :, :tokens]
 

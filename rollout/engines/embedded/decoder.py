@@ -1,4 +1,7 @@
-"""Decoder model over cached keys and values, in plain torch: Qwen2, Qwen3 (dense and mixture), Llama."""
+"""Decoder model over cached keys and values, in plain torch.
+
+It computes Qwen2, Qwen3 (dense and mixtures of experts) and Llama.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,8 @@ class CachedDecoder:
                 tokens = slice(end - size, end)
                 if span.source != span.row:
                     cache.copy_layer(index, span.source, span.row, span.start)
-                keys, values = cache.keys[index, span.row], cache.values[index, span.row]
+                keys = cache.keys[index, span.row]
+                values = cache.values[index, span.row]
                 keys[:, :, span.start : span.end] = k[tokens].permute(1, 2, 0)
                 values[:, span.start : span.end] = v[tokens].transpose(0, 1)
                 if reduced:
@@ -205,12 +209,14 @@ class CachedDecoder:
         """
         low_rank = self._low_rank(batch.adapters)
         experts: list[Tensor] = []
-        row, position = self._to_device(batch.rows), self._to_device(batch.positions)
+        row = self._to_device(batch.rows)
+        position = self._to_device(batch.positions)
         rotation = self._rotation[position][:, None]
         x = F.embedding(self._to_device(token_ids), self._active.embed).float()
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low_rank[index])
-            keys, values = cache.keys[index], cache.values[index]
+            keys = cache.keys[index]
+            values = cache.values[index]
             keys[row, :, :, position] = k
             values[row, :, position] = v
             parts = [
@@ -227,7 +233,7 @@ class CachedDecoder:
         return torch.from_numpy(array).to(self.device)
 
     def _low_rank(self, numbers: np.ndarray) -> Sequence[AddLowRank]:
-        """Return, for each layer, the function that adds the adapters of the rows, by number [N]."""
+        """Return the function of each layer that adds the adapters of the rows, by number [N]."""
         if self.adapters is None:
             return [_add_nothing] * self.shape.layers
         return self.adapters.for_rows(self._to_device(numbers))
@@ -235,13 +241,18 @@ class CachedDecoder:
     def _project(
         self, layer: Layer, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries [N, H, D], rotated keys and values [N, KV, D] of `x` [N, hidden]."""
+        """Project `x` [N, hidden] to queries [N, H, D], keys and values [N, KV, D].
+
+        Queries and keys are rotated by their positions.
+        """
         shape = self.shape
         x = self._norm(x, layer.input_norm)
         qkv = self._multiply(x, layer.qkv, layer.qkv_bias)
         add_low_rank("qkv", x, qkv)
         qkv = qkv.view(len(x), -1, shape.head_dim)
-        qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
+        qk_heads = shape.heads + shape.kv_heads
+        qk = qkv[:, :qk_heads]
+        v = qkv[:, qk_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._norm(qk[:, : shape.heads], layer.q_norm)
             k = self._norm(qk[:, shape.heads :], layer.k_norm)
@@ -250,7 +261,11 @@ class CachedDecoder:
         return qk[:, : shape.heads], qk[:, shape.heads :], v
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """Return the causal attention [T, H D] of queries [T, H, D] from position `start` on over a row."""
+        """Return the causal attention [T, H D] of queries [T, H, D] over a row.
+
+        Args:
+            start: position of the first query.
+        """
         kv_heads = self.shape.kv_heads
         heads_per_kv = self.shape.heads // kv_heads
         mixed = q.new_empty(len(q), q[0].numel())
@@ -272,7 +287,10 @@ class CachedDecoder:
     def _attend_block(
         self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
     ) -> Tensor:
-        """Attend with queries [KV, heads x size, D] to the first `seen` keys, causally in the last `size`."""
+        """Attend with queries [KV, heads x size, D] to the first `seen` keys.
+
+        The mask is causal in the last `size` of these keys.
+        """
         scores = torch.bmm(q, keys[:, :, :seen])
         if size > 1:
             mask = q.new_full((size, size), float("-inf")).triu_(1)
@@ -287,7 +305,10 @@ class CachedDecoder:
         add_low_rank: AddLowRank,
         experts: list[Tensor],
     ) -> Tensor:
-        """Return a layer's output [N, hidden]; append the experts [N, k] of a sparse layer to `experts`."""
+        """Return a layer's output [N, hidden].
+
+        A sparse layer appends the experts [N, k] of its tokens to `experts`.
+        """
         x = self._multiply_add(x, mixed, layer.out)
         add_low_rank("out", mixed, x)
         normed = self._norm(x, layer.post_norm)
@@ -328,7 +349,7 @@ def _stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
 
 
 def _record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
-    """Write the experts of the spans' tokens, which are one after another, into the cache's `routing`."""
+    """Write the experts of the spans' tokens [T, layers, k] into the cache's `routing`."""
     end = 0
     for span in spans:
         if span.source != span.row:
@@ -341,10 +362,8 @@ def _record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: n
 def _usable_device(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # torch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:
+        # torch asserts that it was built for the device.
         raise EngineError(
             f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})"
         ) from error

@@ -154,7 +154,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         await self.call("wake", tags)
 
     async def stats(self) -> dict[str, float]:
-        """Return the engine's statistics since it started: tokens, and CPU seconds by kind of work."""
+        """Return the engine's `Stats` since its actor started, by field name."""
         counters: dict[str, float] = await self.call("counters")
         return counters
 

@@ -1,4 +1,4 @@
-"""Decoder of the exact mode: the logits of a token have the same bits in any batch, and in the trainer."""
+"""Decoder of the exact mode: logits have the same bits in any batch, and in the trainer."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
 
 
 class ExactDecoder(CachedDecoder):
-    """The operations that Megatron makes with `TrainerSpec.deterministic`; 1.6 times as slow."""
+    """Decoder with the operations of Megatron in `TrainerSpec.deterministic`; 1.6 times slower."""
 
     exact = True
 
@@ -52,7 +52,8 @@ class ExactDecoder(CachedDecoder):
         normed = self._norm(x, layer.input_norm)
         qkv = self._multiply(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
         q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        q, k = _pairs_to_halves(q), _pairs_to_halves(k)
+        q = _pairs_to_halves(q)
+        k = _pairs_to_halves(k)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._norm(q, _pairs_to_halves(layer.q_norm))
             k = self._norm(k, _pairs_to_halves(layer.k_norm))
@@ -86,6 +87,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _pairs_to_halves(pairs: Tensor) -> Tensor:
-    """Reorder [..., D]: elements that are rotated together are half a head apart, not neighbours."""
+    """Reorder [..., D] so that elements that are rotated together are half a head apart."""
     halves: Tensor = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2)
     return halves.flatten(-2)

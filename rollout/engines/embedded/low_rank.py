@@ -59,13 +59,13 @@ class LowRank:
         for _ in range(architecture.layers):
             layer: _LayerAdapters = {}
             for linear, fused in _FUSED.items():
-                own = [projection for projection in fused if projection in targets]
-                if not own:
+                adapted = [projection for projection in fused if projection in targets]
+                if not adapted:
                     continue
-                inputs = architecture.projections[own[0]][1]
-                a = torch.zeros(len(own) * total_rank, inputs, device=device)
+                inputs = architecture.projections[adapted[0]][1]
+                a = torch.zeros(len(adapted) * total_rank, inputs, device=device)
                 parts = {}
-                for projection in own:
+                for projection in adapted:
                     rows = architecture.projections[projection][0]
                     b = torch.zeros(total_rank, rows, device=device)
                     parts[projection] = (output_rows[projection], b)
@@ -97,7 +97,7 @@ class LowRank:
                         b[ranks] = scale * new_b.t()
 
     def for_rows(self, numbers: Tensor) -> list[AddLowRank]:
-        """Return, for each layer, the function that adds the adapters of the rows, by number [N]."""
+        """Return the function of each layer that adds the adapters of the rows, by number [N]."""
         others = self._others[numbers, None]
         return [partial(self._add, layer, others) for layer in self._layers]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from rollout.models.architecture import Experts
 from rollout.models.fused_weights import Layer, Weights
 
-# Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less
-# time than MKL's product, which copies the weight into blocks in each call; a call costs 15 us more.
+# Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third
+# less time than MKL's product, which copies the weight into blocks in each call. A call costs 15 us
+# more.
 one_dnn_linear: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 # Elements of a float32 weight from which on a copy in oneDNN's blocks pays. In bfloat16 it always
 # does.
@@ -79,14 +80,17 @@ def add_experts(
     x: Tensor,
     normed: Tensor,
 ) -> Tensor:
-    """Add the output of each token's experts to `x` [N, hidden] in place; return the experts [N, k].
+    """Add the output of each token's experts to `x` [N, hidden] in place.
 
     Args:
         multiply: matrix product of the decoder.
         normed: input of the experts [N, hidden].
+
+    Returns:
+        The experts of each token [N, k].
     """
     assert layer.router is not None
-    # The router computes in the type of `normed`, float32, so that experts are not chosen by rounding.
+    # The router computes in float32, the type of `normed`, so that rounding chooses no experts.
     probabilities = multiply(normed, layer.router.to(normed.dtype)).softmax(-1)
     shares, chosen = probabilities.topk(experts.per_token, dim=-1)
     if experts.normalised:

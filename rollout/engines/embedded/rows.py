@@ -155,7 +155,7 @@ class CacheRows:
         self._touch(row)
 
     def vacate(self, row: int, finish_reason: str, routing: bytes = b"") -> Completion:
-        """End the request in a row and return its completion; the keys stay until the row is needed."""
+        """End the request in a row and return its completion; the keys stay for other requests."""
         completion = self._completion(row, finish_reason, routing)
         self.live[row] = False
         self.generations[row] = None
@@ -186,7 +186,7 @@ class CacheRows:
         return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(span,))
 
     def sample(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample the next token of `rows` [N] from logits [N, V]; return tokens and logprobs [N]."""
+        """Sample the next tokens [N] of `rows` [N] from logits [N, V], with logprobs [N]."""
         tokens, logprobs = sample_tokens(
             logits,
             temperature=self.temperature[rows],
@@ -216,7 +216,7 @@ class CacheRows:
 
     def new_tokens(self) -> list[tuple[int, NewTokens]]:
         """Return request id and new tokens of the requests that have enough of them to report."""
-        found = []
+        reports = []
         for row in np.flatnonzero(self.live).tolist():
             generation: Generation = self.generations[row]
             size = int(self.size[row] - self.prompt_size[row])
@@ -224,9 +224,9 @@ class CacheRows:
             if generation.notify_every and unreported >= generation.notify_every:
                 end = int(self.size[row])
                 token_ids: list[int] = self.tokens[row, end - unreported : end].tolist()
-                found.append((generation.id, NewTokens(generation.reported, token_ids)))
+                reports.append((generation.id, NewTokens(generation.reported, token_ids)))
                 generation.reported = size
-        return found
+        return reports
 
     def set_version(self, version: int, adapter: int) -> None:
         """Forget all cached keys of an adapter's older weights (0: of the full weights).
@@ -234,11 +234,11 @@ class CacheRows:
         Running requests continue with the keys that they have; `version` samples their further
         tokens.
         """
-        own = self.adapter == adapter
+        has_adapter = self.adapter == adapter
         self.versions[adapter] = version
-        self.cached[own] = 0
-        self.fresh[own] = False
-        for row in np.flatnonzero(self.live & own):
+        self.cached[has_adapter] = 0
+        self.fresh[has_adapter] = False
+        for row in np.flatnonzero(self.live & has_adapter):
             versions = self.generations[row].versions
             sampled = int(self.size[row] - self.prompt_size[row])
             if versions[-1][1] == sampled:  # the version before has sampled nothing

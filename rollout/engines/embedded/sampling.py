@@ -83,7 +83,7 @@ def sample_tokens(
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token [N, 1] where the running sum of `weights` [N, V] exceeds `uniform` [N, 1] x total.
+    """Return the token [N, 1] where the running sum of `weights` [N, V] exceeds `uniform` x total.
 
     The sum is taken over blocks of tokens first, and then inside the block where it is exceeded.
     """
@@ -100,7 +100,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(sums: Tensor, point: Tensor) -> Tensor:
-    """Return the index [N, 1] of the first of the running `sums` [N, K] that exceeds `point` [N, 1].
+    """Return the index [N, 1] of the first running sum in `sums` [N, K] above `point` [N, 1].
 
     Rounding may have lifted `point` to the last sum, which then counts as exceeding it.
     """

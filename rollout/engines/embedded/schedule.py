@@ -13,7 +13,7 @@ _PREFILL_TOKENS = 1024  # of one forward pass; more would not stay in the proces
 def admit(
     rows: CacheRows, waiting: deque[Generation], *, reuse_prefixes: bool, one_by_one: bool
 ) -> list[PromptSpan]:
-    """Move waiting requests to rows, first come, first served, up to the budget of one prefill pass.
+    """Move waiting requests to rows in their order, up to the budget of one prefill pass.
 
     Requests with equal prompts are admitted together, in neighbouring rows, and computed once.
 
@@ -36,7 +36,8 @@ def admit(
             break
         generation = same_prompt.popleft()
         size = len(generation.prompt)
-        source, shared = 0, 0
+        source = 0
+        shared = 0
         if reuse_prefixes and not one_by_one:
             source, shared = rows.longest_prefix(generation.prompt, generation.adapter)
         row = rows.find_idle_row(source, shared)

@@ -256,7 +256,7 @@ class Caller:
             raise Unanswered(f"{error} ({reason})") from None
 
     async def _wait_as_server_asked(self, deadline: float) -> None:
-        """Wait until the server accepts requests again; raise Unanswered if that is past the deadline."""
+        """Wait as long as the server asked; raise Unanswered if that passes the deadline."""
         while True:
             # Other calls may postpone this time meanwhile.
             wait_s = self._not_before - time.monotonic()
@@ -307,7 +307,7 @@ class Caller:
             self._state.settled = asyncio.Event()
 
     async def _reserve(self, question: _Question) -> Reservation:
-        """Reserve the most that a call may cost, once calls in flight have left enough of the budget."""
+        """Reserve the most that a call may cost; wait while calls in flight may leave enough."""
         max_cost = self._max_cost(question.messages, question.settings)
         while True:
             try:

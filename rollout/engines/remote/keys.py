@@ -23,7 +23,7 @@ class ApiKey(SecretStr):
     """Secret that only `get_secret_value` returns, and that cannot be pickled or copied."""
 
     def redact(self, text: str) -> str:
-        """Return `text` with "[key]" in place of the key, because servers quote it in error messages.
+        """Return `text` with "[key]" in place of the key, which servers quote in error messages.
 
         A key that is cut off at the end of the text is replaced too.
         """

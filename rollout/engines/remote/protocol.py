@@ -41,8 +41,8 @@ class Answer:
 class Provider(Protocol):
     """Client of one vendor's API, which is made from a `RemoteConfig` and an `ApiKey`, or None.
 
-    It sends single requests. Retries, cache and budget are those of `Caller`. The constructor
-    raises RemoteError if a library is not installed, or if the vendor needs a key and there is none.
+    It sends single requests; retries, cache and budget are the work of `Caller`. The constructor
+    raises RemoteError if a library is not installed, or if a key is needed and there is none.
     """
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:

@@ -1,4 +1,4 @@
-"""APIs of frozen models: OpenAI's chat completions at any URL, and the libraries of Anthropic and Google."""
+"""APIs of frozen models: OpenAI's chat completions, and those of Anthropic and Google."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class AdapterServers(SGLangEngine):
         return 0.0
 
     def _unload_old_versions(self, slot: _AdapterSlot) -> None:
-        """Have every server unload versions without open requests; SGLang waits for the last one."""
+        """Have every server unload older versions that have no open request."""
         unused = [name for name, count in slot.open_requests.items() if not count]
         for name in unused:
             if name == slot.name:

@@ -72,9 +72,10 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
 
 
 def nccl_cumem(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the NCCL_CUMEM_ENABLE that a server sets (`_set_envs_and_config` of entrypoints/engine.py).
+    """Return the NCCL_CUMEM_ENABLE that a server sets.
 
-    Symmetric memory needs 1, whatever the environment says.
+    See `_set_envs_and_config` of entrypoints/engine.py. Symmetric memory needs 1, whatever the
+    environment says.
     """
     arguments = with_dashes(options)
     if arguments.get("enable-symm-mem"):

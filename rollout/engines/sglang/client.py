@@ -155,13 +155,13 @@ class StreamedReply:
                 self._add(self._last_event["output_ids"], self._last_event["meta_info"])
 
     def _add(self, token_ids: list[int], meta: Mapping[str, Any]) -> None:
-        known = len(self._token_ids)
+        reported = len(self._token_ids)
         position = max(0, meta["completion_tokens"] - len(token_ids))
         self._token_ids[position:] = token_ids
         logprobs = meta["output_token_logprobs"]
         self._logprobs[position:] = logprobs[-len(token_ids) :] if token_ids else []
         if self._wants_more and not meta["finish_reason"]:
-            self._wants_more = self._on_tokens(known, self._token_ids[known:])
+            self._wants_more = self._on_tokens(reported, self._token_ids[reported:])
             if not self._wants_more:
                 self._abort()
 
@@ -229,7 +229,8 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
         )
     if None in logprobs:  # JSON has no NaN
         raise EngineError(
-            f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it NaN?"
+            f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it "
+            "NaN?"
         )
     spans = meta.get("weight_versions")
     if not spans:
@@ -263,8 +264,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     encoded = reply["meta_info"].get("routed_experts")
     if encoded is None:
         raise EngineError(
-            "SGLang gave no routed experts, which engine.router_replay needs; start servers of your "
-            "own with --enable-return-routed-experts"
+            "SGLang gave no routed experts, which engine.router_replay needs; start servers of "
+            "your own with --enable-return-routed-experts"
         )
     numbers = np.frombuffer(b64decode(encoded), "<i4")
     tokens = prompt_length + len(reply["output_ids"]) - 1
@@ -273,9 +274,11 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     if numbers.size != math.prod(shape) or not in_range.all():
         raise EngineError(
             f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and "
-            f"{numbers.max(initial=0)}; expected {' x '.join(map(str, shape))} below {experts.count}"
+            f"{numbers.max(initial=0)}; expected {' x '.join(map(str, shape))} below "
+            f"{experts.count}"
         )
-    first, second = numbers[:: experts.per_token], numbers[1 :: experts.per_token]
+    first = numbers[:: experts.per_token]
+    second = numbers[1 :: experts.per_token]
     if experts.per_token > 1 and (first == second).any():
         raise EngineError(
             "SGLang sent a token to one expert twice: it routes within a kernel, and does not know "

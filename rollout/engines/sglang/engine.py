@@ -52,9 +52,9 @@ class _OpenUpdate:
 class SGLangEngine(StreamingEngine, TrainedEngine):
     """Engine of one policy's SGLang servers.
 
-    A server that dies is started again, up to `restarts` times an hour, and gets the present weights
-    before it answers. Requests of one session go to one replica. SGLang samples by a request's seed
-    only in its deterministic inference; otherwise seeds are not sent.
+    A server that dies is started again, up to `restarts` times an hour, and gets the present
+    weights before it answers. Requests of one session go to one replica. SGLang samples by a
+    request's seed only in its deterministic inference; otherwise seeds are not sent.
 
     Attributes:
         settings: of the engine.
@@ -102,7 +102,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     @property
     def starts(self) -> int:  # type: ignore[override]
         """Number of starts of servers, and of servers that have left."""
-        return sum(replica.starts for replica in self.fleet.replicas) + self.fleet.left
+        return sum(replica.starts for replica in self.fleet.replicas) + self.fleet.starts_of_left
 
     async def stream(
         self,
@@ -165,15 +165,15 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             replica.busy -= 1
 
     def _choose_replica(self, prompt_ids: Sequence[int], session: str) -> Replica:
-        """Return the replica of a session, or of equal prompts; the least busy one if it is full."""
+        """Return the replica of a session or of a prompt, or the least busy one if it is full."""
         replicas = self.fleet.replicas
         if len(replicas) == 1:
             return replicas[0]
         key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
         digest = hashlib.blake2b(key, digest_size=8).digest()
-        own = replicas[int.from_bytes(digest, "big") % len(replicas)]
-        if own.busy < self.settings.rows:
-            return own
+        preferred = replicas[int.from_bytes(digest, "big") % len(replicas)]
+        if preferred.busy < self.settings.rows:
+            return preferred
         return min(replicas, key=lambda replica: replica.busy)
 
     def send_in_background(self, replica: Replica, path: str, body: dict[str, Any]) -> None:
@@ -189,7 +189,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             task.add_done_callback(self.background.discard)
 
     async def begin_update(self) -> SyncRoute:
-        """Return the route to the folder, or to the servers, which then pause until `commit_update`."""
+        """Return the route to the folder, or to the servers.
+
+        Servers that weights are pushed to pause until `commit_update`.
+        """
         self._joining = await self.fleet.read_members()
         # Servers that have died are started again. /health would fail during a pause.
         await self.fleet.call_all("/model_info")
@@ -227,7 +230,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if opened is not None and update.transport in PUSH_TRANSPORTS:
             if opened.starts != self.starts:
                 raise EngineError(
-                    "SGLang: a server was started again while new weights came; they must come again"
+                    "SGLang: a server was started again while new weights came; they must come "
+                    "again"
                 )
             began = opened.began
         before = self._last_update
@@ -252,7 +256,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self._lost_weights.settle()
 
     async def _take_update(self, replica: Replica, update: WeightUpdate) -> None:
-        """Have one server take an update; if it dies meanwhile, it gets the weights when it is back."""
+        """Have one server take an update; if it dies meanwhile, it gets the weights afterwards."""
         starts = replica.starts
         try:
             await self._apply(replica, update)
@@ -264,7 +268,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 ) from None
 
     async def load_present_weights(self, replica: Replica) -> bool:
-        """Give a server that was started again the present weights; return False if they are gone."""
+        """Give a restarted server the present weights; return False if they are gone."""
         if self._last_update is None:
             return True
         pushed = self._last_update.transport in PUSH_TRANSPORTS

@@ -34,7 +34,7 @@ class Fleet:
 
     Attributes:
         replicas: servers that are called.
-        left: number of servers that have left, and of their starts.
+        starts_of_left: number of servers that have left, and of their starts.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Fleet:
         self._restart_guard = restart_guard
         self._restarts = Restarts("engine", settings.restarts)
         self._members: dict[str, Replica] = {}  # that have joined, by URL
-        self.left = 0
+        self.starts_of_left = 0
         if settings.urls:
             self.replicas = [Replica(settings, url=url) for url in settings.urls]
         else:
@@ -80,7 +80,7 @@ class Fleet:
         for url in list(self._members):
             if url not in urls:
                 self.leave(self._members[url], f"{url} is not among the members any more")
-        found = []
+        new_replicas = []
         for url in reversed(urls):
             if url in self._members:
                 continue
@@ -88,8 +88,8 @@ class Fleet:
             if await replica.client.up():
                 with suppress(Unanswered):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
-                    found.append(replica)
-        return found
+                    new_replicas.append(replica)
+        return new_replicas
 
     def join(self, replica: Replica) -> None:
         """Call this server too; it has the present weights."""
@@ -103,7 +103,7 @@ class Fleet:
         if len(self.replicas) == 1:
             return False
         self.replicas.remove(replica)
-        self.left += 1 + replica.starts
+        self.starts_of_left += 1 + replica.starts
         self._members.pop(replica.client.url, None)
         self.tell(f"SGLang: {reason}; {len(self.replicas)} servers")
         return True
@@ -207,11 +207,11 @@ class Fleet:
         async def move(replica: Replica) -> None:
             await self._wait_until_ready(replica)
             while True:  # a server that died meanwhile may have other tags asleep
-                left = [tag for tag in wanted if (tag in replica.asleep) is not free]
-                if not left:
+                remaining = [tag for tag in wanted if (tag in replica.asleep) is not free]
+                if not remaining:
                     return
                 async with self._restarting(replica):
-                    await _call_memory_saver(replica, left, free=free)
+                    await _call_memory_saver(replica, remaining, free=free)
 
         await self._each(move)
 

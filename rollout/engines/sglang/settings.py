@@ -36,7 +36,7 @@ class SGLangSettings:
         python: interpreter of SGLang's environment, which starts servers ...
         urls: ... or servers that run already.
         key: API key of the servers at `urls`.
-        multi_node: True if started servers may be on other nodes; they listen at their node's address.
+        multi_node: True if servers may be on other nodes; they then listen at their node's address.
         members: file with the URLs of servers that join and leave, one a line.
         replicas: number of servers to start.
         tp: GPUs of each server.
@@ -103,7 +103,8 @@ class SGLangSettings:
             self._check_url(url)
         if self.multi_node and self.transport == "disk" and not self.weights_folder:
             raise EngineError(
-                "servers on other nodes take their weights from a folder that all nodes see; name one"
+                "servers on other nodes take their weights from a folder that all nodes see; name "
+                "one"
             )
 
     @property
@@ -225,8 +226,8 @@ def adapter_error(targets: Sequence[Projection]) -> str:
     if not qkv_incomplete and not up_alone:
         return ""
     return (
-        f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter of "
-        "q, k or v only with q and v both, and one of up only with gate; add them, or set "
+        f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter "
+        "of q, k or v only with q and v both, and one of up only with gate; add them, or set "
         "engine.adapters: merged"
     )
 
