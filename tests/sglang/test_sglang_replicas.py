@@ -18,7 +18,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import WeightUpdate
-from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
+from tests.contract.test_engines import LOGPROB_TOLERANCE, generate_all, max_error, prompts
 from tests.support import reference
 from tests.support.sglang_server import make_engine, pid_of
 
@@ -44,7 +44,9 @@ def pair(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     model = reference.make_model("qwen3", folder / "model")
     owner = make_engine(sglang, folder / "model", folder, replicas=2, restarts=0)
     try:
-        ask(owner, [([1], Sampling(max_tokens=1, session=session)) for session in SESSIONS])
+        generate_all(
+            owner, [([1], Sampling(max_tokens=1, session=session)) for session in SESSIONS]
+        )
         urls = [replica.client.url for replica in owner.fleet.replicas]
         there = {"urls": urls, "key": owner.settings.server_key}
         guest = SGLangEngine(
@@ -69,7 +71,7 @@ def scaled(model: torch.nn.Module, factor: float) -> list[tuple[str, Tensor]]:
 def turns(engine: SGLangEngine, told: Sequence[list[int]]) -> list[Completion]:
     """A turn of every session."""
     pairs = zip(SESSIONS, told, strict=True)
-    return ask(
+    return generate_all(
         engine, [(prompt, Sampling(max_tokens=4, session=session)) for session, prompt in pairs]
     )
 
@@ -88,7 +90,7 @@ def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
     cached = [said.cached_tokens for said in third]
     assert set(cached) == {0, 48}
     for prompt, said in zip(told, third, strict=True):
-        assert worst(pair.model, prompt, said) < LOGPROB_TOLERANCE
+        assert max_error(pair.model, prompt, said) < LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed"])
@@ -104,7 +106,7 @@ def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
     for prompt, said in zip(told, turns(pair.owner, told), strict=True):
         assert said.cached_tokens == 0
         assert [span.version for span in said.versions] == [version]
-        assert worst(pair.model, prompt, said) < LOGPROB_TOLERANCE
+        assert max_error(pair.model, prompt, said) < LOGPROB_TOLERANCE
 
 
 def test_replicas_with_different_weights_are_told(pair: Pair) -> None:
@@ -129,19 +131,19 @@ def test_one_rank_cannot_share_memory_with_two_servers(pair: Pair, shared_by_nam
         asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.0), 40))
     pair.owner.transport = "disk"
     asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.1), 41))
-    (said,) = ask(pair.owner, [([1, 2, 3], Sampling(max_tokens=4))])
+    (said,) = generate_all(pair.owner, [([1, 2, 3], Sampling(max_tokens=4))])
     assert said.versions[0].version == 41
-    assert worst(pair.model, [1, 2, 3], said) < LOGPROB_TOLERANCE
+    assert max_error(pair.model, [1, 2, 3], said) < LOGPROB_TOLERANCE
 
 
 def test_an_engine_that_was_told_of_servers_updates_them(pair: Pair) -> None:
     asyncio.run(pair.guest.load_weights(scaled(pair.model, 1.1), 50))
     for engine in (pair.guest, pair.owner):
-        (said,) = ask(engine, [([4, 5, 6], Sampling(max_tokens=4))])
+        (said,) = generate_all(engine, [([4, 5, 6], Sampling(max_tokens=4))])
         assert said.versions[0].version == 50
-        assert worst(pair.model, [4, 5, 6], said) < LOGPROB_TOLERANCE
+        assert max_error(pair.model, [4, 5, 6], said) < LOGPROB_TOLERANCE
     pair.guest.close()
-    assert ask(
+    assert generate_all(
         pair.owner, [([4, 5, 6], Sampling(max_tokens=4))]
     )  # what is not its own it leaves running
 
@@ -166,6 +168,6 @@ def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: P
         assert str(error).endswith("no restart is left")
     for one in said:
         if isinstance(one, Completion):
-            assert worst(pair.model, [8, 9], one) < LOGPROB_TOLERANCE
+            assert max_error(pair.model, [8, 9], one) < LOGPROB_TOLERANCE
     with pytest.raises(EngineError, match="is gone, and it is not ours to start"):
         asyncio.run(pair.guest.fleet.call_all("/flush_cache", {}))

@@ -16,7 +16,14 @@ from rollout.engines.sglang import SGLANG_VERSION
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import make_sender
-from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, reference, weights, worst
+from tests.contract.test_engines import (
+    LOGPROB_TOLERANCE,
+    generate_all,
+    max_error,
+    prompts,
+    reference_logprobs,
+    weights,
+)
 from tests.support.tiny import MAX_LENGTH, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -80,7 +87,9 @@ def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:
             0 == first.start < first.end == second.start < second.end == len(completion.token_ids)
         )
         for model, span in ((old, first), (new, second)):
-            right = reference(model, prompt, completion.token_ids, 1.0)[span.start : span.end]
+            right = reference_logprobs(model, prompt, completion.token_ids, 1.0)[
+                span.start : span.end
+            ]
             # the second's keys and values too are the new weights': they are computed again
             assert completion.logprobs[span.start : span.end] == pytest.approx(
                 right.tolist(), abs=LOGPROB_TOLERANCE
@@ -98,7 +107,7 @@ def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str
 
     for (prompt, _), completion in zip(LONG, asyncio.run(amid(engine, hold)), strict=True):
         assert completion.finish_reason == "length"
-        assert worst(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
+        assert max_error(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
 
 
 async def tokens_made(engine: SGLangEngine) -> int:
@@ -116,22 +125,22 @@ def test_a_pause_that_aborts_ends_replies(engine: SGLangEngine) -> None:
         assert completion.finish_reason == "abort"
         assert len(completion.token_ids) < sampling.max_tokens
         if completion.token_ids:
-            assert worst(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
+            assert max_error(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
 
 
 def test_the_cache_is_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
     prompt = prompts(1, seed=12, low=60)[0]
-    ask(engine, [(prompt, Sampling(max_tokens=3))])
+    generate_all(engine, [(prompt, Sampling(max_tokens=3))])
 
     async def refused() -> None:
         with pytest.raises(EngineError, match=r"SGLang /flush_cache: status 400: "):
             await engine.fleet.call_all("/flush_cache", {})
 
     asyncio.run(amid(engine, refused))
-    (cached,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
+    (cached,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
     assert cached.cached_tokens == len(prompt) - 1  # the last token gives the logits of the first
     asyncio.run(engine.fleet.call_all("/flush_cache", {}))
-    (fresh,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
+    (fresh,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
     assert fresh.cached_tokens == 0
 
 
@@ -157,7 +166,7 @@ def test_who_is_cancelled_is_aborted(engine: SGLangEngine) -> None:
 @pytest.mark.parametrize("tags", [("weights", "kv_cache"), ("kv_cache",)])
 def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag, ...]) -> None:
     prompt = prompts(1, seed=13, low=60)[0]
-    ask(engine, [(prompt, Sampling(max_tokens=3))])
+    generate_all(engine, [(prompt, Sampling(max_tokens=3))])
 
     async def play() -> None:
         await engine.sleep(tags)
@@ -171,10 +180,12 @@ def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag
 
     starts = engine.starts
     asyncio.run(play())
-    (completion,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
+    (completion,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
     assert completion.cached_tokens == 0
     assert completion.versions[0].version == (9 if "weights" in tags else 0)
-    assert worst(make_model(2 if "weights" in tags else 0), prompt, completion) < LOGPROB_TOLERANCE
+    assert (
+        max_error(make_model(2 if "weights" in tags else 0), prompt, completion) < LOGPROB_TOLERANCE
+    )
     assert engine.starts == starts
 
 
@@ -191,9 +202,9 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(
         asyncio.run(engine.load_weights(weights(5), 6))
     finally:
         engine.transport = "disk"
-    (completion,) = ask(engine, [(prompt, Sampling(max_tokens=5))])
+    (completion,) = generate_all(engine, [(prompt, Sampling(max_tokens=5))])
     assert completion.versions[0].version == 6
-    assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
+    assert max_error(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
 
 
 def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_name: None) -> None:
@@ -210,6 +221,6 @@ def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_n
     finally:
         engine.transport = "disk"
         asyncio.run(engine.fleet.call_all("/continue_generation", {}))
-    (completion,) = ask(engine, [([1, 2], Sampling(max_tokens=3))])
+    (completion,) = generate_all(engine, [([1, 2], Sampling(max_tokens=3))])
     assert completion.versions[0].version == 0
-    assert worst(make_model(0), [1, 2], completion) < LOGPROB_TOLERANCE
+    assert max_error(make_model(0), [1, 2], completion) < LOGPROB_TOLERANCE

@@ -16,7 +16,7 @@ from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Sampling
-from tests.contract.test_engines import LOGPROB_TOLERANCE, worst
+from tests.contract.test_engines import LOGPROB_TOLERANCE, max_error
 from tests.sglang.test_sglang_training import SETTINGS, as_override
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
 from tests.support.run_folder import make_run, metrics_of
@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
         engine = engines[number]
         right = models[number] if engine.version else bare
         said = await engine.generate(prompt, Sampling(max_tokens=tokens, temperature=1.0))
-        return worst(right, prompt, said)
+        return max_error(right, prompt, said)
 
     async def both() -> list[float]:
         return await asyncio.gather(

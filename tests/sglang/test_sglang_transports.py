@@ -20,10 +20,10 @@ from rollout.sync import push
 from rollout.sync.transport import make_sender
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
-    ask,
+    generate_all,
+    max_error,
     prompts,
     weights,
-    worst,
 )
 from tests.support.sglang_server import pid_of
 from tests.support.tiny import make_model
@@ -46,14 +46,14 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
     prompt = prompts(1, seed=7, low=60)[0]
     sampling = Sampling(max_tokens=5)
     for version in (11, 12):
-        ask(engine, [(prompt, sampling)])
+        generate_all(engine, [(prompt, sampling)])
         asyncio.run(engine.load_weights(iter(weights(version)), version))
-        (completion,) = ask(engine, [(prompt, sampling)])
+        (completion,) = generate_all(engine, [(prompt, sampling)])
         assert completion.cached_tokens == 0
         assert [(span.version, span.start, span.end) for span in completion.versions] == [
             (version, 0, 5)
         ]
-        assert worst(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
+        assert max_error(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
     engine.transport = "disk"
 
 
@@ -101,7 +101,7 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (replica,) = engine.fleet.replicas
-    if not replica.ours:
+    if not replica.owned:
         pytest.skip("the server is not ours to end")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -128,12 +128,12 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
     completion = asyncio.run(play())
     assert engine.starts == starts + 1
     assert [span.version for span in completion.versions] == [33]
-    assert worst(make_model(13), [1, 2, 3], completion) < LOGPROB_TOLERANCE
+    assert max_error(make_model(13), [1, 2, 3], completion) < LOGPROB_TOLERANCE
 
 
 def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) -> None:
     (replica,) = engine.fleet.replicas
-    if not replica.ours:
+    if not replica.owned:
         pytest.skip("the server is not ours to end")
     told: list[str] = []
     engine.fleet.tell = told.append
@@ -151,7 +151,7 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
 
     completion = asyncio.run(play())
     assert completion.versions[-1].version == 32
-    assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
+    assert max_error(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
     assert len(told) == 1
     assert re.search(
         r"started again, [01] restarts left$", told[0]

@@ -248,7 +248,7 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
         assert [one.token_ids for one in (await ask())[1]] == [one.token_ids for one in again[1]]
 
     second_of_first = drawn(shape, SHAPES[0], 9)
-    files = [own.file for own in engines[0].host.held if own.file]
+    files = [own.file for own in engines[0].host.slots if own.file]
     assert all(file.exists() for file in files)
     asyncio.run(play())
     for engine in engines:

@@ -1,4 +1,4 @@
-"""The embedded engine's scheduling, updates, aborts, seeds and sleep, step by step."""
+"""Scheduling, weight updates, aborts, seeds and sleep of the embedded engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     for i in range(5):
         engine.submit(i, [i, i + 1], Sampling(max_tokens=4, seed=i))
-    assert (
-        engine.step() == []
-    )  # the first token comes with the prompt, the second with the first decoding pass
+    # The first token of a reply is sampled with its prompt, the second by a decoding pass.
+    assert engine.step() == []
     assert engine.stats.decode_tokens == 4
     done = drain(engine)
     assert sorted(done) == [0, 1, 2, 3, 4]
@@ -47,35 +46,38 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("called", "stream", "steps_taken"),
+    ("interrupt", "notify_every", "steps_taken"),
     [
-        (None, 0, 10),  # whoever asks cannot call: five times the budget of 2 s
-        ([0], 0, 30),  # nothing new: 15 times
-        ([0], 16, 30),  # who hears of 16 tokens at a time can wait for them too
-        ([1], 0, 2),
-        ([0], 1, 2),  # every token is heard
+        (None, 0, 10),  # the client cannot interrupt: five times the budget of 2 s
+        ([0], 0, 30),  # the client does not interrupt: 15 times the budget
+        ([0], 16, 30),
+        ([1], 0, 2),  # the client has interrupted
+        ([0], 1, 2),  # the client wants every single token
     ],
 )
-def test_an_exchange_takes_as_long_as_nobody_wants_it_back(
+def test_the_duration_of_an_exchange_depends_on_the_client(
     qwen2: Path,
     monkeypatch: pytest.MonkeyPatch,
-    called: list[int] | None,
-    stream: int,
+    interrupt: list[int] | None,
+    notify_every: int,
     steps_taken: int,
 ) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
-    engine.interrupt = None if called is None else np.array(called)
-    seconds = itertools.count()  # one for each step
-    monkeypatch.setattr(
-        batching,
-        "time",
-        SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time),
-    )
+    if interrupt is not None:
+        engine.interrupt = np.array(interrupt)
+    seconds = itertools.count()  # a step takes one second
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time)
+    monkeypatch.setattr(batching, "time", clock)
     request = Request(
-        id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=60), notify_every=stream
+        id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=60), notify_every=notify_every
     )
     engine.exchange([request], [], 2.0)
     assert engine.stats.steps == steps_taken
+
+
+def spans(completion: Completion) -> list[tuple[int, int, int]]:
+    """Return version, first token and end of each version span."""
+    return [(span.version, span.start, span.end) for span in completion.versions]
 
 
 def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) -> None:
@@ -87,13 +89,10 @@ def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) ->
     engine.load_weights(other.state_dict().items(), 4)
     engine.load_weights(other.state_dict().items(), 5)  # no token was sampled by version 4
     completion = drain(engine)[1]
-    assert [(span.version, span.start, span.end) for span in completion.versions] == [
-        (3, 0, 4),
-        (5, 4, 10),
-    ]
+    assert spans(completion) == [(3, 0, 4), (5, 4, 10)]
     engine.submit(2, [*prompt, *completion.token_ids], Sampling(max_tokens=10))
     after = drain(engine)[2]
-    assert after.cached_tokens == 0  # what ran across the update is no one's prefix
+    assert after.cached_tokens == 0  # keys of two versions are not reused
     assert worst(other, [*prompt, *completion.token_ids], after) < LOGPROB_TOLERANCE
 
 
@@ -103,37 +102,46 @@ def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [1, 2, 3, 4, 5]
     engine.submit(1, prompt, Sampling(max_tokens=9))
-    steps(engine, 2)  # 3 tokens, the last without keys
+    steps(engine, 2)  # 3 tokens; the last has no keys yet
     engine.load_weights(new.state_dict().items(), 1)
     completion = drain(engine)[1]
-    assert [(span.version, span.start, span.end) for span in completion.versions] == [
-        (0, 0, 3),
-        (1, 3, 9),
-    ]
+    assert spans(completion) == [(0, 0, 3), (1, 3, 9)]
+
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     with torch.no_grad():
         before = old(ids[:, : 5 + 2], use_cache=True)
         after = new(ids[:, 5 + 2 : -1], past_key_values=before.past_key_values).logits[0]
     logits = torch.cat([before.logits[0, 4:], after])
-    right = logits.log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
-    assert completion.logprobs == pytest.approx(right.tolist(), abs=LOGPROB_TOLERANCE)
+    expected = logits.log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=LOGPROB_TOLERANCE)
+    # The new weights over keys of their own give other log-probabilities for every token.
     with torch.no_grad():
-        alone = new(ids).logits[0, 4:-1].log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
-    assert (
-        alone - right
-    ).abs().min() > 1e-3  # no token would be taken for one of the other version
+        logits = new(ids).logits[0, 4:-1]
+    new_only = logits.log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
+    assert (new_only - expected).abs().min() > 1e-3
 
 
-def test_abort(qwen2: Path) -> None:
+def reasons_and_sizes(outcomes: dict[int, Any]) -> dict[int, tuple[str, int]]:
+    """Return finish reason and number of tokens of each completion, by request."""
+    return {
+        request: (completion.finish_reason, len(completion.token_ids))
+        for request, completion in outcomes.items()
+    }
+
+
+def test_running_and_waiting_requests_can_be_aborted(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=1)
-    running, waiting, later, unknown = 1, 2, 3, 4
+    running = 1
+    waiting = 2
+    later = 3
+    unknown = 4
     engine.submit(running, [1, 2], Sampling(max_tokens=20))
     engine.submit(waiting, [1, 2], Sampling(max_tokens=20))
     engine.submit(later, [1, 2], Sampling(max_tokens=2))
     steps(engine, 2)
     engine.abort({running, waiting, unknown})
     done = drain(engine)
-    assert {key: (one.finish_reason, len(one.token_ids)) for key, one in done.items()} == {
+    assert reasons_and_sizes(done) == {
         running: ("abort", 3),
         waiting: ("abort", 0),
         later: ("length", 2),
@@ -141,32 +149,29 @@ def test_abort(qwen2: Path) -> None:
     assert done[waiting].versions[-1].version == 0
 
 
-def test_aborts_in_a_full_house_let_the_waiting_in(qwen2: Path) -> None:
+def test_waiting_requests_get_the_rows_of_aborted_ones_in_their_order(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     for number in range(6):
-        engine.submit(number, [number] * (50 if number == 2 else 3), Sampling(max_tokens=14))
+        prompt_size = 50 if number == 2 else 3
+        engine.submit(number, [number] * prompt_size, Sampling(max_tokens=14))
     steps(engine, 3)
     engine.abort({0, 1, 3})
     done = dict(engine.step())
-    assert {number: (one.finish_reason, len(one.token_ids)) for number, one in done.items()} == {
+    assert reasons_and_sizes(done) == {
         0: ("abort", 4),
         1: ("abort", 4),
         3: ("abort", 0),
     }
-    engine.abort({0, 1, 3})  # long gone
-    engine.submit(6, [6], Sampling(max_tokens=1))  # came after the long prompt
+    engine.abort({0, 1, 3})  # has no effect on requests that have ended
+    engine.submit(6, [6], Sampling(max_tokens=1))
     order = []
     while engine.has_work:
         order += [number for number, _ in engine.step()]
-    assert order == [
-        2,
-        4,
-        6,
-        5,
-    ]  # in the order of their coming, whatever their length: 5 and 6 waited for 2 and 4
+    # Requests 2 and 4 got the two rows, though the prompt of 2 is long; 5 and 6 waited for them.
+    assert order == [2, 4, 6, 5]
 
 
-def test_broken_weights_are_an_error_not_a_crash(qwen2: Path) -> None:
+def test_weights_that_are_not_finite_give_an_error(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     model = Qwen2ForCausalLM.from_pretrained(qwen2)
     state = dict(model.state_dict())
@@ -179,7 +184,7 @@ def test_broken_weights_are_an_error_not_a_crash(qwen2: Path) -> None:
     assert worst(model, [1, 2], drain(engine)[1]) < LOGPROB_TOLERANCE
 
 
-def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
+def test_keys_that_are_not_finite_do_not_reach_later_requests(qwen2: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(qwen2)
     state = dict(model.state_dict())
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
@@ -187,20 +192,16 @@ def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
     engine.submit(1, list(range(30)), Sampling(max_tokens=4))
     assert isinstance(drain(engine)[1], EngineError)
     engine.load_weights(state.items(), 9)
-    prompts = {
-        1: [1, 2],
-        2: list(range(40, 60)),
-    }  # side by side, the first is as wide as the second
+    # In one block of rows, the first prompt is padded to the width of the second.
+    prompts = {1: [1, 2], 2: list(range(40, 60))}
     for key, prompt in prompts.items():
         engine.submit(key, prompt, Sampling(max_tokens=4))
     done = drain(engine)
-    assert (
-        max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
-    )
+    for key, prompt in prompts.items():
+        assert worst(model, prompt, done[key]) < LOGPROB_TOLERANCE
 
 
-def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2: Path) -> None:
-    """As on several GPUs: a reply is the same wherever it is sampled, and the model is in the host's memory once."""
+def test_replicas_share_weights_and_equal_prompts_go_to_one_replica(qwen2: Path) -> None:
     alone = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, deterministic=True))
     config = EngineConfig(slots=16, max_length=64, deterministic=True)
     request = EngineRequest(
@@ -212,45 +213,49 @@ def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2:
     assert first.core.decoder.halves is second.core.decoder.halves
     prompts = [[1, 2, number % 2] for number in range(12)]
 
-    async def play(
+    async def generate_all(
         engine: LocalEngine | LocalReplicas,
     ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        asked = [
-            engine.generate(prompt, Sampling(max_tokens=4, seed=n))
-            for n, prompt in enumerate(prompts)
-        ]
-        return [(said.token_ids, said.logprobs) for said in await asyncio.gather(*asked)]
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompt, Sampling(max_tokens=4, seed=number))
+                for number, prompt in enumerate(prompts)
+            )
+        )
+        return [(completion.token_ids, completion.logprobs) for completion in completions]
 
-    assert asyncio.run(play(engine)) == asyncio.run(play(alone))
-    # each of the two prompts was computed once by the one that has it
-    assert [own.core.stats.prefill_tokens for own in engine.engines] == [3, 3]
+    assert asyncio.run(generate_all(engine)) == asyncio.run(generate_all(alone))
+    # Each replica has computed one of the two prompts, once.
+    assert first.core.stats.prefill_tokens == 3
+    assert second.core.stats.prefill_tokens == 3
 
 
 def test_engines_on_gpus_work_at_the_same_time(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines, both = (
-        [LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)) for _ in range(2)],
-        threading.Barrier(2, timeout=20),
-    )
-    for engine in engines:
-        monkeypatch.setattr(
-            engine.core.decoder, "device", torch.device("meta")
-        )  # no CPU; nothing is computed
+    barrier = threading.Barrier(2, timeout=20)
 
-        def exchange(requests: list[Request], aborts: list[int]) -> list[Report]:
-            both.wait()
-            reply = Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=())
-            return [(request.id, reply) for request in requests]
+    def exchange_together(requests: list[Request], aborts: list[int]) -> list[Report]:
+        """Wait until the other engine's exchange has begun too."""
+        barrier.wait()
+        reply = Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=())
+        return [(request.id, reply) for request in requests]
 
-        monkeypatch.setattr(engine.core, "exchange", exchange)
+    engines = []
+    for _ in range(2):
+        core = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
+        # Any device but a CPU; nothing is computed on it.
+        monkeypatch.setattr(core.decoder, "device", torch.device("meta"))
+        monkeypatch.setattr(core, "exchange", exchange_together)
+        engines.append(LocalEngine(core))
 
-    async def play() -> list[Completion]:
+    async def generate_on_both() -> list[Completion]:
         return await asyncio.gather(
             *(engine.generate([1], Sampling(max_tokens=1)) for engine in engines)
         )
 
-    assert [said.token_ids for said in asyncio.run(play())] == [(9,), (9,)]
+    completions = asyncio.run(generate_on_both())
+    assert [completion.token_ids for completion in completions] == [(9,), (9,)]
 
 
 def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
@@ -258,14 +263,14 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
 ) -> None:
     engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2))
 
-    def breaks(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
     async def play() -> Completion:
-        with monkeypatch.context() as broken:
-            broken.setattr(engine.core.decoder, "decode", breaks)
-            asked = [engine.generate([1, 2, number], Sampling(max_tokens=9)) for number in range(5)]
-            for error in await asyncio.gather(*asked, return_exceptions=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.decoder, "decode", fail)
+            calls = [engine.generate([1, 2, number], Sampling(max_tokens=9)) for number in range(5)]
+            for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(error, EngineError)
                 assert str(error) == "the engine failed: RuntimeError: out of memory"
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -280,7 +285,9 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
 def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(qwen2: Path) -> None:
     generator = np.random.default_rng(3)
     prompts = [generator.integers(0, 64, size).tolist() for size in (3, 17, 40, 5, 29)]
-    prompts += [prompts[1], [*prompts[2][:30], 1, 2]]  # one again, and one that shares a prefix
+    same_prompt = prompts[1]
+    same_prefix = [*prompts[2][:30], 1, 2]
+    prompts += [same_prompt, same_prefix]
 
     def play(*batches: list[int], rows: int = 8) -> dict[int, Completion]:
         engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=rows, deterministic=True)
@@ -292,18 +299,18 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(qwen2: 
         return done
 
     alone = play(*([number] for number in range(len(prompts))))
-    for other in (
-        play([0, 1, 2, 3, 4, 5, 6]),
-        play([6, 2, 5], [4, 1, 0, 3]),
-        play([5, 4, 3, 2, 1, 0, 6], rows=3),
-    ):
+    together = play([0, 1, 2, 3, 4, 5, 6])
+    in_two_batches = play([6, 2, 5], [4, 1, 0, 3])
+    in_few_rows = play([5, 4, 3, 2, 1, 0, 6], rows=3)
+    for other in (together, in_two_batches, in_few_rows):
         for number, completion in alone.items():
             assert other[number].token_ids == completion.token_ids
-            assert other[number].logprobs == completion.logprobs  # not a bit apart
-            assert other[number].cached_tokens <= 30  # what the last two have of others
+            assert other[number].logprobs == completion.logprobs
+            # Only the last two prompts share tokens with others.
+            assert other[number].cached_tokens <= 30
 
 
-def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(qwen2: Path) -> None:
+def test_a_token_is_sampled_by_seed_and_position(qwen2: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(qwen2)
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [3, 1, 4, 1, 5]
@@ -312,14 +319,15 @@ def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(qwen2: Pat
     for number, completion in drain(engine).items():
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, 4:-1]
-        below = (logits.double() / 0.8).softmax(-1).cumsum(-1).numpy()
-        draws = uniforms(np.full(20, number, dtype=np.uint64), np.arange(20))
-        assert completion.token_ids == tuple(
-            int(np.searchsorted(row, u)) for row, u in zip(below, draws, strict=True)
-        )
+        cumulative = (logits.double() / 0.8).softmax(-1).cumsum(-1).numpy()
+        uniform = uniforms(np.full(20, number, dtype=np.uint64), np.arange(20))
+        expected = [int(np.searchsorted(*pair)) for pair in zip(cumulative, uniform, strict=True)]
+        assert completion.token_ids == tuple(expected)
 
 
-def test_every_token_of_a_reply_is_told_once_whatever_weights_sampled_it(qwen2: Path) -> None:
+def test_every_token_is_reported_once_across_a_weight_update(qwen2: Path) -> None:
+    state = Qwen2ForCausalLM.from_pretrained(qwen2).state_dict()
+
     async def run() -> None:
         engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=160))
         parts: list[Sequence[int]] = []
@@ -327,51 +335,51 @@ def test_every_token_of_a_reply_is_told_once_whatever_weights_sampled_it(qwen2: 
         def note(position: int, token_ids: Sequence[int]) -> bool:
             assert position == sum(len(part) for part in parts)
             parts.append(token_ids)
-            if len(parts) == 2:  # after so many tokens
-                engine.core.load_weights(
-                    list(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items()), 7
-                )
+            if len(parts) == 2:
+                engine.core.load_weights(state.items(), 7)
             return True
 
-        hear = TokenCallback(note, every=8)
-        whole = await engine.stream([5, 6, 7], Sampling(max_tokens=36, seed=3), hear)
+        callback = TokenCallback(note, every=8)
+        completion = await engine.stream([5, 6, 7], Sampling(max_tokens=36, seed=3), callback)
         assert [len(part) for part in parts] == [8, 8, 8, 8]
-        assert tuple(itertools.chain(*parts)) == whole.token_ids[:32]
-        assert [(span.version, span.start, span.end) for span in whole.versions] == [
-            (0, 0, 16),
-            (7, 16, 36),
-        ]
+        assert tuple(itertools.chain(*parts)) == completion.token_ids[:32]
+        assert spans(completion) == [(0, 0, 16), (7, 16, 36)]
 
     asyncio.run(run())
 
 
-def test_stop_tokens_are_a_requests_own(qwen2: Path) -> None:
-    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
-    free = Sampling(max_tokens=40, seed=next(seed for seed in range(20) if 0 in said(engine, seed)))
-    tokens = said(engine, free.seed)
-    stops = tuple(dict.fromkeys(tokens))[1:4]
-    engine.submit(1, [9], replace(free, stop=stops))
-    assert drain(engine)[1].token_ids == tokens[: tokens.index(stops[0]) + 1]
-    for number in (2, 3):  # also in the row that it had
-        engine.submit(number, [9], replace(free, stop=(70,)))  # one where there is room for three
-    assert {one.token_ids for one in drain(engine).values()} == {tokens}
-    engine.submit(4, [9], free)
-    engine.submit(5, [8], Sampling(max_tokens=4))
-    steps(engine, 1)
-    engine.submit(
-        6, [9], replace(free, stop=(70, 71, 72, 73))
-    )  # there is room made for four; 0 is among the tokens
-    done = drain(engine)
-    assert done[4].token_ids == done[6].token_ids == tokens
-
-
-def said(engine: EmbeddedEngine, seed: int) -> tuple[int, ...]:
+def sample_tokens(engine: EmbeddedEngine, seed: int) -> tuple[int, ...]:
     engine.submit(0, [9], Sampling(max_tokens=40, seed=seed))
     tokens: tuple[int, ...] = drain(engine)[0].token_ids
     return tokens
 
 
-def test_sleep_forgets_keys_and_keeps_weights(qwen2: Path) -> None:
+def test_each_request_has_its_own_stop_tokens(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
+    # Token 0 is among the sampled ones, so that padding of the stop tokens by 0 would be noticed.
+    seed = next(seed for seed in range(20) if 0 in sample_tokens(engine, seed))
+    sampling = Sampling(max_tokens=40, seed=seed)
+    tokens = sample_tokens(engine, seed)
+    stops = tuple(dict.fromkeys(tokens))[1:4]
+    engine.submit(1, [9], replace(sampling, stop=stops))
+    assert drain(engine)[1].token_ids == tokens[: tokens.index(stops[0]) + 1]
+
+    # The stop tokens of request 1 do not stay in its row, which has room for three.
+    for number in (2, 3):
+        engine.submit(number, [9], replace(sampling, stop=(70,)))
+    assert {completion.token_ids for completion in drain(engine).values()} == {tokens}
+
+    # Request 6 has more stop tokens than fit so far.
+    engine.submit(4, [9], sampling)
+    engine.submit(5, [8], Sampling(max_tokens=4))
+    steps(engine, 1)
+    engine.submit(6, [9], replace(sampling, stop=(70, 71, 72, 73)))
+    done = drain(engine)
+    assert done[4].token_ids == tokens
+    assert done[6].token_ids == tokens
+
+
+def test_sleep_frees_keys_and_keeps_weights(qwen2: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(qwen2)
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [*range(30)]
@@ -380,7 +388,8 @@ def test_sleep_forgets_keys_and_keeps_weights(qwen2: Path) -> None:
     with pytest.raises(EngineError, match="cannot sleep while requests are running"):
         engine.sleep()
     engine.abort({1})
-    with pytest.raises(EngineError, match="cannot sleep"):  # what was aborted has not been told
+    # The outcome of the aborted request has not been returned yet.
+    with pytest.raises(EngineError, match="cannot sleep"):
         engine.sleep()
     drain(engine)
     engine.sleep()
@@ -388,7 +397,7 @@ def test_sleep_forgets_keys_and_keeps_weights(qwen2: Path) -> None:
     assert str(drain(engine)[2]) == "the engine sleeps; wake it first"
     engine.wake(("weights",))
     engine.submit(3, prompt, Sampling(max_tokens=2))
-    assert isinstance(drain(engine)[3], EngineError)  # there is no room for keys yet
+    assert isinstance(drain(engine)[3], EngineError)  # the KV cache still sleeps
     engine.wake()
     engine.submit(4, prompt, Sampling(max_tokens=9))
     completion = drain(engine)[4]
@@ -400,11 +409,11 @@ def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:
     engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64))
 
     async def play() -> None:
-        gone = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=60)))
+        call = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=60)))
         while engine.core.stats.steps < 3:
             await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
         await engine._loop
 
     asyncio.run(play())

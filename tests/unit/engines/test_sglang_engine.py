@@ -205,9 +205,9 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(
         members.write_text(
             f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n"
         )  # nobody is at the last
-        while not await Replica(engine._settings, url=first).client.up():
+        while not await Replica(engine.settings, url=first).client.up():
             await asyncio.sleep(0.05)
-        while not await Replica(engine._settings, url=second).client.up():
+        while not await Replica(engine.settings, url=second).client.up():
             await asyncio.sleep(0.05)
         assert await served() == alone  # they have no weights yet
         await engine.load_weights(tensors(), 2)

@@ -253,7 +253,7 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
         return pid
 
     pids = [asyncio.run(play(engine)) for engine in engines]
-    ray.kill(engines[1]._replicas[0].host)
+    ray.kill(engines[1].fleet.replicas[0].host)
     for engine in engines * 2:
         engine.close()
     deadline = time.monotonic() + 20
