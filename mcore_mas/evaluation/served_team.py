@@ -9,8 +9,9 @@ from typing import Any
 
 from rollout.base.errors import EnvError, PromptTooLong
 from rollout.environments.protocol import Env, Step
+from rollout.gateway.calls import GatewayCall
 from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
-from rollout.gateway.sessions import GatewayCall, GatewaySession
+from rollout.gateway.sessions import GatewaySession
 from rollout.records.trajectory import Task
 from rollout.teams.collect import Collector
 from rollout.teams.episode import Episode

@@ -27,6 +27,7 @@ from rollout.base.http_server import (
     open_listener,
     read_body,
 )
+from rollout.gateway.calls import GatewayCall
 from rollout.gateway.completions import COMPLETIONS
 from rollout.gateway.dialects import (
     ChatReply,
@@ -38,7 +39,7 @@ from rollout.gateway.dialects import (
 )
 from rollout.gateway.messages import MESSAGES, parse_count
 from rollout.gateway.responses import RESPONSES
-from rollout.gateway.sessions import GatewayCall, GatewaySession
+from rollout.gateway.sessions import GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20

@@ -14,7 +14,7 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import Defect, EngineError, PromptTooLong
 from rollout.environments.protocol import after_thought
 from rollout.environments.tools import Tool
+from rollout.gateway.calls import THOUGHT_END, GatewayCall
 from rollout.gateway.dialects import (
     ChatReply,
     ChatRequest,
@@ -32,7 +33,7 @@ from rollout.gateway.dialects import (
     GatewayError,
     order_tool_results,
 )
-from rollout.models.tool_calls import CALL_MARKS, ToolFormat, thought_and_text
+from rollout.models.tool_calls import CALL_MARKS, ToolFormat
 from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.chat import Chat
 from rollout.teams.roles import Agent, AgentReply
@@ -41,7 +42,6 @@ from rollout.teams.team import TeamSession
 _T = TypeVar("_T")
 _OFF_LOOP_CHARS = 20_000  # longer conversations are compared on another thread
 _DIGEST_BYTES = 16
-_THOUGHT_END = "</think>"
 
 
 @dataclass(slots=True)
@@ -59,103 +59,6 @@ class _Match:
     key: bytes  # digest of everything that the call asks
     reply: _KnownReply | None  # latest reply that the conversation continues
     known_messages: int  # number of messages up to that reply, including it
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GatewayCall:
-    """A call whose reply is being sampled, or has been.
-
-    Attributes:
-        partial_reply: the reply as far as its text is final.
-        task: task whose result is the complete reply.
-        has_output: set once there is something to stream, or the task has ended.
-        has_reader: True if somebody waits for the reply. The sampling of a stream without a reader
-            ends early.
-        is_aborted: True if the sampling ended early.
-        turn: index of the reply's turn in the trajectory; -1 until it is complete.
-    """
-
-    partial_reply: ChatReply
-    task: asyncio.Task[ChatReply] = field(init=False)
-    has_output: asyncio.Event = field(default_factory=asyncio.Event)
-    has_reader: bool = True
-    is_aborted: bool = False
-    turn: int = -1
-    _has_grown: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def start(self, reply: Coroutine[Any, Any, ChatReply]) -> GatewayCall:
-        """Start the coroutine that returns the complete reply; return this call."""
-        self.task = asyncio.create_task(reply)
-        self.task.add_done_callback(lambda _: self._wake_readers())
-        return self
-
-    def update(self, raw: str, end_marks: Sequence[str]) -> bool:
-        """Update the partial reply.
-
-        Args:
-            raw: text sampled so far.
-            end_marks: marks that may end the text (see `settled_text`).
-
-        Returns:
-            True if the sampling should continue.
-        """
-        current = self.partial_reply
-        reasoning, text = settled_text(raw, end_marks)
-        has_changed = (reasoning, text) != (current.reasoning, current.text)
-        if has_changed and current.is_prefix_of(reasoning, text):
-            self.partial_reply = replace(current, reasoning=reasoning, text=text)
-            self._wake_readers()
-        if not self.has_reader:
-            self.is_aborted = True
-        return not self.is_aborted
-
-    def result(self) -> ChatReply:
-        """Return the complete reply of a finished task; raise GatewayError if it was cancelled."""
-        if self.task.cancelled():
-            raise GatewayError(503, "the trajectory has ended")
-        return self.task.result()
-
-    async def snapshots(self) -> AsyncIterator[ChatReply]:
-        """Yield the reply whenever it has grown, and at last the complete reply.
-
-        Raises:
-            GatewayError: the trajectory has ended.
-        """
-        while not self.task.done():
-            self._has_grown.clear()
-            yield self.partial_reply
-            await self._has_grown.wait()
-        yield self.result()
-
-    def _wake_readers(self) -> None:
-        self.has_output.set()
-        self._has_grown.set()
-
-
-def settled_text(raw: str, end_marks: Sequence[str]) -> tuple[str, str]:
-    """Return the thoughts and the text of an incomplete reply that later tokens cannot change.
-
-    Args:
-        raw: text sampled so far.
-        end_marks: marks at which the text may end: the caller's stops and the beginnings of tool
-            calls. Text that may be the first part of a mark is held back.
-    """
-    thoughts, text = thought_and_text(raw)
-    end = len(text)
-    for mark in (*end_marks, _THOUGHT_END):
-        position = text.find(mark)
-        if position < 0:
-            position = len(text) - _overlap(text, mark)
-        end = min(end, position)
-    return thoughts, text[:end].rstrip()
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest proper prefix of `mark` with which the text ends."""
-    for size in range(len(mark) - 1, 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0
 
 
 @dataclass(eq=False)
@@ -423,7 +326,7 @@ def _chat_reply(
     reasoning = message.reasoning
     if not partial_reply.is_prefix_of(reasoning, text):
         # the model has ended a thought behind text that was streamed already: it remains text
-        text = f"{partial_reply.text}{_THOUGHT_END}\n\n{text}"
+        text = f"{partial_reply.text}{THOUGHT_END}\n\n{text}"
         reasoning = partial_reply.reasoning
 
     calls = tuple(

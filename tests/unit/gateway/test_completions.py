@@ -14,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout.gateway.app import Gateway
-from rollout.gateway.sessions import GatewayCall, GatewaySession
+from rollout.gateway.calls import GatewayCall
+from rollout.gateway.sessions import GatewaySession
 from rollout.rewards.penalties import mask_truncated
 from rollout.teams.team import Team
 from tests.support.gateway import open_session, sampling_team, scripted_team

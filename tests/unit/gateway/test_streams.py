@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from rollout.gateway.sessions import settled_text
+from rollout.gateway.calls import settled_text
 from rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import open_session, sampling_team, team_of
 from tests.support.scripted_engine import ScriptedEngine
