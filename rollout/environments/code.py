@@ -1,4 +1,7 @@
-"""Code environment (programming problems): programs are run on visible and hidden tests in a sandbox."""
+"""Code environment: programs are run on visible and hidden tests of a problem in a sandbox.
+
+`pack_test` and `pack_solution` write a task's `answers`; `CodeEnv` reads them.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +20,46 @@ from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
 from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
-_THOUGHT = "</think>"
-_FENCE = re.compile(
+_THOUGHT_END = "</think>"
+_FENCED_PROGRAM = re.compile(
     r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
-SOLUTION = '{"solution":'  # with which an answer begins that is a program and no test
-_SHOWN_CHARS = 400  # of an input, an expected or a given output, in what a model reads
-_WORDS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
+SOLUTION = '{"solution":'  # prefix of an answer that is a program and no test
+_SHOWN_CHARS = 400  # most characters of an input or output in a report to an agent
+VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
 
 def last_program(text: str) -> str | None:
-    """The last closed fenced block after any thought, None when there is none or it is blank."""
-    blocks = _FENCE.findall(text.rpartition(_THOUGHT)[2])
-    return blocks[-1] if blocks and blocks[-1].strip() else None
+    """Return the last closed fenced block after any thought; None if there is none, or if blank."""
+    blocks = _FENCED_PROGRAM.findall(text.rpartition(_THOUGHT_END)[2])
+    if not blocks or not blocks[-1].strip():
+        return None
+    program: str = blocks[-1]
+    return program
 
 
 def pack_test(test: Test, *, visible: bool) -> str:
-    """A test as one of a task's `answers`; only a visible one is ever shown to a model."""
+    """Encode a test as one of a task's `answers`; a model is shown visible tests only."""
     return json.dumps(asdict(test) | {"visible": visible})
 
 
 def unpack_test(text: str) -> tuple[Test, bool]:
-    """A test and whether it is visible; ValueError if the text is no packed test."""
+    """Decode a test; return it with True if it is visible.
+
+    Raises:
+        ValueError: the text is no packed test.
+    """
     try:
         fields = json.loads(text)
         visible = bool(fields["visible"])
         if "stdin" in fields:
             return StdinTest(stdin=fields["stdin"], expected=fields["expected"]), visible
-        accepted = tuple(fields["accepted"])
-        return CallTest(
-            function=fields["function"], arguments=tuple(fields["arguments"]), accepted=accepted
-        ), visible
+        call_test = CallTest(
+            accepted=tuple(fields["accepted"]),
+            function=fields["function"],
+            arguments=tuple(fields["arguments"]),
+        )
+        return call_test, visible
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"not a test of a program: {text[:80]!r} ({type(error).__name__})"
@@ -55,67 +67,82 @@ def unpack_test(text: str) -> tuple[Test, bool]:
 
 
 def pack_solution(program: str) -> str:
-    """A program that solves the task, as one of its `answers`; no model ever sees it."""
+    """Encode a program that solves the task as one of its `answers`; no model ever sees it."""
     return json.dumps({"solution": program})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
+    """Decoded `answers` of a task: its tests, and a program that solves it if there is one."""
+
     visible: list[Test]
     hidden: list[Test]
     solution: str | None
 
     @classmethod
-    def of(cls, task: Task) -> _Answers:
-        """What the task's answers say; EnvError if they cannot be read, or there is no test among them."""
-        solution, tests = None, []
+    def of_task(cls, task: Task) -> _Answers:
+        """Decode the answers of a task.
+
+        Raises:
+            EnvError: they cannot be decoded, or none of them is a test.
+        """
+        visible: list[Test] = []
+        hidden: list[Test] = []
+        solution = None
         try:
             for text in task.answers:
                 if text.startswith(SOLUTION):
                     solution = str(json.loads(text)["solution"])
+                    continue
+                test, is_visible = unpack_test(text)
+                if is_visible:
+                    visible.append(test)
                 else:
-                    tests.append(unpack_test(text))
+                    hidden.append(test)
         except ValueError as error:
             raise EnvError(f"task {task.id}: {error}") from error
-        if not tests:
+        if not visible and not hidden:
             raise EnvError(f"task {task.id} has no tests; a code task needs at least one")
-        hidden = [test for test, shown in tests if not shown]
-        return cls([test for test, shown in tests if shown], hidden, solution)
+        return cls(visible=visible, hidden=hidden, solution=solution)
 
-    def read(self, cases: Sequence[Case]) -> list[Test]:
-        """An agent's tests in the form of the task's own; those that do not have it are left out.
+    def tests_of_cases(self, cases: Sequence[Case]) -> list[Test]:
+        """Convert an agent's tests to the form of the task's; leave out those of another form.
 
-        Where the task calls a function, a case is its arguments as a JSON list, and its result as JSON.
+        If the task calls a function, a case is a JSON list of arguments and the result as JSON.
         """
-        own = (self.hidden or self.visible)[0]
-        if isinstance(own, StdinTest):
+        example = (self.hidden or self.visible)[0]
+        if isinstance(example, StdinTest):
             return [StdinTest(stdin=f"{given}\n", expected=expected) for given, expected in cases]
-        read: list[Test] = []
+
+        tests: list[Test] = []
         for given, expected in cases:
             try:
-                arguments, result = json.loads(given), json.loads(expected)
+                arguments = json.loads(given)
+                result = json.loads(expected)
             except ValueError:
                 continue
             if isinstance(arguments, list):
-                read.append(
-                    CallTest(function=own.function, arguments=tuple(arguments), accepted=(result,))
+                test = CallTest(
+                    function=example.function, arguments=tuple(arguments), accepted=(result,)
                 )
-        return read
+                tests.append(test)
+        return tests
 
 
 @dataclass(eq=False, kw_only=True)
 class CodeEnv(SandboxedEnv):
     """A programming problem, scored by its tests in a sandbox.
 
-    `<run>` around a fenced program tries it on the visible tests and shows what went wrong. Any other text ends the
-    trajectory: its last fenced program is scored on the hidden tests, or on the visible ones if there are no others.
-    Metrics: `pass_rate`, `solved` (1 when every test is), `answered` (there was a program), `tests`, `runs`; of a try
-    `visible_rate`, 1 without visible tests.
+    A text with `<run>` around a fenced program tries the program on the visible tests and shows
+    the failures. Any other text ends the trajectory: its last fenced program is scored on the
+    hidden tests, or on the visible ones if there are no others. Metrics are `pass_rate`, `solved`
+    (1 if every test passes), `answered` (1 if there was a program), `tests` and `runs`. A try has
+    `runs` and `visible_rate`, which is 1 without visible tests.
 
     Args:
         compare: how printed output is compared.
-        reward: `all`, 1 when every test passes, else 0; or `rate`, the fraction that does.
-        max_tests: score on so many tests, those with the longest inputs; 0 is all.
+        reward: `all`, 1 if every test passes, else 0; or `rate`, the fraction of tests that pass.
+        max_tests: number of tests to score on, those with the longest inputs; 0 is all.
     """
 
     compare: CompareBy = "tokens"
@@ -125,7 +152,8 @@ class CodeEnv(SandboxedEnv):
     _runs: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        self.task, self._runs = task, 0
+        self.task = task
+        self._runs = 0
         return task.prompt
 
     async def step(self, action: str) -> Step:
@@ -136,89 +164,113 @@ class CodeEnv(SandboxedEnv):
         return step
 
     async def preview(self, action: str) -> Step:
-        answers = _Answers.of(self.task)
-        text = action.rpartition(_THOUGHT)[2]
-        tried = last_tag(text, "run")
-        if (
-            tried is not None and last_tag(_FENCE.sub("", text), "run") is not None
-        ):  # one in a program is no tag
-            program = last_program(tried) or last_program(text) or tried
+        answers = _Answers.of_task(self.task)
+        program = _program_to_try(action)
+        if program is not None:
             step = await self._try(program, answers.visible, "There are no visible tests.")
-            rate = 1.0 if not answers.visible else step.metrics["check_rate"]
-            return replace(step, metrics={"runs": float(self._runs + 1), "visible_rate": rate})
+            visible_rate = step.metrics["check_rate"] if answers.visible else 1.0
+            metrics = {"runs": float(self._runs + 1), "visible_rate": visible_rate}
+            return replace(step, metrics=metrics)
+
         tests = answers.hidden or answers.visible
-        if self.max_tests:  # the hardest; of equals in their order
-            tests = sorted(tests, key=lambda test: -len(_input(test)))[: self.max_tests]
+        if self.max_tests:
+            by_input_length = sorted(tests, key=lambda test: len(_input(test)), reverse=True)
+            tests = by_input_length[: self.max_tests]
         return await self._score(last_program(action), tests)
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        """Run a program on an agent's tests (see `PlayedEnv`); a test that is not of the task's form does not pass."""
-        tests = _Answers.of(self.task).read(cases)
+        """Run a program on an agent's tests; see `PlayedEnv.check`.
+
+        A test that has another form than the task's counts as failed.
+        """
+        tests = _Answers.of_task(self.task).tests_of_cases(cases)
         step = await self._try(program, tests, "None of the tests can be used.")
         rate = step.metrics["check_rate"] * len(tests) / max(len(cases), 1)
         return replace(step, metrics={"check_rate": rate})
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        answers = _Answers.of(self.task)
+        answers = _Answers.of_task(self.task)
         if answers.solution is None:
             return None
-        return _passed(await self._judge(answers.solution, answers.read(cases))) / max(
-            len(cases), 1
-        )
+        results = await self._judge(answers.solution, answers.tests_of_cases(cases))
+        return _count_passed(results) / max(len(cases), 1)
 
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[RunResult]:
         return await judge_all(
             self.runner, program, tests, compare=self.compare, limits=self.limits
         )
 
-    async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
-        judged = await self._judge(program, tests)
-        lines = [
-            _report(number, *pair)
-            for number, pair in enumerate(zip(tests, judged, strict=True), start=1)
+    async def _try(self, program: str, tests: Sequence[Test], no_tests_message: str) -> Step:
+        """Run a program on tests that its author may see, and report each result."""
+        results = await self._judge(program, tests)
+        reports = [
+            _report(number, test, result)
+            for number, (test, result) in enumerate(zip(tests, results, strict=True), start=1)
         ]
-        observation = "\n".join(lines) or nothing
-        rate = _passed(judged) / max(len(tests), 1)
-        call = ToolCall(tool="run", query=program, result=observation)
-        return Step(observation=observation, tools=(call,), metrics={"check_rate": rate})
+        observation = "\n".join(reports) or no_tests_message
+        return Step(
+            observation=observation,
+            tools=(ToolCall(tool="run", query=program, result=observation),),
+            metrics={"check_rate": _count_passed(results) / max(len(tests), 1)},
+        )
 
     async def _score(self, program: str | None, tests: Sequence[Test]) -> Step:
-        judged = [] if program is None else await self._judge(program, tests)
-        rate = _passed(judged) / len(tests)
-        solved = float(rate == 1)
-        metrics = {"pass_rate": rate, "solved": solved, "answered": float(program is not None)}
-        counts = {"tests": float(len(tests)), "runs": float(self._runs)}
-        reward = solved if self.reward == "all" else rate
+        """Score a program and end the trajectory."""
+        results = [] if program is None else await self._judge(program, tests)
+        pass_rate = _count_passed(results) / len(tests)
+        solved = float(pass_rate == 1)
         return Step(
-            reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts
+            reward=solved if self.reward == "all" else pass_rate,
+            done=True,
+            answer=(program or "").strip(),
+            metrics={
+                "pass_rate": pass_rate,
+                "solved": solved,
+                "answered": float(program is not None),
+                "tests": float(len(tests)),
+                "runs": float(self._runs),
+            },
         )
 
 
-def _passed(judged: Sequence[RunResult]) -> int:
-    return sum(one.verdict is Verdict.OK for one in judged)
+def _program_to_try(action: str) -> str | None:
+    """Return the program of the last `<run>` tag; None if there is no tag outside of programs."""
+    text = action.rpartition(_THOUGHT_END)[2]
+    tagged = last_tag(text, "run")
+    outside_of_programs = last_tag(_FENCED_PROGRAM.sub("", text), "run")
+    if tagged is None or outside_of_programs is None:
+        return None
+    return last_program(tagged) or last_program(text) or tagged
+
+
+def _count_passed(results: Sequence[RunResult]) -> int:
+    return sum(result.verdict is Verdict.OK for result in results)
 
 
 def _input(test: Test) -> str:
-    return test.stdin if isinstance(test, StdinTest) else json.dumps(test.arguments)
+    if isinstance(test, StdinTest):
+        return test.stdin
+    return json.dumps(test.arguments)
 
 
-def _report(number: int, test: Test, judged: RunResult) -> str:
-    """What a model reads about its program on a visible test."""
-    if judged.verdict is Verdict.OK:
+def _report(number: int, test: Test, result: RunResult) -> str:
+    """Describe the result of a visible test to the program's author."""
+    if result.verdict is Verdict.OK:
         return f"Test {number}: passed"
+
     expected = test.expected if isinstance(test, StdinTest) else json.dumps(test.accepted[0])
     lines = [
-        f"Test {number}: {_WORDS[judged.verdict]}",
-        f"Input: {_short(_input(test))}",
-        f"Expected: {_short(expected)}",
+        f"Test {number}: {VERDICT_TEXTS[result.verdict]}",
+        f"Input: {_shorten(_input(test))}",
+        f"Expected: {_shorten(expected)}",
     ]
-    if judged.verdict is Verdict.WA:
-        lines.append(f"Output: {_short(judged.stdout)}")
-    elif judged.stderr:
-        lines.append(f"Error: {judged.stderr.strip()[-_SHOWN_CHARS:]}")
+    if result.verdict is Verdict.WA:
+        lines.append(f"Output: {_shorten(result.stdout)}")
+    elif result.stderr:
+        lines.append(f"Error: {result.stderr.strip()[-_SHOWN_CHARS:]}")
     return "\n".join(lines)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

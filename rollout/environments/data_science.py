@@ -16,7 +16,7 @@ from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.environments.protocol import AgentMistake, Step, ToolCall
-from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox
 from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox, Session
 from rollout.sandbox.records import RunLimits, Verdict, render_result
@@ -87,7 +87,7 @@ class DataScienceEnv:
             EnvError: the task's files cannot be read or written, or the sandbox has no sessions.
         """
         files, self._target = unpack_files(task)
-        sandbox = self.sandbox or own_sandbox(self.tier)
+        sandbox = self.sandbox or local_sandbox(self.tier)
         if not hasattr(sandbox, "session"):
             raise EnvError(
                 f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox"

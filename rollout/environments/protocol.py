@@ -1,4 +1,4 @@
-"""Environment protocol: `reset` and `step`, optional abilities, and tags in the text that agents are shown."""
+"""Environment protocol: `reset` and `step`, optional methods, and tags in the texts of agents."""
 
 from __future__ import annotations
 
@@ -11,112 +11,127 @@ from rollout.records.trajectory import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One tool call that a step made."""
+    """One tool call of a step, with its result.
+
+    Attributes:
+        failed: True if the call failed through the agent's fault.
+    """
 
     tool: str
     query: str
     result: str
-    failed: bool = False  # through the agent's own fault
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment answers to an action."""
+    """Reply of an environment to an action.
+
+    Attributes:
+        reward: reward of this step; the sum over the steps is the trajectory's outcome.
+        answer: the team's answer so far, in a normal form in which equal answers are equal texts;
+            "" if there is none yet, None if the environment does not report answers.
+        passages: passages that a search found, best first, as the observation shows them.
+        metrics: metrics of the trajectory so far. Evaluation counts `solved` if it is present.
+    """
 
     observation: str = ""
-    reward: float = 0.0  # summed over the steps, this is the trajectory's outcome
+    reward: float = 0.0
     done: bool = False
-    answer: str | None = (
-        None  # the team's answer so far, equal ones written equally; "": none yet, None: not reported
-    )
+    answer: str | None = None
     tools: tuple[ToolCall, ...] = ()
-    passages: tuple[
-        str, ...
-    ] = ()  # what a search found, best first, each as the observation shows it
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # `solved`, where there is one, is what evaluation counts
+    passages: tuple[str, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class AgentMistake(ValueError):
-    """What an agent wrote cannot be used: says why, in words for the agent, and nothing that it must not know."""
+    """An agent's text cannot be used. The agent reads the message: it must not reveal truths."""
 
 
 class Env(Protocol):
-    """One task's world, used by one trajectory; any of its methods may raise what `step` raises."""
+    """World of one task, used by one trajectory. Every method may raise the errors of `step`."""
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns the problem as the agents see it."""
+        """Start a task; return the problem as the agents see it."""
 
     async def step(self, action: str) -> Step:
         """Apply an agent's text.
 
         Raises:
-            EnvError: a tool failed for good; `Undecided` when it is not known what the text is worth.
+            EnvError: a tool failed for good.
+            Undecided: the reward of the text is unknown.
         """
 
 
-class Living(Protocol):
-    """What an environment has besides that holds something of the machine: a process, a session, a connection."""
+class ResourceEnv(Protocol):
+    """Additional methods of an environment that holds a process, a session or a connection."""
 
     async def open(self, task: Task) -> None:
-        """Take hold of it, before `reset`. A parameter `calls` gets the trajectory's `CallRecord`."""
+        """Acquire the resources; called before `reset`.
+
+        An implementation may have a parameter `calls`, which gets the trajectory's `CallRecord`.
+        """
 
     async def close(self) -> None:
-        """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
+        """Release the resources; called at the end, also if `open` failed or was never called."""
 
 
-Case = tuple[
-    str, str
-]  # what a program is given, and what it should answer, as an agent writes them
+Case = tuple[str, str]  # input and expected output of a program, as an agent writes them
 
 
 class PlayedEnv(Env, Protocol):
-    """An environment as orchestras have it, in an episode, with what one may do besides, without a step.
+    """Environment of an episode, as orchestras use it.
 
-    Where it lacks an ability, that raises EnvError. It previews where it has no side effects, says whether answers are
-    the `same` where equal ones need not look alike, keeps `files` that agents leave for each other, and `check`s
-    programs with tests that agents write.
+    Besides `step` it has the optional methods of environments; a method that the task's environment
+    lacks raises EnvError. Environments have `preview` if a step has no side effects, `same` if
+    equal answers may be different texts, `files` if agents leave files for each other, and `check`
+    if agents write tests.
     """
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer, with the world left as it is."""
+        """Return the reply that `step` would give, without changing the world."""
 
     async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are known to be equal."""
+        """Return True if two answers are known to be equal."""
 
     async def run(self, program: str) -> ToolCall:
-        """Run an agent's Python program; the result is what it printed, and what went wrong if it failed."""
+        """Run an agent's Python program; the result is its output, with the error if it failed."""
 
     async def files(self) -> Mapping[str, int]:
-        """Size in bytes of every file, by path."""
+        """Return the size in bytes of every file, by path."""
 
     async def forget(self) -> None:
-        """End the process that programs share: its variables are gone, the files stay."""
+        """End the process that programs share: variables are lost, files stay."""
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
         """Run an agent's program on an agent's tests.
 
         Returns:
-            What went wrong as observation, the run as tool call, and the metric `check_rate`: the share of tests that
-            pass, 0 without any.
+            A step with the failures as observation, the run as tool call, and the metric
+            `check_rate`: the share of tests that pass, 0 without any.
         """
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        """The share of an agent's tests that the task's own solution passes, 0 without any; None when it has none."""
+        """Return the share of an agent's tests that the task's solution passes.
+
+        It is 0 without tests, and None if the task has no solution.
+        """
 
 
 def last_tag(text: str, name: str) -> str | None:
-    """The stripped content of the last complete `<name>…</name>` in `text`; None when there is none.
+    """Return the stripped content of the last complete `<name>…</name>`; None if there is none.
 
     The innermost opening tag counts, so an earlier tag that was never closed is skipped.
     """
-    opening, closing = f"<{name}>", f"</{name}>"
+    opening = f"<{name}>"
+    closing = f"</{name}>"
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
-    return text[start + len(opening) : end].strip() if start >= 0 else None
+    if start < 0:
+        return None
+    return text[start + len(opening) : end].strip()
 
 
 def after_thought(text: str) -> str:
-    """What was said after any thought, stripped."""
+    """Return the part of a text after any thought, stripped."""
     return text.rpartition("</think>")[2].strip()

@@ -1,4 +1,4 @@
-"""Environments that run programs, in this process's sandbox or on a server, and the options that they share."""
+"""Environments that run programs, in this process's sandbox or on a server, and their options."""
 
 import atexit
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,10 @@ from rollout.records.trajectory import Task
 from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
 from rollout.sandbox.records import render_result
 
-Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
-PRINTED_CHARS = 4000  # of what a program printed
+# Isolation of programs in the sandbox of this machine.
+Tier = Literal["auto", "namespaces", "landlock", "unisolated"]
+
+PRINTED_CHARS = 4000  # most characters of a program's output that an agent is shown
 
 
 @dataclass(eq=False, kw_only=True)
@@ -22,15 +24,16 @@ class SandboxedEnv:
     """An environment of one task that runs programs.
 
     Args:
-        server: address of a SandboxFusion server that runs them; null: this machine.
+        server: address of a SandboxFusion server that runs programs; null: this machine.
         tier: how programs are isolated on this machine.
-        cpu_s: CPU seconds of a program; on the clock it has twice as many.
+        cpu_s: CPU seconds of a program; its limit of wall time is twice as long.
         memory_mb: memory of a program.
-        cores: that a program computes on, with all that it starts.
+        cores: cores that a program and its children share.
     """
 
     task: Task = field(kw_only=False)
-    sandbox: Runner | None = None  # in place of a server and of this process's own
+    # Runner in place of `server` and of this process's sandbox, such as one that tests share.
+    sandbox: Runner | None = None
     server: Url | None = None
     tier: Tier = "auto"
     cpu_s: PositiveInt = 20
@@ -39,39 +42,47 @@ class SandboxedEnv:
 
     @property
     def runner(self) -> Runner:
-        """What runs its programs."""
+        """Sandbox or server that runs the programs."""
         if self.sandbox is not None:
             return self.sandbox
-        return _fusion(self.server) if self.server else own_sandbox(self.tier)
+        if self.server:
+            return _sandbox_fusion(self.server)
+        return local_sandbox(self.tier)
 
     @property
     def limits(self) -> RunLimits:
-        """Of each run."""
+        """Limits of each run."""
         return RunLimits(
             cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb, cores=self.cores
         )
 
 
 class CalculatingEnv(SandboxedEnv):
-    """One whose agents may run programs on the way (see `PlayedEnv`)."""
+    """An environment whose agents may run programs before they answer."""
 
     async def run(self, program: str) -> ToolCall:
+        """Run an agent's Python program; see `PlayedEnv.run`."""
         result = await self.runner.run(program, limits=self.limits)
         failed = result.verdict is not Verdict.OK
-        shown = (
-            result if failed else replace(result, stderr="")
-        )  # a warning is no part of an answer
+        if not failed:
+            # Warnings of a program that succeeds are no part of its result.
+            result = replace(result, stderr="")
         return ToolCall(
-            tool="python", query=program, result=render_result(shown, PRINTED_CHARS), failed=failed
+            tool="python",
+            query=program,
+            result=render_result(result, PRINTED_CHARS),
+            failed=failed,
         )
 
 
 @cache
-def own_sandbox(tier: Tier) -> Sandbox:
-    """This process's sandbox, one for all trajectories; it starts with the first program."""
+def local_sandbox(tier: Tier) -> Sandbox:
+    """Return this process's sandbox, which all trajectories share; it starts with its first run."""
     sandbox = Sandbox(tier=tier)
     atexit.register(sandbox.close)
     return sandbox
 
 
-_fusion = cache(SandboxFusion)
+@cache
+def _sandbox_fusion(server: Url) -> SandboxFusion:
+    return SandboxFusion(server)

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rollout.base.errors import EnvError
 from rollout.base.options import json_schema, option_descriptions, options_model
 from rollout.environments.protocol import AgentMistake, Env, ToolCall
-from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import ToolUse
 from rollout.sandbox import Sandbox, Session
@@ -195,7 +195,7 @@ async def python_tools(
         async def session() -> Session:
             async with opening:
                 if not opened:
-                    own = sandbox or own_sandbox(tier)
+                    own = sandbox or local_sandbox(tier)
                     opened.append(await stack.enter_async_context(own.session(limits)))
             return opened[0]
 

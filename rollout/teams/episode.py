@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from rollout.base.deadlines import Late, LateTool, with_deadline
 from rollout.base.errors import Defect, EngineError, EnvError
 from rollout.base.watchdog import Wait
-from rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
+from rollout.environments.protocol import Case, Env, PlayedEnv, ResourceEnv, Step, ToolCall
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.defects import DefectGuard
@@ -82,7 +82,7 @@ class Episode:
 
     async def _open_env(self, opened: AsyncExitStack) -> None:
         """Open the environment if it has `open` and `close`."""
-        env = cast(Living, self._env)
+        env = cast(ResourceEnv, self._env)
         if hasattr(env, "open") and hasattr(env, "close"):
             opened.push_async_callback(env.close)
             opening: Callable[..., Awaitable[None]] = env.open

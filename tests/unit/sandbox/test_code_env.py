@@ -10,7 +10,7 @@ import pytest
 from rollout.base.errors import EnvError
 from rollout.config.environment import EnvConfig
 from rollout.environments import ENVS
-from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
+from rollout.environments.code import VERDICT_TEXTS, CodeEnv, last_program, pack_test, unpack_test
 from rollout.environments.protocol import Step
 from rollout.environments.running import Tier
 from rollout.records.trajectory import Task
@@ -24,10 +24,9 @@ RIGHT = "print(sum(map(int, input().split())))"
 SMALL = "a, b = map(int, input().split())\nprint(a + b if a < 100 else 0)"  # right on two of three
 
 
-def task(hidden: list[Test], visible: list[Test]) -> Task:
-    answers = [pack_test(t, visible=True) for t in visible] + [
-        pack_test(t, visible=False) for t in hidden
-    ]
+def code_task(hidden: list[Test], visible: list[Test]) -> Task:
+    answers = [pack_test(test, visible=True) for test in visible]
+    answers += [pack_test(test, visible=False) for test in hidden]
     return Task(id="t", prompt="Add.", answers=tuple(answers), env="code", source="s", split="test")
 
 
@@ -35,11 +34,14 @@ def fenced(program: str) -> str:
     return f"So:\n```python\n{program}\n```\n"
 
 
-def play(box: Sandbox, *actions: str, of: Task | None = None, **options: object) -> list[Step]:
-    env = CodeEnv(of or task(HIDDEN, [VISIBLE]), sandbox=box, **options)  # type: ignore[arg-type]
+def play(
+    sandbox: Sandbox, *actions: str, task: Task | None = None, **options: object
+) -> list[Step]:
+    task = task or code_task(HIDDEN, [VISIBLE])
+    env = CodeEnv(task, sandbox=sandbox, **options)  # type: ignore[arg-type]
 
     async def steps() -> list[Step]:
-        assert env.reset(of or task(HIDDEN, [VISIBLE])) == "Add."
+        assert env.reset(task) == "Add."
         return [await env.step(action) for action in actions]
 
     return asyncio.run(steps())
@@ -79,11 +81,8 @@ def test_a_run_shows_visible_tests_only(box: Sandbox) -> None:
         max_tests=2,
     )
     assert tried.observation == "Test 1: wrong answer\nInput: 1 2\nExpected: 3\nOutput: 4"
-    assert (tried.reward, tried.done, tried.metrics) == (
-        0.0,
-        False,
-        {"runs": 1.0, "visible_rate": 0.0},
-    )
+    assert (tried.reward, tried.done) == (0.0, False)
+    assert tried.metrics == {"runs": 1.0, "visible_rate": 0.0}
     assert [(call.tool, call.query, call.result) for call in tried.tools] == [
         ("run", "print(4)\n", tried.observation)
     ]
@@ -101,15 +100,15 @@ def test_tags_in_a_program_are_text(box: Sandbox) -> None:
 
 
 def test_calls(box: Sandbox) -> None:
-    of = task([CallTest(function="add", arguments=(20, 22), accepted=(42,))], [])
-    (step,) = play(box, fenced("class Solution:\n    def add(self, a, b): return a + b"), of=of)
+    task = code_task([CallTest(function="add", arguments=(20, 22), accepted=(42,))], [])
+    (step,) = play(box, fenced("class Solution:\n    def add(self, a, b): return a + b"), task=task)
     assert step.reward == 1.0
-    (tried,) = play(box, "<run>x</run>", of=of)
+    (tried,) = play(box, "<run>x</run>", task=task)
     assert tried.observation == "There are no visible tests."
 
 
 def test_without_hidden_tests_the_visible_ones_count(box: Sandbox) -> None:
-    assert play(box, fenced(RIGHT), of=task([], [VISIBLE]))[0].reward == 1.0
+    assert play(box, fenced(RIGHT), task=code_task([], [VISIBLE]))[0].reward == 1.0
 
 
 class Failing:
@@ -120,7 +119,7 @@ class Failing:
 
 
 def test_a_failed_sandbox_is_an_error_and_not_a_reward() -> None:
-    env = CodeEnv(task(HIDDEN, []), sandbox=Failing())
+    env = CodeEnv(code_task(HIDDEN, []), sandbox=Failing())
     with pytest.raises(EnvError, match="gone"):
         asyncio.run(env.step(fenced(RIGHT)))
     assert asyncio.run(env.step("no program")).reward == 0.0
@@ -130,8 +129,8 @@ def test_a_failed_sandbox_is_an_error_and_not_a_reward() -> None:
     ("answers", "message"), [((), "has no tests"), (("42",), "task t: not a test of a program")]
 )
 def test_tasks_without_tests_are_errors(answers: tuple[str, ...], message: str) -> None:
-    of = Task(id="t", prompt="", answers=answers, env="code", source="s", split="test")
-    env = CodeEnv(of, sandbox=Failing())
+    task = Task(id="t", prompt="", answers=answers, env="code", source="s", split="test")
+    env = CodeEnv(task, sandbox=Failing())
     with pytest.raises(EnvError, match=message):
         asyncio.run(env.step(fenced("1")))
 
@@ -183,12 +182,8 @@ def test_the_environment_is_chosen_by_name() -> None:
         ("repository", "reward", "some", r"reward\s+Input should be 'all' or 'rate'"),
         ("search", "style", "r1", r"style\s+Input should be 'search_r1', 'verl', 'text'"),
         ("code", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
-        (
-            "data_science",
-            "server",
-            "http://box:8080",
-            "has no option 'server'",
-        ),  # a session needs the local sandbox
+        # A session needs the local sandbox.
+        ("data_science", "server", "http://box:8080", "has no option 'server'"),
     ],
 )
 def test_a_misspelt_value_is_refused_before_anything_runs(
@@ -203,4 +198,4 @@ def test_the_tiers_of_a_config_are_those_of_the_sandbox() -> None:
 
 
 def test_the_verdicts_have_descriptions() -> None:
-    assert set(_WORDS) == set(Verdict) - {Verdict.OK, Verdict.SE}
+    assert set(VERDICT_TEXTS) == set(Verdict) - {Verdict.OK, Verdict.SE}
