@@ -1,4 +1,7 @@
-"""Code patches as models write them: unified diffs, or blocks that say what to search and what to put in its place."""
+"""Code patches as models write them: unified diffs, or SEARCH/REPLACE blocks.
+
+`parse_patch` reads the edits of a text, and `apply_patch` makes them.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,44 +10,54 @@ from pathlib import PurePosixPath
 
 from rollout.environments.protocol import after_thought
 
-_HUNK = re.compile(r"^@@ -(\d{1,9})(?:,\d+)? \+\d+(?:,\d+)? @@")
+_HUNK_HEADER = re.compile(r"^@@ -(\d{1,9})(?:,\d+)? \+\d+(?:,\d+)? @@")
 _BLOCK = re.compile(
     r"^(?P<path>[^\s`<>*#][^\n`<>]*?)[ \t]*\n(?:```[^\n]*\n)?<{5,9} SEARCH[ \t]*\n"
     r"(?P<old>.*?)^={5,9}[ \t]*\n(?P<new>.*?)^>{5,9} REPLACE[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
+_MAX_PATH_CHARS = 200
 
 
 class BadPatch(ValueError):
-    """A text is no patch, or does not fit the files: says why, in words for its author."""
+    """A text is no patch, or does not fit the files. The message is for the patch's author."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """Lines of a file that others take the place of."""
+    """Replacement of some lines of a file.
+
+    Attributes:
+        path: path within the repository.
+        old: lines to replace, without line ends; () to put `new` into a new or empty file.
+        new: lines to put in their place.
+        line: number of the first old line, from 1; 0 if the patch does not say it. If the lines are
+            not there, they must be in the file exactly once.
+    """
 
     path: str
-    old: tuple[str, ...]  # without line ends; () puts `new` into a file that is new or empty
+    old: tuple[str, ...]
     new: tuple[str, ...]
-    line: int = 0  # where `old` begins, from 1, if it does not stand elsewhere alone; 0: wherever it stands, once
+    line: int = 0
 
 
 def parse_patch(text: str) -> list[Edit]:
-    """The edits of a unified diff or of SEARCH/REPLACE blocks after any thought, in order.
+    """Return the edits of SEARCH/REPLACE blocks, or else of a unified diff, after any thought.
 
     Raises:
-        BadPatch: there are none, or one is cut off.
+        BadPatch: the text has no edit, a path leads out of the repository, or a hunk has no file.
     """
     text = after_thought(text)
-    blocks = [
-        Edit(
-            path=_path(found["path"]),
-            old=tuple(found["old"].splitlines()),
-            new=tuple(found["new"].splitlines()),
+    edits = []
+    for block in _BLOCK.finditer(text):
+        edit = Edit(
+            path=_repository_path(block["path"]),
+            old=tuple(block["old"].splitlines()),
+            new=tuple(block["new"].splitlines()),
         )
-        for found in _BLOCK.finditer(text)
-    ]
-    edits = blocks or _diff(text)
+        edits.append(edit)
+    if not edits:
+        edits = _parse_diff(text)
     if not edits:
         raise BadPatch(
             "There is no patch: expected a unified diff, or SEARCH/REPLACE blocks under a path."
@@ -53,94 +66,109 @@ def parse_patch(text: str) -> list[Edit]:
 
 
 def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
-    """The files with the edits made, one after the other; all of them or none.
+    """Return the files after all edits, which are made one after the other.
 
     Raises:
-        BadPatch: the text that an edit replaces is not in its file, or is there more than once.
+        BadPatch: the lines that an edit replaces are not in its file, or more than once.
     """
-    done = dict(files)
-    shift: dict[str, int] = {}  # by how much lines have moved down, by path
+    patched = dict(files)
+    # Lines that earlier edits have added to a file: line numbers are those of the original file.
+    added_lines: dict[str, int] = {}
     for edit in edits:
-        lines = done.get(edit.path, "").splitlines()
-        if edit.path not in done and edit.old:
+        if edit.path not in patched and edit.old:
             raise BadPatch(f"There is no file {edit.path}.")
-        start = _find(edit, lines, shift.get(edit.path, 0))
+        lines = patched.get(edit.path, "").splitlines()
+        offset = added_lines.get(edit.path, 0)
+        start = _find_lines(edit, lines, offset)
         lines[start : start + len(edit.old)] = edit.new
-        shift[edit.path] = shift.get(edit.path, 0) + len(edit.new) - len(edit.old)
-        done[edit.path] = "\n".join(lines) + "\n" if lines else ""
-    return done
+        added_lines[edit.path] = offset + len(edit.new) - len(edit.old)
+        patched[edit.path] = "\n".join(lines) + "\n" if lines else ""
+    return patched
 
 
-def _find(edit: Edit, lines: Sequence[str], shift: int) -> int:
-    """Where the edit's old lines begin: at its line if they are there, else where they stand once."""
+def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
+    """Return the index of the first line that an edit replaces.
+
+    The edit's line number counts if the old lines are there; otherwise they must occur once.
+    """
     if not edit.old:
-        if lines and not edit.line:
-            raise BadPatch(f"{edit.path} is not empty; say which lines are to be replaced.")
-        return min(edit.line + shift, len(lines)) if edit.line else 0
-    size = len(edit.old)
-    told = edit.line - 1 + shift
-    if edit.line and told >= 0 and tuple(lines[told : told + size]) == edit.old:
-        return told
-    places = [i for i in range(len(lines) - size + 1) if tuple(lines[i : i + size]) == edit.old]
-    if len(places) != 1:
-        what = f"stand there {len(places)} times" if places else "are not there"
-        raise BadPatch(f"{edit.path}: the lines to replace, from {edit.old[0]!r} on, {what}.")
-    return places[0]
+        if not edit.line:
+            if lines:
+                raise BadPatch(f"{edit.path} is not empty; say which lines are to be replaced.")
+            return 0
+        return min(edit.line + offset, len(lines))
+
+    count = len(edit.old)
+    starts = [
+        start
+        for start in range(len(lines) - count + 1)
+        if tuple(lines[start : start + count]) == edit.old
+    ]
+    expected_start = edit.line - 1 + offset
+    if edit.line and expected_start in starts:
+        return expected_start
+    if len(starts) != 1:
+        problem = f"stand there {len(starts)} times" if starts else "are not there"
+        raise BadPatch(f"{edit.path}: the lines to replace, from {edit.old[0]!r} on, {problem}.")
+    return starts[0]
 
 
-def _diff(text: str) -> list[Edit]:
-    """A hunk is as long as its rows begin with a sign; models count the lines of its header badly."""
+def _parse_diff(text: str) -> list[Edit]:
+    """Return one edit for each hunk of a unified diff.
+
+    A hunk ends at the first row that has none of its signs: models count the rows of a hunk badly,
+    so the lengths in its header are ignored.
+    """
     edits: list[Edit] = []
-    path, line, hunk = "", 0, list[str]()
-
-    def finish() -> None:
-        while hunk and hunk[-1] == " ":  # blank lines between the diff and what was said after it
-            hunk.pop()
-        if hunk:
-            old = tuple(row[1:] for row in hunk if row[0] != "+")
-            edits.append(
-                Edit(
-                    path=path,
-                    old=old,
-                    new=tuple(row[1:] for row in hunk if row[0] != "-"),
-                    line=line,
-                )
-            )
-        hunk.clear()
-
+    path = ""
+    line = 0  # first line of the current hunk; 0 outside of hunks
+    hunk: list[str] = []
     for row in text.splitlines():
-        header = _HUNK.match(row)
-        if (
-            header is None
-            and line
-            and not row.startswith(("--- ", "+++ "))
-            and (not row or row[0] in "+- \\")
-        ):
-            hunk += [row or " "] if row[:1] != "\\" else []  # \\ No newline at end of file
+        header = _HUNK_HEADER.match(row)
+        names_file = row.startswith(("--- ", "+++ "))
+        has_sign = not row or row[0] in "+- \\"
+        if line and has_sign and not header and not names_file:
+            if not row.startswith("\\"):  # "\ No newline at end of file" is no line
+                hunk.append(row or " ")
             continue
-        finish()
-        line = max(int(header.group(1)), 1) if header else 0
-        if header and not path:
-            raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
-        name = row[4:].split("\t")[0].strip()
-        if (
-            row.startswith(("--- ", "+++ ")) and name != "/dev/null"
-        ):  # of a file that is made, or taken away
-            path = _path(name)
-    finish()
+
+        edits += _edit_of_hunk(hunk, path, line)
+        hunk = []
+        line = 0
+        if header:
+            if not path:
+                raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
+            line = max(int(header.group(1)), 1)
+        elif names_file:
+            name = row[4:].split("\t")[0].strip()
+            if name != "/dev/null":  # the other side of a file that is created or removed
+                path = _repository_path(name)
+    edits += _edit_of_hunk(hunk, path, line)
     return edits
 
 
-def _path(text: str) -> str:
-    """A path within the repository; one that leads out of it is refused."""
+def _edit_of_hunk(hunk: Sequence[str], path: str, line: int) -> list[Edit]:
+    """Return the edit of a hunk's rows; [] if there are none."""
+    rows = list(hunk)
+    # Blank rows at the end are the space between the diff and the text after it.
+    while rows and rows[-1] == " ":
+        rows.pop()
+    if not rows:
+        return []
+    old = tuple(row[1:] for row in rows if row[0] != "+")
+    new = tuple(row[1:] for row in rows if row[0] != "-")
+    return [Edit(path=path, old=old, new=new, line=line)]
+
+
+def _repository_path(text: str) -> str:
+    """Return a path within the repository, without the prefixes a/ and b/ of diffs.
+
+    Raises:
+        BadPatch: the path is empty, absolute, too long or leads out of the repository.
+    """
     name = re.sub(r"^[ab]/", "", text.strip().strip('"'))
     path = PurePosixPath(name)
-    if (
-        not name
-        or path.is_absolute()
-        or ".." in path.parts
-        or not name.isprintable()
-        or len(name) > 200
-    ):
+    leads_out = path.is_absolute() or ".." in path.parts
+    if not name or leads_out or not name.isprintable() or len(name) > _MAX_PATH_CHARS:
         raise BadPatch(f"{text.strip()} is no path within the repository.")
     return str(path)

@@ -1,8 +1,11 @@
-"""Software-repair environment (SWE-bench): an issue with its files, a patch for them, and hidden tests."""
+"""Software-repair environment (SWE-bench): an issue, a patch of the files, and hidden tests.
+
+`pack_source`, `pack_check` and `pack_instance` write a task's `answers`; `RepositoryEnv` reads them.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -20,20 +23,24 @@ from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, judge
-from rollout.sandbox.records import Verdict
+from rollout.sandbox.records import RunLimits, Verdict
 
-_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
-_HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
-_PYTEST = """
+_PATCH_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
+# Lines that make the modules of the working folder importable.
+_IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
+
+# Program that runs pytest and prints `MARK name` for each test that passes. The mark is a secret of
+# the run that is read from stdin, so that the tested code cannot print such lines.
+_PYTEST_PROGRAM = """
 import os, sys
 sys.path[:] = [path for path in sys.path if path != os.getcwd()]
-import pytest  # not one that a patch brings
+import pytest  # not a pytest.py of the patch
 sys.path.insert(0, os.getcwd())
 
 
 def main():
     mark, *modules = sys.stdin.read().split()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # else the mark could be read again
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the mark cannot be read again
     passed = []
 
     class Passed:
@@ -44,36 +51,50 @@ def main():
     options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
     pytest.main([*options, *modules], plugins=[Passed()])
     print("", *(f"{mark} {name}" for name in passed), sep="\\n", flush=True)
-    os._exit(0)  # what the tested code has put off to its end could print, too
+    os._exit(0)  # exit handlers of the tested code do not run
 
 
 main()
 """
-# what pytest is configured by: a patch's changes of these do not count
-_CONFIGURES = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml")
-_SKIPPED = (".git", "__pycache__", ".tox", "node_modules")
-_MAX_FILE = 1 << 20  # bytes of a checkout's files that are read
+# Files that configure pytest; changes of them by a patch are ignored.
+_PYTEST_CONFIGS = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
+)
+# Folders and files of a checkout that are left out.
+_SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
+_MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCall:
-    """A hidden test: `function` of `module` is to return `expected`."""
+    """Hidden test: `function` of `module` must return `expected`.
+
+    Attributes:
+        arguments: JSON values.
+        expected: JSON value, which stays outside the sandbox.
+        passes: True if the test passes before the repair (PASS_TO_PASS).
+    """
 
     name: str
     module: str
     function: str
-    arguments: tuple[Any, ...]  # JSON values
-    expected: Any  # JSON value; stays outside the sandbox
-    passes: bool  # before the repair: a PASS_TO_PASS test
+    arguments: tuple[Any, ...]
+    expected: Any
+    passes: bool
 
 
 def pack_source(path: str, content: str) -> str:
-    """A file that agents see and may change, as one of a task's `answers`."""
+    """Encode a file that agents see and may change as one of a task's `answers`."""
     return json.dumps({"source": path, "content": content})
 
 
 def pack_check(check: CheckCall) -> str:
-    """A hidden test, as one of a task's `answers`; no model ever sees it."""
+    """Encode a hidden test as one of a task's `answers`; no model ever sees it."""
     return json.dumps({"check": asdict(check)})
 
 
@@ -85,44 +106,69 @@ def pack_instance(
     test_patch: str,
     shown: Sequence[str] = (),
 ) -> str:
-    """What a row of SWE-bench says of its tests, as one of a task's `answers`; the files are a checkout's.
+    """Encode the tests of a SWE-bench instance as one of a task's `answers`.
+
+    The files are those of the instance's checkout.
 
     Args:
-        shown: paths of the files that agents read; of others they read the names.
+        instance: name of the instance and of its checkout.
+        fail_to_pass: names of tests that the repair must make pass.
+        pass_to_pass: names of tests that must still pass.
+        test_patch: unified diff that adds the tests.
+        shown: paths of files that agents read; of other files they read the paths only.
     """
-    tests = {
+    fields = {
+        "instance": instance,
+        "shown": list(shown),
         "fail_to_pass": list(fail_to_pass),
         "pass_to_pass": list(pass_to_pass),
         "test_patch": test_patch,
     }
-    return json.dumps({"instance": instance, "shown": list(shown), **tests})
+    return json.dumps(fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instance:
+    """Decoded `answers` of a task.
+
+    Attributes:
+        sources: content of each file by path.
+        shown: paths of the files that agents read.
+        checks: tests of a generated task; () for a SWE-bench instance.
+        tests: names of the tests `fail_to_pass` and `pass_to_pass`.
+        test_patch: diff that adds pytest tests; "" for a generated task.
+    """
+
     sources: dict[str, str]
     shown: Sequence[str]
     checks: Sequence[CheckCall]
-    tests: Mapping[str, Sequence[str]]  # names of `fail_to_pass` and `pass_to_pass`
+    tests: Mapping[str, Sequence[str]]
     test_patch: str
+
+    @property
+    def test_names(self) -> list[str]:
+        """Names of all tests."""
+        return [*chain(*self.tests.values())]
 
 
 @dataclass(eq=False, kw_only=True)
 class RepositoryEnv(SandboxedEnv):
-    """An issue of a repository, resolved by patches that hidden tests decide on.
+    """An issue of a repository, to be resolved by a patch that passes hidden tests.
 
-    Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
-    `max_turns`th; before that, an observation says whether it applies and nothing about the tests. A patch that does
-    not apply, or a text without one, passes no test. Of a checkout, what a patch changes of pytest's configuration
-    (conftest.py, pyproject.toml and the like) does not count, nor does what the tested code prints. Metrics: `solved`,
-    1 when every test passes, as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares that pass; `applied`;
-    `malformed_patches` so far.
+    Every step is a patch of the original files. The trajectory ends when a patch resolves the
+    issue, or after `max_turns` steps. Before the end, an observation says whether the patch applies
+    and nothing about the tests. A patch that does not apply, or a text without one, passes no test.
+    In a checkout, changes of pytest's configuration (conftest.py, pyproject.toml and the like) are
+    ignored, and so is the output of the tested code. Metrics are `solved`, 1 if every test passes,
+    as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares of tests that pass; `applied`;
+    and `malformed_patches` so far.
 
     Args:
-        max_turns: patches at most.
-        reward: `all`, 1 when every test passes, else 0; or `rate`, the share that does. Only the last step is paid.
-        checkouts: folder of repositories by instance, for tasks that name one.
-        cpu_s: CPU seconds of a run; on the clock it has three times as many.
+        max_turns: most patches.
+        reward: `all`, 1 if every test passes, else 0; or `rate`, the share of tests that pass.
+            Only the last step has a reward.
+        checkouts: folder of repositories by instance, for tasks that name an instance.
+        cpu_s: CPU seconds of a run; its limit of wall time is three times as long.
     """
 
     max_turns: PositiveInt = 1
@@ -131,21 +177,15 @@ class RepositoryEnv(SandboxedEnv):
     memory_mb: PositiveInt = 1024
     _instance: _Instance | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
-    _malformed: int = field(default=0, init=False)
+    _malformed_patches: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns the issue, the files and the form of a patch."""
-        self._turns = self._malformed = 0
-        self._instance = _read(task, Path(self.checkouts) if self.checkouts else None)
-        sources = self._instance.sources
-        named = "\n".join(sorted(path for path in sources if path not in self._instance.shown))
-        shown = [
-            f"## {path}\n```\n{sources[path]}```"
-            for path in self._instance.shown
-            if path in sources
-        ]
-        listed = "\n\n".join([*([named] if named else []), *shown])
-        return f"# Issue\n{task.prompt}\n\n# Files\n{listed}\n\n# Form of a patch\n{_FORM}"
+        """Start a task; return the issue, the files and the form of a patch."""
+        self._turns = 0
+        self._malformed_patches = 0
+        self._instance = _read_instance(task, Path(self.checkouts) if self.checkouts else None)
+        files = _render_files(self._instance)
+        return f"# Issue\n{task.prompt}\n\n# Files\n{files}\n\n# Form of a patch\n{_PATCH_FORM}"
 
     async def step(self, action: str) -> Step:
         """Apply a patch, and test it."""
@@ -153,127 +193,186 @@ class RepositoryEnv(SandboxedEnv):
         if instance is None:
             raise EnvError("RepositoryEnv.step before reset")
         self._turns += 1
-        passed: dict[str, bool] = {}
+
+        passed: set[str] = set()
         try:
             files = apply_patch(instance.sources, parse_patch(action))
-            passed = await self._test(instance, files)
-            observation, applied = "The patch applies.", True
+            passed = await self._passed_tests(instance, files)
+            applied = True
+            observation = "The patch applies."
         except BadPatch as error:
-            self._malformed += 1
-            observation, applied = str(error), False
-        rates = {kind: _share(names, passed) for kind, names in instance.tests.items()}
+            self._malformed_patches += 1
+            applied = False
+            observation = str(error)
+
+        rates = {kind: _pass_rate(names, passed) for kind, names in instance.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
         done = solved or self._turns == self.max_turns
-        paid = (
-            float(solved)
-            if self.reward == "all"
-            else _share([*chain(*instance.tests.values())], passed)
-        )
-        counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
+        reward = 0.0
+        if done:
+            reward = float(solved)
+            if self.reward == "rate":
+                reward = _pass_rate(instance.test_names, passed)
         return Step(
-            observation=observation if not done else "",
-            reward=paid if done else 0.0,
+            observation="" if done else observation,
+            reward=reward,
             done=done,
             answer=action.strip() if applied else "",
             tools=(ToolCall(tool="patch", query=action, result=observation, failed=not applied),),
-            metrics={"solved": float(solved), **rates, **counts},
+            metrics={
+                "solved": float(solved),
+                **rates,
+                "applied": float(applied),
+                "malformed_patches": float(self._malformed_patches),
+            },
         )
 
-    async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
-        """Which tests pass, by name; SandboxError where nothing is known about one of them."""
-        limits = replace(self.limits, wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000)
-        if instance.test_patch:
-            own = {path: content for path, content in instance.sources.items() if _configures(path)}
-            try:
-                files = {
-                    path: content for path, content in files.items() if not _configures(path)
-                } | own
-                files = apply_patch(files, parse_patch(instance.test_patch))
-            except BadPatch:  # the agent has changed what the tests change
-                return {}
-        folder = {path: content.encode() for path, content in files.items()}
+    async def _passed_tests(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+        """Return the names of the tests that pass with the patched files.
+
+        Raises:
+            BadPatch: the files cannot be written.
+            SandboxError: the result of a test is unknown.
+        """
         try:
             if instance.test_patch:
-                modules = " ".join(
-                    sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())})
-                )
-                mark = token_hex()  # unknown to what the tested code prints
-                result = await self.runner.run(
-                    _PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder
-                )
-                return dict.fromkeys(
-                    re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True
-                )
-            judged = await gather_or_cancel(
-                judge(self.runner, *_as_call(check), limits=limits, files=folder)
-                for check in instance.checks
-            )
-        except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
+                return await self._run_pytest(instance, files)
+            return await self._run_checks(instance, files)
+        except (OSError, ValueError) as error:
+            # A path is no file name, or it is a folder of another path.
             raise BadPatch("The patched files cannot be written.") from error
+
+    async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+        """Return the names of the pytest tests that pass."""
+        configured = {path: text for path, text in files.items() if not _configures_pytest(path)}
+        for path, content in instance.sources.items():
+            if _configures_pytest(path):
+                configured[path] = content
+        try:
+            tested = apply_patch(configured, parse_patch(instance.test_patch))
+        except BadPatch:  # the agent has changed lines that the hidden tests change
+            return set()
+
+        modules = sorted({name.split(":", 1)[0] for name in instance.test_names})
+        mark = token_hex()
+        result = await self.runner.run(
+            _PYTEST_PROGRAM,
+            stdin=f"{mark} {' '.join(modules)}",
+            limits=self._test_limits,
+            files=_encode(tested),
+        )
+        return set(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE))
+
+    async def _run_checks(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+        """Return the names of the checks that pass."""
+        folder = _encode(files)
+        results = await gather_or_cancel(
+            judge(
+                self.runner,
+                f"{_IMPORT_FROM_FOLDER}from {check.module} import {check.function}\n",
+                CallTest(
+                    function=check.function, arguments=check.arguments, accepted=(check.expected,)
+                ),
+                limits=self._test_limits,
+                files=folder,
+            )
+            for check in instance.checks
+        )
         return {
-            c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)
+            check.name
+            for check, result in zip(instance.checks, results, strict=True)
+            if result.verdict is Verdict.OK
         }
 
-
-def _configures(path: str) -> bool:
-    return PurePosixPath(path).name in _CONFIGURES
-
-
-def _as_call(check: CheckCall) -> tuple[str, CallTest]:
-    source = f"{_HERE}from {check.module} import {check.function}\n"
-    return source, CallTest(
-        function=check.function, arguments=check.arguments, accepted=(check.expected,)
-    )
+    @property
+    def _test_limits(self) -> RunLimits:
+        return replace(self.limits, wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000)
 
 
-def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
-    return sum(passed.get(name, False) for name in names) / len(names) if names else 1.0
+def _render_files(instance: _Instance) -> str:
+    """List the paths of files, and then the files that agents read with their content."""
+    paths = sorted(path for path in instance.sources if path not in instance.shown)
+    parts = ["\n".join(paths)] if paths else []
+    for path in instance.shown:
+        if path in instance.sources:
+            parts.append(f"## {path}\n```\n{instance.sources[path]}```")
+    return "\n\n".join(parts)
 
 
-def _read(task: Task, checkouts: Path | None) -> _Instance:
+def _configures_pytest(path: str) -> bool:
+    return PurePosixPath(path).name in _PYTEST_CONFIGS
+
+
+def _encode(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {path: content.encode() for path, content in files.items()}
+
+
+def _pass_rate(names: Sequence[str], passed: Collection[str]) -> float:
+    """Return the share of tests that pass; 1 without tests."""
+    if not names:
+        return 1.0
+    return sum(name in passed for name in names) / len(names)
+
+
+def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
+    """Decode the answers of a task.
+
+    Raises:
+        EnvError: they cannot be decoded, a checkout is missing, or there is no file or no test that
+            fails before the repair.
+    """
     sources: dict[str, str] = {}
     checks: list[CheckCall] = []
-    tests: dict[str, list[str]] = {"fail_to_pass": [], "pass_to_pass": []}
-    shown, test_patch = None, ""
+    fail_to_pass: list[str] = []
+    pass_to_pass: list[str] = []
+    shown: list[str] | None = None
+    test_patch = ""
     try:
         for text in task.answers:
             fields = json.loads(text)
             if "source" in fields:
                 sources[fields["source"]] = fields["content"]
             elif "check" in fields:
-                check = fields["check"]
-                checks.append(CheckCall(**{**check, "arguments": tuple(check["arguments"])}))
-                tests["pass_to_pass" if checks[-1].passes else "fail_to_pass"].append(
-                    checks[-1].name
-                )
+                arguments = tuple(fields["check"]["arguments"])
+                check = CheckCall(**{**fields["check"], "arguments": arguments})
+                checks.append(check)
+                names = pass_to_pass if check.passes else fail_to_pass
+                names.append(check.name)
             else:
-                sources |= _checkout(checkouts, fields["instance"])
-                tests = {kind: [*names, *fields[kind]] for kind, names in tests.items()}
-                shown, test_patch = fields["shown"], fields["test_patch"]
+                sources |= _read_checkout(checkouts, fields["instance"])
+                fail_to_pass += fields["fail_to_pass"]
+                pass_to_pass += fields["pass_to_pass"]
+                shown = fields["shown"]
+                test_patch = fields["test_patch"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(
             f"task {task.id}: its answers are no files and tests ({type(error).__name__}: {error})"
         ) from error
-    if not sources or not tests["fail_to_pass"]:
+    if not sources or not fail_to_pass:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
-    shown = sorted(sources) if shown is None else shown
     return _Instance(
-        sources=sources, shown=shown, checks=checks, tests=tests, test_patch=test_patch
+        sources=sources,
+        shown=sorted(sources) if shown is None else shown,
+        checks=checks,
+        tests={"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass},
+        test_patch=test_patch,
     )
 
 
-def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
-    """The text files of a repository at the commit of an instance."""
+def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
+    """Return the text files of an instance's repository by path."""
     root = checkouts / instance if checkouts is not None else None
     if root is None or not root.is_dir():
         raise EnvError(
-            f"{root or instance}: no such checkout; set env.options.checkouts to a folder that has it"
+            f"{root or instance}: no such checkout; "
+            "set env.options.checkouts to a folder that has it"
         )
     files = {}
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
-        small = path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_FILE
-        if small and not set(parts) & set(_SKIPPED):
-            with suppress(UnicodeDecodeError):
+        if not path.is_file() or path.is_symlink() or not _SKIPPED_FOLDERS.isdisjoint(parts):
+            continue
+        if path.stat().st_size <= _MAX_FILE_BYTES:
+            with suppress(UnicodeDecodeError):  # files that are no text are left out
                 files["/".join(parts)] = path.read_text(encoding="utf-8")
     return files

@@ -1,4 +1,4 @@
-"""Patches as models write them, applied by hand."""
+"""Patches as models write them: parsed, applied and refused."""
 
 from __future__ import annotations
 
@@ -37,15 +37,11 @@ def patched(text: str) -> dict[str, str]:
     return apply_patch(FILES, parse_patch(text))
 
 
-def test_blocks_replace_what_stands_there_once() -> None:
+def test_blocks_replace_lines_that_occur_once() -> None:
     assert parse_patch(BLOCK) == [Edit(path="pkg/a.py", old=("three",), new=("3", "3.5"))]
     assert patched(f"I change it.\n\n{BLOCK}\n")["pkg/a.py"] == "one\ntwo\n3\n3.5\ntwo\nfive\n"
-    assert patched(
-        f"<think>{BLOCK}</think>\nb.txt\n```\n<<<<<<< SEARCH\nx\n=======\n>>>>>>> REPLACE\n```\n"
-    ) == {
-        **FILES,
-        "b.txt": "",
-    }
+    emptied = "b.txt\n```\n<<<<<<< SEARCH\nx\n=======\n>>>>>>> REPLACE\n```\n"
+    assert patched(f"<think>{BLOCK}</think>\n{emptied}") == {**FILES, "b.txt": ""}
     new = "d.py\n<<<<<<< SEARCH\n=======\npass\n>>>>>>> REPLACE"
     assert patched(f"{BLOCK}\n\n{new}")["d.py"] == "pass\n"
 
@@ -57,11 +53,9 @@ def test_a_unified_diff_is_applied_hunk_by_hunk() -> None:
     assert files["b.txt"] == FILES["b.txt"]
 
 
-def test_hunks_with_wrong_lines_are_found_where_their_text_stands_once() -> None:
-    assert (
-        patched("--- a/pkg/a.py\n+++ b/pkg/a.py\n@@ -90,9 +1,1 @@\n three\n-two\n")["pkg/a.py"]
-        == "one\ntwo\nthree\nfive\n"
-    )
+def test_a_hunk_with_a_wrong_line_number_replaces_lines_that_occur_once() -> None:
+    moved = "--- a/pkg/a.py\n+++ b/pkg/a.py\n@@ -90,9 +1,1 @@\n three\n-two\n"
+    assert patched(moved)["pkg/a.py"] == "one\ntwo\nthree\nfive\n"
     insert = "--- a/b.txt\n+++ b/b.txt\n@@ -1,0 +2 @@\n+y\n"
     assert patched(insert)["b.txt"] == "x\ny\n"
     gone = "--- a/b.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
@@ -85,6 +79,6 @@ def test_hunks_with_wrong_lines_are_found_where_their_text_stands_once() -> None
         ("@@ -1 +1 @@\n-one\n+1\n", "comes before the line"),
     ],
 )
-def test_what_does_not_fit_is_said_to_its_author(text: str, message: str) -> None:
+def test_a_patch_that_does_not_fit_is_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(BadPatch, match=message):
         patched(text)

@@ -29,8 +29,8 @@ ROLES = {"player": "repairer"}
 SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n"
 
 
-def check(name: str, function: str, given: int, expected: Any, passes: bool) -> str:
-    one = CheckCall(
+def packed_check(name: str, function: str, given: int, expected: Any, passes: bool) -> str:
+    check = CheckCall(
         name=name,
         module="pkg.m",
         function=function,
@@ -38,7 +38,7 @@ def check(name: str, function: str, given: int, expected: Any, passes: bool) -> 
         expected=expected,
         passes=passes,
     )
-    return pack_check(one)
+    return pack_check(check)
 
 
 TASK = Task(
@@ -47,10 +47,10 @@ TASK = Task(
     answers=(
         pack_source("pkg/__init__.py", ""),
         pack_source("pkg/m.py", SOURCE),
-        check("a", "double", 3, 6, False),
-        check("b", "double", 977, 1954, False),
-        check("c", "double", 2, 4, True),
-        check("d", "half", 4, 2.0, True),
+        packed_check("a", "double", 3, 6, False),
+        packed_check("b", "double", 977, 1954, False),
+        packed_check("c", "double", 2, 4, True),
+        packed_check("d", "half", 4, 2.0, True),
     ),
     env="repository",
     source="s",
@@ -111,7 +111,7 @@ def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: S
 
 
 def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
-    """It does not know what is expected; ending the process or printing gains nothing."""
+    """The patch does not know the expected values; printing or ending the process gains nothing."""
     tricks = (
         "import os; print('6', flush=True); os._exit(0)",
         "import builtins\nclass Yes:\n    def __eq__(self, other): return True\ndef double(n): return Yes()",
@@ -123,28 +123,18 @@ def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("path", [".", "pkg/m.py/x.py"])
-def test_a_patch_of_what_can_be_no_file_does_not_apply(box: Sandbox, path: str) -> None:
+def test_a_patch_of_an_impossible_path_does_not_apply(box: Sandbox, path: str) -> None:
     _, [step] = steps(box, f"{path}\n<<<<<<< SEARCH\n=======\nx\n>>>>>>> REPLACE")
-    assert (step.metrics["applied"], step.metrics["malformed_patches"], step.reward) == (
-        0.0,
-        1.0,
-        0.0,
-    )
+    assert (step.metrics["applied"], step.metrics["malformed_patches"]) == (0.0, 1.0)
+    assert step.reward == 0.0
 
 
 def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox) -> None:
     make_env = partial(RepositoryEnv, sandbox=box, max_turns=3)
     replies = [block("nothing", "x"), "no idea", f"<think>so</think>{RIGHT}"]
     trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=make_env)
-    assert (
-        trajectory.outcome,
-        trajectory.metrics["solved"],
-        trajectory.metrics["malformed_patches"],
-    ) == (
-        1.0,
-        1.0,
-        2.0,
-    )
+    assert (trajectory.outcome, trajectory.metrics["solved"]) == (1.0, 1.0)
+    assert trajectory.metrics["malformed_patches"] == 2.0
     assert validity(trajectory) == [True, False, True]
     assert "from 'nothing' on, are not there" in prompts[1] and "There is no patch" in prompts[2]
     assert [event.tool for event in trajectory.tools] == ["patch"] * 3
@@ -158,10 +148,8 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
         make_env=partial(RepositoryEnv, sandbox=box, max_turns=2),
     )
     assert (again.outcome, again.status) == (0.0, Status.COMPLETED)
-    assert (
-        "The patch applies.\n" in prompts[1]
-        and "test" not in prompts[1].partition("The patch applies.")[2]
-    )
+    _, observation, rest = prompts[1].partition("The patch applies.")
+    assert observation and rest.startswith("\n") and "test" not in rest
 
 
 def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
@@ -180,10 +168,10 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
                 assert (bug.function(*check.arguments) == check.expected) is check.passes
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
-    _, [kept] = steps(
+    _, [unchanged] = steps(
         box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task
     )
-    assert (kept.metrics["fail_to_pass"], kept.metrics["pass_to_pass"]) == (0.0, 1.0)
+    assert (unchanged.metrics["fail_to_pass"], unchanged.metrics["pass_to_pass"]) == (0.0, 1.0)
     _, [fixed] = steps(box, block(source.rstrip(), right.rstrip()), task=task)
     assert fixed.metrics["solved"] == 1.0
 
@@ -193,20 +181,14 @@ def test_generated_packages_are_a_function_of_the_seed_and_splits_share_no_bug()
     sizes = {"train": 40, "validation": 8, "test": 8}
     tasks = generate(1, sizes)
     assert tasks == generate(1, sizes) and len({task.id for task in tasks}) == 56
-    bugs = {
-        split: {
-            t.prompt.partition(".")[2].partition(" For example")[0].split(".")[-2]
-            for t in tasks
-            if t.split == split
-        }
-        for split in sizes
-    }
-    assert (
-        not bugs["train"] & bugs["test"]
-        and not bugs["train"] & bugs["validation"]
-        and all(bugs.values())
-    )
-    assert all(len([a for a in t.answers if "source" in json.loads(a)]) == 3 for t in tasks)
+    bugs: dict[str, set[str]] = {split: set() for split in sizes}
+    for task in tasks:
+        complaint = task.prompt.partition(".")[2].partition(" For example")[0]
+        bugs[task.split].add(complaint.split(".")[-2])
+        assert sum("source" in json.loads(answer) for answer in task.answers) == 3
+    assert all(bugs.values())
+    assert not bugs["train"] & bugs["test"]
+    assert not bugs["train"] & bugs["validation"]
 
 
 ROW = {
@@ -258,16 +240,11 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(
     (tmp_path / "o__r-1" / "logo.bin").write_bytes(b"\xff\xfe\x00")
     checkouts = str(tmp_path)
     shown, [right] = steps(box, RIGHT, task=swe_task(), checkouts=checkouts)
-    assert (
-        "pkg/__init__.py\ntests/test_m.py\n\n## pkg/m.py\n" in shown
-        and "secret" not in shown
-        and "test_double" not in shown
-    )
-    assert (
-        right.metrics["solved"],
-        right.metrics["fail_to_pass"],
-        right.metrics["pass_to_pass"],
-    ) == (1.0, 1.0, 1.0)
+    assert "pkg/__init__.py\ntests/test_m.py\n\n## pkg/m.py\n" in shown
+    assert "secret" not in shown
+    assert "test_double" not in shown
+    assert right.metrics["solved"] == 1.0
+    assert (right.metrics["fail_to_pass"], right.metrics["pass_to_pass"]) == (1.0, 1.0)
     _, [same] = steps(
         box,
         block("    return n + 2", "    return n + 2"),
@@ -275,16 +252,12 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(
         checkouts=checkouts,
         reward="rate",
     )
-    assert (same.reward, same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (
-        0.5,
-        0.0,
-        1.0,
-    )
+    assert same.reward == 0.5
+    assert (same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (0.0, 1.0)
     hidden = block("    assert half(4) == 2", "    pass", "tests/test_m.py")
     _, [meddled] = steps(box, hidden, task=swe_task(), checkouts=checkouts)
-    assert (
-        meddled.metrics["pass_to_pass"] == 0.0
-    )  # the hidden tests' own patch does not fit any more
+    # The patch of the hidden tests does not apply any more.
+    assert meddled.metrics["pass_to_pass"] == 0.0
     with pytest.raises(EnvError, match=r"no such checkout; set env.options.checkouts"):
         steps(box, task=swe_task(), checkouts=str(tmp_path / "elsewhere"))
 
@@ -296,7 +269,8 @@ MARKED = (
     "    try:\n        mark = os.pread(0, 64, 0).decode()\n    except OSError:\n        mark = ''\n"
 )
 MARKED += "    os.write(1, f'\\n{mark} {name}\\n'.encode())"
-SPOOFS = {  # what a patch has `double` do, which stays wrong
+# Bodies of `double` in a patch; its result stays wrong.
+SPOOFS = {
     "prints that a test has passed": "    print('\\nPASSED', name)",
     "prints it at its end": "    atexit.register(print, '\\nPASSED', name)",
     "writes it to every file that is open": TO_ALL,
@@ -341,8 +315,7 @@ def test_rows_that_are_no_instances_are_refused() -> None:
 def test_tasks_that_cannot_be_read_fail(box: Sandbox) -> None:
     for answers in (("?",), ('{"check": {}}',), (pack_source("a.py", ""),)):
         with pytest.raises(EnvError, match="task t"):
-            steps(
-                box, task=Task(id="t", prompt="", answers=answers, env="", source="", split="test")
-            )
+            task = Task(id="t", prompt="", answers=answers, env="", source="", split="test")
+            steps(box, task=task)
     with pytest.raises(EnvError, match="before reset"):
         asyncio.run(RepositoryEnv(TASK, sandbox=box).step("x"))
