@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docs.writers import DOCS, rendered
 from mcore_mas.config.experiments import expand_braces, experiments
-from mcore_mas.reports.paper_results import published_values, read_published
+from mcore_mas.reports.published_values import published_values, read_published
 
 EXPERIMENTS = DOCS / "experiments.md"
 

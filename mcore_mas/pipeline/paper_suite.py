@@ -246,7 +246,8 @@ def write_paper_table(
     """
     # These modules import pandas, which planning a table does not need.
     from mcore_mas.reports.costs import run_costs
-    from mcore_mas.reports.paper_results import MadeFrom, known_deviations, make_paper_table
+    from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+    from mcore_mas.reports.published_values import known_deviations
 
     table = PaperTable.load(name)
     files = {key: [Path(path) for path in paths] for key, paths in evaluations.items()}

@@ -43,7 +43,7 @@ _GROUPED_SECTIONS = {
     "mean -log p of sampled tokens by agent": ("agent", "sampled_entropy"),
 }
 
-_STYLE: Mapping[str, Any] = {
+_STYLE: Any = {
     "svg.hashsalt": "mcore-mas",  # equal numbers give equal pictures
     "svg.fonttype": "none",
     "font.size": 9,
@@ -120,7 +120,7 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     A run has the same colour, line style and marker in all panels. Bands are drawn around the
     validation accuracy.
     """
-    with rc_context(dict(_STYLE)):
+    with rc_context(_STYLE):
         rows = math.ceil(len(panels) / _MAX_COLUMNS)
         columns = min(_MAX_COLUMNS, len(panels))
         width = max(5.0, 3.2 * columns)

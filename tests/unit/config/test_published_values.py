@@ -17,7 +17,7 @@ from docs.writers.experiments import EXPERIMENTS, pages, published_experiments
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import expand_braces
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.reports.paper_results import (
+from mcore_mas.reports.published_values import (
     COMPUTED,
     UNKNOWN,
     compared_values,

@@ -19,7 +19,7 @@ from mcore_mas.planning.estimate import estimate_peak_memory, load_architectures
 from mcore_mas.planning.gpus import Cluster, PlanError
 from mcore_mas.planning.place import check_placement, place_run
 from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
-from mcore_mas.reports.paper_results import read_published
+from mcore_mas.reports.published_values import read_published
 from rollout.models.layout import check_fit
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))

@@ -9,8 +9,9 @@ from statistics import fmean
 
 import pytest
 
-from mcore_mas.reports.paper_results import MadeFrom, known_deviations, make_paper_table
+from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable
+from mcore_mas.reports.published_values import known_deviations
 
 
 def evaluation(path: Path, state: str, scores: dict[str, list[float]]) -> Path:
