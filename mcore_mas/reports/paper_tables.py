@@ -1,5 +1,9 @@
-"""Papers' tables: their numbers and layout (workflow/tables), and the same table of what was measured here."""
+"""Tables of papers: their layout, their published numbers, and the experiments to compare with.
 
+The files of workflow/tables define them; docs/tables.md explains the keys.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,62 +22,63 @@ TABLES = SHIPPED / "workflow" / "tables"
 
 
 class TableError(ValueError):
-    """An evaluation or a table cannot be used: says which file, what is wrong and what to do."""
+    """A table or an evaluation cannot be used; the message names the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperCell:
-    """One number of a paper, and what it is compared with here."""
+    """One number of a paper, and the evaluation that it is compared with."""
 
     block: str
     row: str
     column: str
-    metric: str  # the paper's name of it
-    kind: str  # avg | pass | maj
+    metric: str  # name of the metric in the paper
+    kind: str  # avg, pass or maj
     experiment: str
-    state: str  # base | trained | trained-base | a cell of `evaluate`
-    dataset: str
-    published: (
-        float | str | None
-    )  # in the paper's unit; text where it is no single number; None: not in the paper
+    state: str  # base, trained, trained-base, or a name of the table's `evaluate`
+    dataset: str  # a data source, "all" or "average"
+    # In the unit of the paper. Text if it is no single number, None if it is not in the paper.
+    published: float | str | None
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The evaluations that it is made of."""
+        """The evaluations that the cell is compared with."""
         return ("trained", "base") if self.state == GAIN else (self.state,)
 
 
 class PaperTable(Section):
-    """A table of a paper, in a file of workflow/tables."""
+    """A table of a paper, as a file of workflow/tables defines it.
 
-    name: str = ""  # its key there
+    A row, a column and a block have fields for the name of the experiment, and may have `dataset`
+    (a data source, `all` tasks, or the `average` of the sources), `state` (base, trained, a name of
+    `evaluate`, or gain, which is trained - base) and `metric`. Fields of columns take precedence over
+    those of rows, and those over blocks.
+    """
+
+    name: str = ""  # key of the table in its file
     title: str
     source: str  # paper, and table, figure or page
-    # read in the paper or its README, at second hand, or no number known
+    # primary: from the paper or its README; secondary: from another source; none: no known number.
     grade: Literal["primary", "secondary", "none"]
-    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(
-        min_length=1
-    )  # the paper's name -> ours
-    fraction: bool = False  # the paper's numbers are of 1, not of 100
-    experiment: str  # with fields in braces
-    # What a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
-    # `average` of the sources), state (base, trained, a cell of `evaluate`, or gain, trained - base) and metric.
-    # Columns have the word.
+    # Our metric by the name of the metric in the paper.
+    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)
+    fraction: bool = False  # the published numbers are fractions of 1, and not per cents
+    experiment: str  # name of the experiment, with fields in braces
     rows: dict[str, dict[str, str]] = Field(min_length=1)
     columns: dict[str, dict[str, str]] = Field(min_length=1)
-    compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
-    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(
-        default_factory=dict
-    )  # as a suite's: other models in seats
-    notes: tuple[str, ...] = ()  # what the paper says that is no cell
-    blocks: dict[str, dict[str, Any]] = Field(min_length=1)  # also `values`: by row, of each column
+    compare: tuple[tuple[str, str], ...] = ()  # (method, baseline): two rows or two columns
+    # Evaluations in which other models play, as in a suite.
+    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # statements of the paper that are no cell
+    # Fields of each block, and its `values`: for each row, the numbers of its columns.
+    blocks: dict[str, dict[str, Any]] = Field(min_length=1)
 
     @classmethod
     def load(cls, name: str, folder: Path = TABLES) -> Self:
-        """Read a table of the files in `folder`.
+        """Read a table from the files of a folder.
 
         Raises:
-            TableError: there is no such table, or it is not of that form.
+            TableError: there is no such table, or it is invalid.
         """
         tables = tables_of(folder)
         if name not in tables:
@@ -81,13 +86,14 @@ class PaperTable(Section):
         path, values = tables[name]
         try:
             table = cls.model_validate(values).model_copy(update={"name": name})
-            known = experiments()
-            unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
+            known_experiments = experiments()
+            unknown = [
+                cell.experiment for cell in table.cells if cell.experiment not in known_experiments
+            ]
         except ValidationError as error:
             first = error.errors()[0]
-            raise TableError(
-                f"{path}, {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            ) from error
+            key = ".".join(map(str, first["loc"]))
+            raise TableError(f"{path}, {name}.{key}: {first['msg']}") from error
         except (ValueError, KeyError) as error:
             raise TableError(
                 f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md"
@@ -96,97 +102,116 @@ class PaperTable(Section):
             raise TableError(
                 f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment"
             )
-        lines = {*table.rows, *table.columns}
-        strange = [name for pair in table.compare for name in pair if name not in lines]
-        if strange:
+
+        names = {*table.rows, *table.columns}
+        unknown_names = [name for pair in table.compare for name in pair if name not in names]
+        if unknown_names:
             raise TableError(
-                f"{path}, {name}.compare: no row or column '{strange[0]}'; there are: {', '.join(sorted(lines))}"
+                f"{path}, {name}.compare: no row or column '{unknown_names[0]}'; there are: "
+                f"{', '.join(sorted(names))}"
             )
         return table
 
     @cached_property
     def cells(self) -> tuple[PaperCell, ...]:
-        """Every cell, by block, row and column."""
-        return tuple(
-            cell
-            for block in self.blocks
-            for row in self.rows
-            for number, column in enumerate(self.columns)
-            for cell in self._cells(block, row, column, number)
-        )
+        """Every cell, by block, row, column and metric."""
+        cells: list[PaperCell] = []
+        for block in self.blocks:
+            for row in self.rows:
+                for number, column in enumerate(self.columns):
+                    cells += self._cells_at(block, row, column, number)
+        return tuple(cells)
 
     @property
     def experiments(self) -> tuple[str, ...]:
-        """The experiments that it is made of."""
+        """The experiments that the table needs."""
         return tuple(dict.fromkeys(cell.experiment for cell in self.cells))
 
     @property
     def evaluations(self) -> tuple[tuple[str, str], ...]:
-        """(Experiment, policy state) of each evaluation that it is made of."""
-        return tuple(
-            dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states)
-        )
+        """The evaluations that the table needs, as (experiment, policy state)."""
+        pairs = [(cell.experiment, state) for cell in self.cells for state in cell.states]
+        return tuple(dict.fromkeys(pairs))
 
-    def _cells(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
-        own = {key: value for key, value in self.blocks[block].items() if key != "values"}
-        place = {**own, **self.rows[row], **self.columns[column]}
-        values = self.blocks[block].get("values", {})
-        if unknown := values.keys() - self.rows.keys():
-            raise ValueError(f"values of '{min(unknown)}', which is no row")
-        line = values.get(row, [])
-        parts = _parts(line[number] if number < len(line) else None, len(self.metrics))
-        state = place.get("state", "trained")
-        experiment = self.experiment.format(**place)
-        known = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
-        if state not in known:
-            raise ValueError(f"state '{state}' of {row}, {column}; expected {', '.join(known)}")
+    def _cells_at(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
+        """Return the cells of all metrics at one place; `number` is that of the column.
+
+        Raises:
+            ValueError: the values or the state of the place are invalid.
+            KeyError: a field of the experiment's name is missing.
+        """
+        block_fields = {key: value for key, value in self.blocks[block].items() if key != "values"}
+        fields = {**block_fields, **self.rows[row], **self.columns[column]}
+        experiment = self.experiment.format(**fields)
+        state = fields.get("state", "trained")
+        known_states = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
+
+        numbers = self._published_numbers(block, row, number)
+        if state not in known_states:
+            raise ValueError(
+                f"state '{state}' of {row}, {column}; expected {', '.join(known_states)}"
+            )
         return [
             PaperCell(
                 block=block,
                 row=row,
                 column=column,
                 metric=metric,
-                kind=place.get("metric", kind),
+                kind=fields.get("metric", kind),
                 experiment=experiment,
                 state=GAIN if state == "gain" else state,
-                dataset=place.get("dataset", "all"),
+                dataset=fields.get("dataset", "all"),
                 published=published,
             )
-            for (metric, kind), published in zip(self.metrics.items(), parts, strict=True)
+            for (metric, kind), published in zip(self.metrics.items(), numbers, strict=True)
         ]
+
+    def _published_numbers(self, block: str, row: str, number: int) -> list[float | str | None]:
+        """Return the numbers of all metrics in a row and a column, None where the paper has none."""
+        values: Mapping[str, Any] = self.blocks[block].get("values", {})
+        unknown = values.keys() - self.rows.keys()
+        if unknown:
+            raise ValueError(f"values of '{min(unknown)}', which is no row")
+        row_values = values.get(row, [])
+        value = row_values[number] if number < len(row_values) else None
+        return _split_metrics(value, len(self.metrics))
 
 
 def table_names(folder: Path = TABLES) -> list[str]:
-    """The tables that there are."""
+    """Return the names of the tables of a folder."""
     return sorted(tables_of(folder))
 
 
 def tables_of(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
-    """The file and the values of each table: a file has several by name, or is one, as in an older bundle.
+    """Return the file and the values of each table of a folder, by name.
+
+    A file has several tables by name. In an older bundle a file is one table, named after the file.
 
     Raises:
         TableError: a file is no YAML.
     """
-    found: dict[str, tuple[Path, Any]] = {}
+    tables: dict[str, tuple[Path, Any]] = {}
     for path in sorted(folder.glob("*.yaml")):
-        values = _read(path, path.stat().st_mtime_ns)
-        several = isinstance(values, dict) and "title" not in values
-        found |= {
-            name: (path, own) for name, own in (values if several else {path.stem: values}).items()
-        }
-    return found
+        values = _read_file(path, path.stat().st_mtime_ns)
+        is_single = not isinstance(values, dict) or "title" in values
+        if is_single:
+            values = {path.stem: values}
+        for name, table in values.items():
+            tables[name] = (path, table)
+    return tables
 
 
 @lru_cache
-def _read(path: Path, modified_ns: int) -> Any:
+def _read_file(path: Path, modified_ns: int) -> Any:
+    """Read a file of tables; a file that was modified is read again."""
     try:
         return read_yaml(path)
     except yaml.YAMLError as error:
         raise TableError(f"{path}: {' '.join(str(error).split())}; see docs/tables.md") from error
 
 
-def _parts(value: Any, count: int) -> list[float | str | None]:
-    """A cell such as `38.8/63.3` as the numbers of its metrics."""
+def _split_metrics(value: Any, count: int) -> list[float | str | None]:
+    """Split a value such as `38.8/63.3` into the numbers of the metrics."""
     if value is None:
         return [None] * count
     texts = str(value).split("/")
@@ -194,10 +219,11 @@ def _parts(value: Any, count: int) -> list[float | str | None]:
         raise ValueError(
             f"cell '{value}' has {len(texts)} numbers; expected {count}, one of each metric"
         )
-    return [_number(text) for text in texts]
+    return [_parse_number(text) for text in texts]
 
 
-def _number(text: str) -> float | str:
+def _parse_number(text: str) -> float | str:
+    """Return a number, or the text if it is none, such as a range."""
     try:
         return float(text)
     except ValueError:
