@@ -20,17 +20,26 @@ def committed_pages() -> list[Path]:
 
 
 PAGES = committed_pages()
-STORIES = {  # by page, the test that runs its blocks, or makes the page
+# by page, the test that runs its blocks in their order
+STORIES = {
     "quickstart.md": "workflow/test_quickstart.py",
     "own_team.md": "workflow/test_own_folder.py",
     "own_reward.md": "unit/test_own_reward_page.py",
 }
-BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_TABLE_ROW = re.compile(r"^\| `(mcore-mas [^`]+)`(?:, `(mcore-mas [^`]+)`)?", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A code block: its page, its name (`README-2` is the third of the README), its language and its lines."""
+    """A code block of a page.
+
+    Attributes:
+        page: name of its file.
+        name: page and number of the block; `README-2` is the third block of the README.
+        language: after the opening fence, "" if there is none.
+        body: text between the fences.
+    """
 
     page: str
     name: str
@@ -39,94 +48,110 @@ class Block:
 
     @property
     def lines(self) -> list[str]:
-        """The commands of a shell block, a line each, without comments behind them."""
-        whole = self.body.replace("\\\n", "").splitlines()
-        return [
-            line for line in (re.sub(r"(^|\s+)# .*$", "", line).strip() for line in whole) if line
-        ]
+        """The commands of a shell block, one a line, without comments."""
+        commands = []
+        for line in self.body.replace("\\\n", "").splitlines():
+            command = re.sub(r"(^|\s+)# .*$", "", line).strip()
+            if command:
+                commands.append(command)
+        return commands
 
 
-BLOCKS = [
-    Block(page.name, f"{page.stem}-{number}", language, textwrap.dedent(body))
-    for page in PAGES
-    for number, (_, language, body) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
-]
-_COMMANDS_PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-_ROWS = re.findall(
-    r"^\| `(mcore-mas [^`]+)`(?:, `(mcore-mas [^`]+)`)?", _COMMANDS_PAGE, flags=re.MULTILINE
-)
-TABLE_COMMANDS = [command for row in _ROWS for command in row if command]
+def blocks_of(page: Path) -> list[Block]:
+    """Return the code blocks of a page, in their order."""
+    fences = _FENCE.findall(page.read_text(encoding="utf-8"))
+    return [
+        Block(page.name, f"{page.stem}-{number}", language, textwrap.dedent(body))
+        for number, (_, language, body) in enumerate(fences)
+    ]
+
+
+def table_commands() -> list[str]:
+    """Return the commands in the first column of the table of docs/commands.md."""
+    text = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    return [command for row in _TABLE_ROW.findall(text) for command in row if command]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+TABLE_COMMANDS = table_commands()
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What runs a command of the pages, in place of tests/workflow/test_shell_blocks.py.
+
+    Attributes:
+        by: file below tests/ or of the repository, or a make target; "itself" for a make target that is a suite of
+            tests; "nothing" if no test runs the command.
+        reason: why tests/workflow/test_shell_blocks.py does not run it.
+    """
+
+    by: str
+    reason: str
+
 
 HERE = "workflow/test_shell_blocks.py"
-LONG = "make test-documents"  # the same file; what takes longer than the suite has time for
-SLURM, SUITE = "make test-slurm", "it is the suite, or part of it"
-# by lines of shell blocks and of the README's table of commands: what runs them, and why it is not the first
-RUN_BY: dict[str, tuple[str, str]] = {
-    r"make (setup|lint|test|demo)|\.ci/run": (".ci/run", f"{SUITE}; the demo takes twelve minutes"),
-    r"make test-\w+": ("itself", SUITE),
-    r"\.venv/bin/snakemake results/demo_math/tasks/.*": (LONG, "a cold start of minutes"),
-    r"\.venv/bin/snakemake --configfile workflow/suites/tiny\.yaml": (
-        "workflow/test_pipeline.py",
-        "a minute",
+LONG = "make test-documents"  # runs commands that take longer than the normal tests may
+SLURM = "make test-slurm"
+_WALK = Runner(SLURM, "slurm/test_slurm_walk.py runs it in a project of its own")
+
+# by pattern of a whole command; the first that matches counts
+RUN_BY: dict[str, Runner] = {
+    r"make (setup|lint|test|demo)|\.ci/run": Runner(".ci/run", "it runs this test"),
+    r"make test-\w+": Runner("itself", "it is a suite of tests"),
+    r"\.venv/bin/snakemake results/demo_math/tasks/.*": Runner(LONG, "a cold start takes minutes"),
+    r"\.venv/bin/snakemake --configfile workflow/suites/tiny\.yaml": Runner(
+        "workflow/test_pipeline.py", "takes a minute"
     ),
-    r"conda .*|bash environment\.post-deploy\.sh": (
-        "nothing",
-        "conda, and kernels that are compiled for a GPU",
+    r"conda .*|bash environment\.post-deploy\.sh": Runner(
+        "nothing", "needs conda, and compiles kernels for a GPU"
     ),
-    r"snakemake --workflow-profile slurm .*|squeue .*|scancel .*|tail -f .*": (
-        SLURM,
-        "Slurm; jobs of other numbers",
+    r"snakemake --workflow-profile slurm .*|squeue .*|scancel .*|tail -f .*": Runner(
+        SLURM, "needs Slurm; its jobs have other numbers"
     ),
-    r"make retriever .* SLURM=.*": (SLURM, "Slurm"),
-    r"cd my_team|rm -r results|sinfo .*|job=.*|tail -n .*|cat results/tables/my_team\.md": (
-        SLURM,
-        "slurm/test_slurm_walk.py has its own project",
+    r"make retriever .* SLURM=.*": Runner(SLURM, "needs Slurm"),
+    r"cd my_team|rm -r results|sinfo .*|job=.*|tail -n .*": _WALK,
+    r"mcore-mas (check|run) my_team\.yaml.*|mcore-mas (show|export) results/my_team[ /].*": _WALK,
+    r"cat results/tables/my_team\.md": _WALK,
+    r"mcore-mas train results/demo_math --adopt": Runner(
+        "unit/training/test_fork.py", "needs a run with another recipe"
     ),
-    r"mcore-mas (check|run) my_team\.yaml.*|mcore-mas (show|export) results/my_team .*": (
-        SLURM,
-        "slurm/test_slurm_walk.py has its own project",
+    r"python3\.12 -m venv \.venv-sglang .*": Runner(
+        "make test-sglang", "installs 4 GB of wheels for GPUs; the target installs the CPU build"
     ),
-    r"mcore-mas show results/my_team/.*": (SLURM, "slurm/test_slurm_walk.py has its own project"),
-    r"mcore-mas train results/demo_math --adopt": (
-        "unit/training/test_fork.py",
-        "a run of another recipe",
+    r"export RAY_AUTH_MODE=token|ray .*": Runner(
+        "make test-nodes", "needs nodes with addresses of their own"
     ),
-    r"python3\.12 -m venv \.venv-sglang .*": (
-        "make test-sglang",
-        "4 GB of wheels for GPUs; its CPU build is made there",
+    r"snakemake (table_drmas_1|bundle_drmas_1|tables --config scale=tiny)": Runner(
+        "make tables-tiny", "needs GPUs or an hour; workflow/test_paper_targets.py makes a bundle"
     ),
-    r"export RAY_AUTH_MODE=token|ray .*": ("make test-nodes", "nodes with addresses of their own"),
-    r"snakemake (table_drmas_1|bundle_drmas_1|tables --config scale=tiny)": (
-        "make tables-tiny",
-        "GPUs, or an hour; there at the scale tiny, and a bundle in workflow/test_paper_targets.py",
+    r"snakemake table_drmas_1 --config scale=tiny": Runner(LONG, "takes minutes"),
+    r"mcore-mas verify drmas_1\.bundle\.zip": Runner(
+        "workflow/test_paper_targets.py", "needs a bundle; the test verifies that of another table"
     ),
-    r"snakemake table_drmas_1 --config scale=tiny": (LONG, "minutes"),
-    r"mcore-mas verify drmas_1\.bundle\.zip": (
-        "workflow/test_paper_targets.py",
-        "another table's bundle",
+    r"snakemake acquire.*": Runner(
+        "workflow/test_paper_targets.py", "downloads gigabytes; the test has a hub of its own"
     ),
-    r"snakemake acquire.*": (
-        "workflow/test_paper_targets.py",
-        "a hub and gigabytes; there a hub of its own",
+    r"mcore-mas replay .*": Runner(
+        "unit/training/test_async_rollout.py", "needs a trajectory that failed"
     ),
-    r"mcore-mas replay .*": ("unit/training/test_async_rollout.py", "a trajectory that failed"),
-    r"mcore-mas run my_suite\.yaml tracking\.uri=http://host:5000": (
-        "unit/tracking/test_mlflow_training.py",
-        "a server",
+    r"mcore-mas run my_suite\.yaml tracking\.uri=http://host:5000": Runner(
+        "unit/tracking/test_mlflow_training.py", "needs a server"
     ),
-    r"mcore-mas run my_suite\.yaml tracking=wandb": (
-        "unit/tracking/test_writers.py",
-        "wandb is not installed",
+    r"mcore-mas run my_suite\.yaml tracking=wandb": Runner(
+        "unit/tracking/test_writers.py", "wandb is not installed"
     ),
-    r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": (
-        LONG,
-        "a port that may be taken",
+    r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": Runner(
+        LONG, "listens at a port that may be taken"
     ),
-    r"mcore-mas serve .*|make retriever .*": (LONG, "seconds"),
-    r"mcore-mas (export|new|track|leaks) .*": (LONG, "seconds; each has tests of its own"),
+    r"mcore-mas serve .*|make retriever .*": Runner(LONG, "takes seconds"),
+    r"mcore-mas (export|new|track|leaks) .*": Runner(LONG, "takes seconds; has tests of its own"),
 }
 
 
-def runner(line: str) -> str:
-    """What runs a line of a shell block."""
-    return next((by for pattern, (by, _) in RUN_BY.items() if re.fullmatch(pattern, line)), HERE)
+def runner(command: str) -> str:
+    """Return what runs a command of the pages: `Runner.by`, or HERE."""
+    for pattern, entry in RUN_BY.items():
+        if re.fullmatch(pattern, command):
+            return entry.by
+    return HERE
