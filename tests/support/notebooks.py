@@ -1,4 +1,4 @@
-"""Notebooks of docs/notebooks, executed: `python -m tests.support.notebooks` runs all and keeps what they show."""
+"""Execution of docs/notebooks: `python -m tests.support.notebooks` runs all and saves their output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def digest(notebook: nbformat.NotebookNode) -> str:
-    """Of all that the cells say, without what came of it."""
-    return hashlib.sha256("\0".join(cell.source for cell in notebook.cells).encode()).hexdigest()
+    """Return the digest of the code cells, without their output."""
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
 def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """The notebook, run in `folder` by a kernel of its own: with what cells show, and the digest of what they say."""
-    # a bar of tqdm's says in a warning that ipywidgets would draw it
+    """Run a notebook in a folder; return it with the output of its cells and the digest of its code."""
+    # tqdm warns that ipywidgets is not installed
     os.environ |= {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -31,17 +32,17 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
         "IPYTHONDIR": str(folder),
     }
     notebook = nbformat.read(path, as_version=4)
-    place = {"metadata": {"path": str(folder)}}
+    resources = {"metadata": {"path": str(folder)}}
     options = {
         "timeout": 900,
         "startup_timeout": 300,
         "coalesce_streams": True,
         "record_timing": False,
     }
-    NotebookClient(notebook, resources=place, **options).execute()
+    NotebookClient(notebook, resources=resources, **options).execute()
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
-            if "text" in output:  # but for what Ray says of the widgets that are not there
+            if "text" in output:  # Ray prints a line about missing widgets
                 output.text = re.sub(r".*ipywidgets.*\n", "", output.text)
     notebook.metadata["executed"] = digest(notebook)
     return notebook
