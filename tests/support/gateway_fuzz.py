@@ -23,10 +23,9 @@ from rollout.engines import TokenCallback
 from rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import open_session, sampling_team
 
-Row = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[float, ...]
-]  # prompt, completion, log-probabilities
-_AT_ONCE = 24  # sessions
+# prompt, completion and log-probabilities
+Row = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
+_CONCURRENT_SESSIONS = 24
 _TOOLS = [
     {"name": "f", "description": "ö" * 5, "parameters": {"type": "object", "properties": {"x": {}}}}
 ]
@@ -34,13 +33,18 @@ _TOOLS = [
 
 @dataclass(slots=True)
 class Report:
-    """Statuses, turns and moves of all sessions."""
+    """Results of all sessions.
+
+    Attributes:
+        statuses: number of HTTP responses by status.
+        turns: recorded turns.
+        unaccounted: completions without a turn, and turns without a completion.
+        moves: number of moves by name.
+    """
 
     statuses: Counter[int] = field(default_factory=Counter)
     turns: list[Turn] = field(default_factory=list)
-    unaccounted: list[Row] = field(
-        default_factory=list
-    )  # completions without a turn, and turns without a completion
+    unaccounted: list[Row] = field(default_factory=list)
     moves: Counter[str] = field(default_factory=Counter)
 
 
@@ -70,8 +74,10 @@ class Player:
     def __init__(
         self, http: httpx.AsyncClient, url: str, key: str, report: Report, seed: int
     ) -> None:
-        self._http, self._url, self._report = http, url, report
-        self._head = {"Authorization": f"Bearer {key}"}
+        self._http = http
+        self._url = url
+        self._report = report
+        self._headers = {"Authorization": f"Bearer {key}"}
         self._random = random.Random(seed)
         self._chats: list[list[dict[str, Any]]] = []
 
@@ -82,36 +88,36 @@ class Player:
             await getattr(self, move)()
 
     async def _post(
-        self, path: str, content: bytes, patience_s: float = 60.0, **head: str
+        self, path: str, content: bytes, timeout_s: float = 60.0, **headers: str
     ) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 reply = await self._http.post(
-                    self._url + path, content=content, headers={**self._head, **head}
+                    self._url + path, content=content, headers={**self._headers, **headers}
                 )
         except TimeoutError:
             return {}
         self._report.statuses[reply.status_code] += 1
-        streamed = reply.headers.get("content-type", "").startswith("text/event-stream")
-        found: dict[str, Any] = {} if streamed else reply.json()
-        return found
+        is_stream = reply.headers.get("content-type", "").startswith("text/event-stream")
+        body: dict[str, Any] = {} if is_stream else reply.json()
+        return body
 
     async def _ask(
-        self, messages: list[dict[str, Any]], patience_s: float = 60.0, **more: Any
+        self, messages: list[dict[str, Any]], timeout_s: float = 60.0, **fields: Any
     ) -> None:
-        body = {"model": self._random.choice("ab"), "messages": messages, "max_tokens": 9, **more}
-        reply = await self._post("/v1/chat/completions", json.dumps(body).encode(), patience_s)
+        body = {"model": self._random.choice("ab"), "messages": messages, "max_tokens": 9, **fields}
+        reply = await self._post("/v1/chat/completions", json.dumps(body).encode(), timeout_s)
         if "choices" in reply:
             self._chats.append([*messages, reply["choices"][0]["message"]])
 
     def _user(self) -> dict[str, Any]:
-        signs = "ab \n'\"\\<|im_end|></think><tool_call>{}é\u2028\U0001f600\x00"
+        characters = "ab \n'\"\\<|im_end|></think><tool_call>{}é\u2028\U0001f600\x00"
         return {
             "role": "user",
-            "content": "".join(self._random.choices(signs, k=self._random.randint(0, 12))),
+            "content": "".join(self._random.choices(characters, k=self._random.randint(0, 12))),
         }
 
-    async def fresh(self) -> None:
+    async def open_chat(self) -> None:
         tools = (
             [{"type": "function", "function": tool} for tool in _TOOLS]
             if self._random.random() < 0.5
@@ -119,11 +125,11 @@ class Player:
         )
         await self._ask([self._user()], tools=tools)
 
-    async def goes_on(self) -> None:
+    async def continue_chat(self) -> None:
         chat = self._random.choice(self._chats) if self._chats else []
         await self._ask([*chat, self._user()])
 
-    async def rewrites(self) -> None:
+    async def rewrite(self) -> None:
         """Send a history with changed words, an invented tool call, or reformatted JSON."""
         chat = (
             [dict(message) for message in self._random.choice(self._chats)] if self._chats else []
@@ -132,25 +138,30 @@ class Player:
             "name": "f",
             "arguments": self._random.choice(['{ "x" : [1,  2]}', "{}", "[1]", "{", "NaN"]),
         }
-        made_up = {
+        invented_call = {
             "role": "assistant",
             "tool_calls": [{"id": "c", "type": "function", "function": function}],
         }
         if chat and self._random.random() < 0.5:
             chat[-1]["content"] = f"{chat[-1].get('content')}!"
         await self._ask(
-            [*chat, made_up, {"role": "tool", "tool_call_id": "c", "content": "é"}, self._user()]
+            [
+                *chat,
+                invented_call,
+                {"role": "tool", "tool_call_id": "c", "content": "é"},
+                self._user(),
+            ]
         )
 
-    async def side_by_side(self) -> None:
+    async def ask_concurrently(self) -> None:
         chat = self._random.choice(self._chats) if self._chats else []
         question = self._user()
         await asyncio.gather(
             *(self._ask([*chat, question]) for _ in range(self._random.randint(2, 4)))
         )
 
-    async def leaves(self) -> None:
-        """Leave a call before its reply, and perhaps make it again."""
+    async def leave(self) -> None:
+        """Stop waiting for a call, and perhaps make it again."""
         messages = [self._user()]
         await self._ask(
             messages, self._random.choice([0.001, 0.01, 0.05]), stream=self._random.random() < 0.5
@@ -158,33 +169,37 @@ class Player:
         if self._random.random() < 0.5:
             await self._ask(messages)
 
-    async def streams(self) -> None:
+    async def stream(self) -> None:
         body: dict[str, Any] = {"model": "a", "stream": True, "max_tokens": 5}
-        ways = [("responses", {"input": "q"}), ("messages", {"messages": [self._user()]})]
+        calls = [("responses", {"input": "q"}), ("messages", {"messages": [self._user()]})]
         path, text = self._random.choice(
-            [*ways, ("chat/completions", {"messages": [self._user()], "stop": ["a", "}}"]})]
+            [*calls, ("chat/completions", {"messages": [self._user()], "stop": ["a", "}}"]})]
         )
         await self._post(
             f"/v1/{path}", json.dumps({**body, **text}).encode(), self._random.choice([60.0, 0.01])
         )
 
-    async def other_dialects(self) -> None:
+    async def use_other_dialects(self) -> None:
         block = {
             "type": "tool_result",
             "tool_use_id": "nobody's",
             "content": [{"type": "text", "text": "1"}],
         }
-        said = {"model": "b", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+        messages = {
+            "model": "b",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": [block]}],
+        }
         items = {
             "model": "b",
             "input": [{"type": "function_call_output", "call_id": "x", "output": "1"}],
         }
-        path, body = self._random.choice([("messages", said), ("responses", items)])
+        path, body = self._random.choice([("messages", messages), ("responses", items)])
         await self._post(f"/v1/{path}", json.dumps(body).encode())
 
-    async def misbehaves(self) -> None:
+    async def send_invalid_calls(self) -> None:
         deep = '{"model": "a", "messages": [{"role": "user", "content": ' + "[" * 5000
-        good = json.dumps({"model": "a", "messages": [self._user()], "max_tokens": 1}).encode()
+        valid = json.dumps({"model": "a", "messages": [self._user()], "max_tokens": 1}).encode()
         huge = json.dumps(
             {"model": "a", "messages": [{"role": "user", "content": "x" * 20_000}]}
         ).encode()
@@ -193,27 +208,29 @@ class Player:
             + b"0" * 5000
             + b"}"
         )
-        wrong = [
+        bodies = [
             b"",
             b"{}",
             b"null",
             b"\xff",
             b'{"model": "\\ud800"}',
             deep.encode(),
-            good[:-1],
+            valid[:-1],
             huge,
             numbers,
         ]
         path = self._random.choice(
             ["chat/completions", "responses", "messages", "nowhere", "../.."]
         )
-        head = (
+        headers = (
             {}
             if self._random.random() < 0.8
             else {"Authorization": self._random.choice(["", "Bearer é", "x"])}
         )
         await self._post(
-            f"/v1/{path}", self._random.choice(wrong), **{k: v.encode() for k, v in head.items()}
+            f"/v1/{path}",
+            self._random.choice(bodies),
+            **{k: v.encode() for k, v in headers.items()},
         )
         await self._post(
             "/v1/chat/completions",
@@ -230,63 +247,65 @@ _MOVES = [name for name in vars(Player) if not name.startswith("_") and name != 
 async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]:
     """Play random programs concurrently; return a report, and Hugging Face's model of the weights."""
     team, engine, model = sampling_team(folder, max_tokens=12, max_length=1024)
-    report, slots = Report(), asyncio.Semaphore(_AT_ONCE)
+    report = Report()
+    slots = asyncio.Semaphore(_CONCURRENT_SESSIONS)
     recorder = Recorder(engine)
     client: Any = team.policies["p"]
     team = replace(team, policies={"p": replace(client, engine=recorder)})
     limits = httpx.Limits(max_connections=200)
 
-    async def one(number: int) -> None:
+    async def play_session(number: int) -> None:
         async with slots, open_session(team) as (url, key, team_session, session):
             await Player(http, url, key, report, seed * 10**6 + number).play()
             await session.close()
             report.turns += team_session.turns
 
     async with httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as http:
-        await asyncio.gather(*(one(number) for number in range(sessions)))
-    written = Counter(
+        await asyncio.gather(*(play_session(number) for number in range(sessions)))
+    recorded = Counter(
         (turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in report.turns
     )
-    report.unaccounted = _unaccounted(recorder.completions, written)
+    report.unaccounted = _unaccounted(recorder.completions, recorded)
     return report, model
 
 
-def _unaccounted(given: Counter[Row], written: Counter[Row]) -> list[Row]:
+def _unaccounted(sampled: Counter[Row], recorded: Counter[Row]) -> list[Row]:
     """Return completions without a turn and turns without a completion.
 
     A turn that ended at a stop has the first tokens of its completion.
     """
-    lost, made_up = list((given - written).elements()), list[Row]()
-    for prompt, tokens, logprobs in (written - given).elements():
+    without_turn = list((sampled - recorded).elements())
+    without_completion: list[Row] = []
+    for prompt, tokens, logprobs in (recorded - sampled).elements():
         size = len(tokens)
-        for row in lost:
+        for row in without_turn:
             if (row[0], row[1][:size], row[2][:size]) == (prompt, tokens, logprobs):
-                lost.remove(row)
+                without_turn.remove(row)
                 break
         else:
-            made_up.append((prompt, tokens, logprobs))
-    return lost + made_up
+            without_completion.append((prompt, tokens, logprobs))
+    return without_turn + without_completion
 
 
 @torch.no_grad()
 def worst_logprob(model: Any, turns: Sequence[Turn]) -> float:
     """Return the largest relative error of the turns' log-probabilities against the model in float64."""
     model = model.double()
-    gaps = [0.0]
+    errors = [0.0]
     for turn in turns:
         logits = model(torch.tensor([turn.prompt_ids + turn.completion_ids])).logits[
             0, len(turn.prompt_ids) - 1 : -1
         ]
-        right = (
+        expected = (
             (logits / turn.temperature)
             .log_softmax(-1)
             .gather(-1, torch.tensor(turn.completion_ids)[:, None])[:, 0]
         )
-        gap = (right - torch.tensor(turn.logprobs, dtype=torch.float64)).abs() / right.abs().clamp(
-            min=1.0
-        )
-        gaps.append(float(gap.max()))
-    return max(gaps)
+        error = (
+            expected - torch.tensor(turn.logprobs, dtype=torch.float64)
+        ).abs() / expected.abs().clamp(min=1.0)
+        errors.append(float(error.max()))
+    return max(errors)
 
 
 def main() -> None:
