@@ -1,14 +1,15 @@
-"""Rows of several adapters in one batch are what engines of the merged models give; weights come adapter by adapter."""
+"""Adapters of policies in one embedded engine, with engines of merged models as reference."""
+
+from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,224 +34,280 @@ SHAPES = [
     AdapterShape(rank=5, scale=0.5, targets=("v", "up")),
     AdapterShape(rank=1, scale=1.0, targets=("q", "down")),
 ]
+MAX_LENGTH = 96
+
+AdapterTensors = dict[str, Tensor]  # by PEFT name
 
 
-def drawn(shape: Architecture, adapter: AdapterShape, seed: int) -> dict[str, Tensor]:
-    """Random tensors by PEFT name, of a size that changes what is sampled."""
-    blank = AdapterWeights(shape, adapter, torch.empty(0, device="meta"))
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    reference.make_model("qwen2", folder, initializer_range=0.1)
+    return folder
+
+
+def random_tensors(architecture: Architecture, shape: AdapterShape, seed: int) -> AdapterTensors:
+    """Return random tensors of an adapter that are large enough to change the sampled tokens."""
+    layout = AdapterWeights(architecture, shape, torch.empty(0, device="meta"))
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(size, generator=generator) * 0.2
-        for name, (size, _) in blank.places.items()
+        for name, (size, _) in layout.places.items()
     }
 
 
-def merged(
-    folder: Path, adapter: AdapterShape, tensors: dict[str, Tensor]
+def merged_weights(
+    folder: Path, shape: AdapterShape, tensors: AdapterTensors
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model with W + scale · B A, summed in float64."""
+    """Yield the weights of the model with W + scale B A, computed in float64."""
     for name, weight in read_tensors(folder):
-        peft = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-        if f"{peft}A.weight" in tensors:
-            a, b = (tensors[f"{peft}{half}.weight"].double() for half in "AB")
-            weight = (weight.double() + adapter.scale * b @ a).float()
+        prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{prefix}A.weight" in tensors:
+            a = tensors[f"{prefix}A.weight"].double()
+            b = tensors[f"{prefix}B.weight"].double()
+            weight = (weight.double() + shape.scale * b @ a).float()
         yield name, weight
 
 
-def put(
+def put_adapter(
     engine: EmbeddedEngine,
     number: int,
-    tensors: dict[str, Tensor],
+    tensors: AdapterTensors,
     version: int,
-    adapters: list[AdapterShape] = SHAPES,
+    shapes: Sequence[AdapterShape] = SHAPES,
 ) -> None:
-    shape, adapter = engine.decoder.shape, adapters[number - 1]
-    blank = AdapterWeights(shape, adapter, torch.empty(0, device="meta"))
-    weights = AdapterWeights(shape, adapter, torch.empty(blank.elements))
+    """Give an engine new weights of adapter `number`."""
+    architecture = engine.decoder.shape
+    shape = shapes[number - 1]
+    layout = AdapterWeights(architecture, shape, torch.empty(0, device="meta"))
+    weights = AdapterWeights(architecture, shape, torch.empty(layout.elements))
     weights.fill(tensors.items())
     engine.adopt_adapter(number, weights, version)
 
 
-def on_base(folder: Path, adapters: list[AdapterShape] = SHAPES, **settings: Any) -> EmbeddedEngine:
-    decoder = CachedDecoder(read_architecture(folder), 96, adapters=adapters)
+def engine_with_adapters(
+    folder: Path, shapes: Sequence[AdapterShape] = SHAPES, **settings: Any
+) -> EmbeddedEngine:
+    decoder = CachedDecoder(read_architecture(folder), MAX_LENGTH, adapters=shapes)
     decoder.load(read_tensors(folder))
     return EmbeddedEngine(decoder, **settings)
 
 
-def close(one: Completion, other: Completion) -> bool:
-    gap = np.abs(np.array(one.logprobs) - np.array(other.logprobs)).max()
-    return one.token_ids == other.token_ids and bool(gap < LOGPROB_TOLERANCE)
+def assert_close(completion: Completion, expected: Completion) -> None:
+    assert completion.token_ids == expected.token_ids
+    assert completion.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_mixed_batch_is_what_engines_of_the_merged_models_give(
+def test_a_mixed_batch_gives_the_replies_of_merged_models(
     family: str, deterministic: bool, tmp_path: Path
 ) -> None:
     reference.make_model(family, tmp_path, initializer_range=0.1)
-    shape = read_architecture(tmp_path)
-    dense = shape.experts is None  # experts have no adapters
-    shapes = [
-        replace(own, targets=tuple(x for x in own.targets if dense or x in ATTENTION))
-        for own in SHAPES
-    ]
-    tensors = [drawn(shape, adapter, seed) for seed, adapter in enumerate(shapes)]
-    engine = on_base(tmp_path, shapes, rows=16, deterministic=deterministic)
-    for number, own in enumerate(tensors, 1):
-        put(engine, number, own, version=number, adapters=shapes)
-    # every adapter and none: the same prompts, one of them twice, so that rows are copied; and another length
-    asks = [
-        (prompt, Sampling(max_tokens=12, seed=seed))
-        for seed, prompt in enumerate([[5, 6, 7]] * 2 + [[9] * 20])
-    ]
-    for adapter in range(4):
-        for number, (prompt, sampling) in enumerate(asks):
+    architecture = read_architecture(tmp_path)
+    shapes = SHAPES
+    if architecture.experts is not None:  # adapters of experts are not supported
+        shapes = [
+            replace(shape, targets=tuple(name for name in shape.targets if name in ATTENTION))
+            for shape in SHAPES
+        ]
+    tensors = [random_tensors(architecture, shape, seed) for seed, shape in enumerate(shapes)]
+    engine = engine_with_adapters(tmp_path, shapes, rows=16, deterministic=deterministic)
+    for number in (1, 2, 3):
+        put_adapter(engine, number, tensors[number - 1], version=number, shapes=shapes)
+
+    # Equal prompts, whose rows are copied, and a prompt of another length.
+    prompts = [[5, 6, 7], [5, 6, 7], [9] * 20]
+    requests = [(prompt, Sampling(max_tokens=12, seed=seed)) for seed, prompt in enumerate(prompts)]
+    for adapter in range(4):  # 0: no adapter
+        for number, (prompt, sampling) in enumerate(requests):
             engine.submit(10 * adapter + number, prompt, sampling, adapter=adapter)
     mixed = drain(engine)
-    replies = set()
+
+    first_replies = set()
     for adapter in range(4):
-        alone = EmbeddedEngine.from_folder(
-            tmp_path, max_length=96, rows=4, deterministic=deterministic
+        merged = EmbeddedEngine.from_folder(
+            tmp_path, max_length=MAX_LENGTH, rows=4, deterministic=deterministic
         )
-        if adapter:
-            alone.load_weights(merged(tmp_path, shapes[adapter - 1], tensors[adapter - 1]), adapter)
-        for number, (prompt, sampling) in enumerate(asks):
-            alone.submit(number, prompt, sampling)
-        for number, one in drain(alone).items():
-            assert close(mixed[10 * adapter + number], one), (adapter, number)
-            assert mixed[10 * adapter + number].versions == one.versions  # its own adapter's
-            # keys of one adapter are never another's
-            assert mixed[10 * adapter + number].cached_tokens == one.cached_tokens
-        replies.add(mixed[10 * adapter].token_ids)
-    assert len(replies) == 4
+        if adapter > 0:
+            weights = merged_weights(tmp_path, shapes[adapter - 1], tensors[adapter - 1])
+            merged.load_weights(weights, adapter)
+        for number, (prompt, sampling) in enumerate(requests):
+            merged.submit(number, prompt, sampling)
+        for number, expected in drain(merged).items():
+            completion = mixed[10 * adapter + number]
+            assert_close(completion, expected)
+            assert completion.versions == expected.versions
+            # No keys of another adapter are reused.
+            assert completion.cached_tokens == expected.cached_tokens
+        first_replies.add(mixed[10 * adapter].token_ids)
+    assert len(first_replies) == 4
 
 
-def test_new_weights_of_an_adapter_touch_its_own_rows_only(tmp_path: Path) -> None:
-    reference.make_model("qwen2", tmp_path, initializer_range=0.1)
-    shape = read_architecture(tmp_path)
-    engine = on_base(tmp_path, rows=4)
-    prompt, sampling = list(range(3, 20)), Sampling(max_tokens=6)
+def test_new_weights_of_an_adapter_concern_its_own_rows(model: Path) -> None:
+    engine = engine_with_adapters(model, rows=4)
+    prompt = list(range(3, 20))
+    sampling = Sampling(max_tokens=6)
     for adapter in (1, 2):
         engine.submit(adapter, prompt, sampling, adapter=adapter)
-    assert engine.step() == [] == engine.step()
-    put(engine, 1, drawn(shape, SHAPES[0], 1), version=7)
+    assert engine.step() == []
+    assert engine.step() == []  # three tokens are sampled now
+    put_adapter(engine, 1, random_tensors(read_architecture(model), SHAPES[0], 1), version=7)
     done = drain(engine)
     assert done[1].versions == (
         VersionSpan(version=0, start=0, end=3),
         VersionSpan(version=7, start=3, end=6),
     )
     assert done[2].versions == (VersionSpan(version=0, start=0, end=6),)
+
+    # Only the keys of adapter 2 are still valid.
     for adapter in (1, 2):
         engine.submit(adapter, [*prompt, 4], sampling, adapter=adapter)
-    assert {number: one.cached_tokens for number, one in drain(engine).items()} == {
-        1: 0,
-        2: len(prompt),
-    }
-    engine.submit(1, prompt, sampling, adapter=1)
-    engine.submit(2, prompt, sampling, adapter=2)
-    engine.abort([1, 2])  # before they have rows
-    assert {number: one.versions[0].version for number, one in drain(engine).items()} == {
-        1: 7,
-        2: 0,
-    }
+    done = drain(engine)
+    assert done[1].cached_tokens == 0
+    assert done[2].cached_tokens == len(prompt)
+
+    # Requests that are aborted before they have rows name the version of their adapter.
+    for adapter in (1, 2):
+        engine.submit(adapter, prompt, sampling, adapter=adapter)
+    engine.abort([1, 2])
+    done = drain(engine)
+    assert done[1].versions[0].version == 7
+    assert done[2].versions[0].version == 0
 
 
-def test_an_adapter_that_has_gone_wrong_is_no_others_problem(tmp_path: Path) -> None:
-    reference.make_model("qwen2", tmp_path, initializer_range=0.1)
-    shape = read_architecture(tmp_path)
-    first, second = (drawn(shape, SHAPES[n], n) for n in (0, 1))
-    replies = []
-    for broken in (False, True):
-        engine = on_base(tmp_path, rows=4)
-        put(engine, 2, second, version=1)
-        if broken:  # its products overflow
-            put(engine, 1, {name: tensor * 1e37 for name, tensor in first.items()}, version=3)
-            damaged = {name: tensor.clone().fill_(torch.nan) for name, tensor in first.items()}
-            with pytest.raises(
-                EngineError,
-                match=r"tensor '.*q_proj.lora_A.weight' has numbers that are not finite",
-            ):
-                put(engine, 1, damaged, version=4)
-            engine.submit(1, [5, 6, 7], Sampling(max_tokens=6), adapter=1)
-        engine.submit(2, [5, 6, 7], Sampling(max_tokens=6), adapter=2)
-        done = drain(engine)
-        replies.append(done[2])
-    assert isinstance(
-        done[1], EngineError
-    ) and "weights version 3 give logits that are not finite" in str(done[1])
-    assert close(*replies)
+def test_broken_weights_of_an_adapter_do_not_reach_others(model: Path) -> None:
+    architecture = read_architecture(model)
+    first = random_tensors(architecture, SHAPES[0], 0)
+    second = random_tensors(architecture, SHAPES[1], 1)
+    prompt = [5, 6, 7]
+    sampling = Sampling(max_tokens=6)
+
+    alone = engine_with_adapters(model, rows=4)
+    put_adapter(alone, 2, second, version=1)
+    alone.submit(2, prompt, sampling, adapter=2)
+    expected = drain(alone)[2]
+
+    engine = engine_with_adapters(model, rows=4)
+    put_adapter(engine, 2, second, version=1)
+    overflowing = {name: tensor * 1e37 for name, tensor in first.items()}
+    put_adapter(engine, 1, overflowing, version=3)
+    not_finite = {name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()}
+    message = r"tensor '.*q_proj.lora_A.weight' has numbers that are not finite"
+    with pytest.raises(EngineError, match=message):
+        put_adapter(engine, 1, not_finite, version=4)
+    for adapter in (1, 2):
+        engine.submit(adapter, prompt, sampling, adapter=adapter)
+    done = drain(engine)
+    with pytest.raises(EngineError, match="weights version 3 give logits that are not finite"):
+        raise done[1]
+    assert_close(done[2], expected)
+
+
+class HostedAdapters:
+    """Two adapter engines on one hosted engine, with the first weights that each gets."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.warnings: list[str] = []
+        self.shapes = SHAPES[:2]
+        settings = EmbeddedSettings(folder=model, max_length=MAX_LENGTH, rows=8)
+        host = HostedEngine(settings, adapters=self.shapes, tell=self.warnings.append)
+        self.first, self.second = adapter_engines(host, len(self.shapes))
+        architecture = read_architecture(model)
+        self.first_tensors = random_tensors(architecture, self.shapes[0], 0)
+        self.second_tensors = random_tensors(architecture, self.shapes[1], 1)
+
+    async def generate(self, engine: AdapterEngine) -> list[Completion]:
+        """Sample three replies."""
+        calls = [engine.generate([5, 6, 7], Sampling(max_tokens=9, seed=seed)) for seed in range(3)]
+        return list(await asyncio.gather(*calls))
+
+    def expected(self, engine: AdapterEngine, tensors: AdapterTensors) -> list[Completion]:
+        """Return the replies of a merged model."""
+        merged = EmbeddedEngine.from_folder(self.model, max_length=MAX_LENGTH, rows=4)
+        weights = merged_weights(self.model, self.shapes[engine.number - 1], tensors)
+        merged.load_weights(weights, engine.version)
+        for seed in range(3):
+            merged.submit(seed, [5, 6, 7], Sampling(max_tokens=9, seed=seed))
+        done = drain(merged)
+        return [done[seed] for seed in range(3)]
+
+    async def check(self, engine: AdapterEngine, tensors: AdapterTensors) -> None:
+        """Compare the replies of an adapter with those of the merged model."""
+        completions = await self.generate(engine)
+        for completion, expected in zip(completions, self.expected(engine, tensors), strict=True):
+            assert_close(completion, expected)
+            assert completion.versions[0].version == engine.version
+
+
+@pytest.fixture
+def hosted(model: Path, running_ray: None) -> Iterator[HostedAdapters]:
+    hosted = HostedAdapters(model)
+    files = [slot.file for slot in hosted.first.host.slots if slot.file is not None]
+    assert len(files) == 2
+    assert all(file.exists() for file in files)
+    yield hosted
+    hosted.first.close()
+    hosted.second.close()
+    assert not any(file.exists() for file in files)
 
 
 @pytest.mark.slow
-def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
-    running_ray: None, tmp_path: Path
-) -> None:
-    reference.make_model("qwen2", tmp_path / "model", initializer_range=0.1)
-    shape = read_architecture(tmp_path / "model")
-    first, second = (drawn(shape, SHAPES[n], n) for n in (0, 1))
-    told: list[str] = []
-    engines = adapter_engines(
-        HostedEngine(
-            EmbeddedSettings(folder=tmp_path / "model", max_length=96, rows=8),
-            adapters=SHAPES[:2],
-            tell=told.append,
-        ),
-        len(SHAPES[:2]),
-    )
-    sampling = [Sampling(max_tokens=9, seed=seed) for seed in range(3)]
+def test_adapters_are_updated_one_by_one_and_survive_their_actor(hosted: HostedAdapters) -> None:
+    async def run() -> None:
+        # Adapters have no effect before their first weights.
+        start = await hosted.generate(hosted.first)
+        for completion, other in zip(start, await hosted.generate(hosted.second), strict=True):
+            assert_close(completion, other)
 
-    async def ask() -> list[list[Completion]]:
-        both = [[engine.generate([5, 6, 7], one) for one in sampling] for engine in engines]
-        return [list(await asyncio.gather(*own)) for own in both]
+        await hosted.second.load_weights(hosted.second_tensors.items(), 4)
+        assert (hosted.first.version, hosted.second.version) == (0, 4)
+        for completion, before in zip(await hosted.generate(hosted.first), start, strict=True):
+            assert_close(completion, before)
+        await hosted.check(hosted.second, hosted.second_tensors)
 
-    def expected(
-        engine: AdapterEngine, adapter: AdapterShape, tensors: dict[str, Tensor]
-    ) -> list[Completion]:
-        alone = EmbeddedEngine.from_folder(tmp_path / "model", max_length=96, rows=4)
-        alone.load_weights(merged(tmp_path / "model", adapter, tensors), engine.version)
-        for number, one in enumerate(sampling):
-            alone.submit(number, [5, 6, 7], one)
-        done = drain(alone)
-        return [done[number] for number in range(3)]
+        await hosted.first.load_weights(hosted.first_tensors.items(), 5)
+        os.kill(await hosted.first.host.call("pid"), signal.SIGKILL)
+        await hosted.check(hosted.first, hosted.first_tensors)
+        await hosted.check(hosted.second, hosted.second_tensors)
+        assert hosted.warnings
+        assert hosted.second.starts == 2
 
-    async def play() -> None:
-        start, same = await ask()
-        assert all(map(close, start, same))  # neither adds anything yet
-        await engines[1].load_weights(second.items(), 4)
-        assert (engines[0].version, engines[1].version) == (0, 4)
-        other, trained = await ask()
-        assert all(map(close, other, start))
-        assert all(map(close, trained, expected(engines[1], SHAPES[1], second)))
-        assert trained[0].versions[0].version == 4
-        await engines[0].load_weights(first.items(), 5)
-        os.kill(await engines[0].host.call("pid"), signal.SIGKILL)
-        again = await ask()
-        for engine, adapter, tensors, got in zip(
-            engines, SHAPES, (first, second), again, strict=False
-        ):
-            assert all(map(close, got, expected(engine, adapter, tensors)))
-        assert told and engines[1].starts == 2
-        # an adapter that is damaged on its way is not computed with
-        route = await engines[0].begin_update()
-        sent = make_sender(route).send(second_of_first.items(), 6, route.half)
-        damaged = {**sent.checksums, next(iter(sent.checksums)): "0"}
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_failed_update_of_an_adapter_changes_nothing(hosted: HostedAdapters) -> None:
+    async def run() -> None:
+        engine = hosted.first
+        await engine.load_weights(hosted.first_tensors.items(), 5)
+
+        other_tensors = random_tensors(read_architecture(hosted.model), hosted.shapes[0], 9)
+        route = await engine.begin_update()
+        update = make_sender(route).send(other_tensors.items(), 6, route.half)
+        wrong_checksums = {**update.checksums, next(iter(update.checksums)): "0"}
         with pytest.raises(EngineError, match="lora_A"):
-            await engines[0].commit_update(replace(sent, checksums=damaged))
-        assert engines[0].version == 5
-        assert [one.token_ids for one in (await ask())[0]] == [one.token_ids for one in again[0]]
-        with pytest.raises(EngineError, match="lora_B"):
-            await engines[0].load_weights(list(first.items())[:-1], 6)
-        await engines[0].sleep()
-        await engines[1].sleep()
-        with pytest.raises(EngineError, match="sleeps"):
-            await engines[1].generate([5], sampling[0])
-        await engines[1].wake()
-        assert [one.token_ids for one in (await ask())[1]] == [one.token_ids for one in again[1]]
+            await engine.commit_update(replace(update, checksums=wrong_checksums))
+        assert engine.version == 5
+        await hosted.check(engine, hosted.first_tensors)
 
-    second_of_first = drawn(shape, SHAPES[0], 9)
-    files = [own.file for own in engines[0].host.slots if own.file]
-    assert all(file.exists() for file in files)
-    asyncio.run(play())
-    for engine in engines:
-        engine.close()
-    assert not any(file.exists() for file in files)
+        with pytest.raises(EngineError, match="lora_B"):
+            await engine.load_weights(list(hosted.first_tensors.items())[:-1], 6)
+        await hosted.check(engine, hosted.first_tensors)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_adapter_engines_sleep_and_wake_together(hosted: HostedAdapters) -> None:
+    async def run() -> None:
+        await hosted.second.load_weights(hosted.second_tensors.items(), 4)
+        await hosted.first.sleep()
+        await hosted.second.sleep()
+        with pytest.raises(EngineError, match="sleeps"):
+            await hosted.second.generate([5], Sampling(max_tokens=9))
+        await hosted.second.wake()
+        await hosted.check(hosted.second, hosted.second_tensors)
+
+    asyncio.run(run())
