@@ -1,4 +1,4 @@
-"""What the SGLang engine does around its servers; `make test-sglang` runs it on real ones."""
+"""SGLang engine on stand-ins of its servers; `make test-sglang` runs it on real ones."""
 
 from __future__ import annotations
 
@@ -41,45 +41,71 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-async def ask(engine: SGLangEngine, prompt: list[int], session: str = "") -> Completion:
+async def generate(engine: SGLangEngine, prompt: list[int], session: str = "") -> Completion:
     return await engine.generate(prompt, Sampling(max_tokens=3, session=session))
+
+
+async def server_record(engine: SGLangEngine) -> dict[str, Any]:
+    """Return what the engine's first server, a stand-in, has recorded."""
+    record: dict[str, Any] = await engine.fleet.replicas[0].client.call("/what", {})
+    return record
+
+
+async def kill_server(engine: SGLangEngine) -> None:
+    """Kill the process of the engine's first server."""
+    pid = await pid_of(engine.fleet.replicas[0])
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def spans(completion: Completion) -> list[tuple[int, int, int]]:
+    """Return version, first token and end of each version span."""
+    return [(span.version, span.start, span.end) for span in completion.versions]
+
+
+def ignore(_: str) -> None:
+    """Drop a warning of the engine."""
 
 
 def test_sessions_stay_with_their_replica(make: Make) -> None:
     engine = make(replicas=2)
 
-    async def play() -> tuple[list[int], list[int], list[int]]:
-        sessions = [await ask(engine, [i, 5], f"task/{i}") for i in range(16)]
-        again = [await ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)]
-        alone = await asyncio.gather(*(ask(engine, [7, 8]) for _ in range(4)))
-        return tuple(
-            [completion.token_ids[0] for completion in part] for part in (sessions, again, alone)
-        )
+    async def server_of(prompt: list[int], session: str = "") -> int:
+        """Return the token that the server which answers gives in every reply."""
+        completion = await generate(engine, prompt, session)
+        return completion.token_ids[0]
 
-    sessions, again, alone = asyncio.run(play())
-    assert sessions == again
-    assert len(set(sessions)) == 2
-    assert len(set(alone)) == 1  # equal prompts meet
+    async def run() -> None:
+        first_turns = [await server_of([i, 5], f"task/{i}") for i in range(16)]
+        next_turns = [await server_of([i, 5, 6], f"task/{i}") for i in range(16)]
+        assert first_turns == next_turns
+        assert len(set(first_turns)) == 2
+        # Equal prompts without a session go to one server too.
+        same_prompt = await asyncio.gather(*(server_of([7, 8]) for _ in range(4)))
+        assert len(set(same_prompt)) == 1
+
+    asyncio.run(run())
 
 
-def test_a_session_goes_elsewhere_when_its_replica_has_no_row_free(folder: Path) -> None:
-    """Eight requests of one session, two replicas of four rows: none waits while a row is free."""
-    with slotted_server(4, 0.2, [7]) as one, slotted_server(4, 0.2, [8]) as other:
+def test_a_session_goes_elsewhere_when_its_replica_has_no_free_row(folder: Path) -> None:
+    """Send eight requests of one session to two replicas of four rows each."""
+    with slotted_server(4, 0.2, [7]) as first, slotted_server(4, 0.2, [8]) as second:
+        urls = [first, second]
         engine = SGLangEngine(
-            SGLangSettings(folder=folder, max_length=64, rows=4, urls=[one, other], verify=False)
+            SGLangSettings(folder=folder, max_length=64, rows=4, urls=urls, verify=False)
         )
 
         async def play() -> list[Completion]:
-            return await asyncio.gather(*(ask(engine, [i], "s") for i in range(8)))
+            return await asyncio.gather(*(generate(engine, [i], "s") for i in range(8)))
 
-        answered = [reply.token_ids[0] for reply in asyncio.run(play())]
-        assert sorted(answered) == [7] * 4 + [8] * 4
-        assert len(set(answered[:4])) == 1  # its own as long as that has rows
+        tokens = [completion.token_ids[0] for completion in asyncio.run(play())]
+        assert sorted(tokens) == [7] * 4 + [8] * 4
+        assert len(set(tokens[:4])) == 1  # the session's own replica, as long as it has rows
 
 
 @pytest.mark.slow
 def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
-    """200 requests, 8 slots, 0.2 s each and a deadline of 3 s: 5 s in all, so that those behind were late."""
+    """Send 200 requests of 0.2 s to 8 slots, which takes 5 s, with a deadline of 3 s."""
     with slotted_server(8, 0.2) as url:
         engine = SGLangEngine(
             SGLangSettings(
@@ -88,35 +114,34 @@ def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
         )
 
         async def play() -> tuple[list[Completion], float]:
-            await ask(engine, [1])
+            await generate(engine, [1])
             began = time.monotonic()
-            replies = await asyncio.gather(*(ask(engine, [1 + i % 90]) for i in range(200)))
+            replies = await asyncio.gather(*(generate(engine, [1 + i % 90]) for i in range(200)))
             return replies, time.monotonic() - began
 
-        replies, took = asyncio.run(play())
+        replies, seconds = asyncio.run(play())
         assert [reply.token_ids for reply in replies] == [(7,)] * 200
-        assert took > 4.9
+        assert seconds > 4.9
 
 
 def test_completions_carry_versions_and_logprobs(make: Make) -> None:
     engine = make(version=2)
 
     async def play() -> tuple[Completion, Completion]:
-        first = await ask(engine, [1])
+        first = await generate(engine, [1])
         await engine.load_weights(tensors(), 5)
-        return first, await ask(engine, [1])
+        return first, await generate(engine, [1])
 
     first, second = asyncio.run(play())
-    assert [(s.version, s.start, s.end) for s in first.versions] == [
-        (2, 0, 3)
-    ]  # the server says `default`
-    assert [(s.version, s.start, s.end) for s in second.versions] == [(5, 0, 3)]
+    # Before its first update, a server calls its version "default".
+    assert spans(first) == [(2, 0, 3)]
+    assert spans(second) == [(5, 0, 3)]
     assert first.logprobs == (-0.5,) * 3
     assert first.finish_reason == "length"
     assert engine.version == 5
 
 
-def test_the_likeliest_token_keeps_its_temperature() -> None:
+def test_top_k_1_is_sent_as_a_small_top_p() -> None:
     def sent_parameters(**settings: Any) -> list[float]:
         body = request_body([1], Sampling(**settings), seeded=False)
         return [body["sampling_params"][name] for name in ("temperature", "top_k", "top_p")]
@@ -138,7 +163,7 @@ def test_a_reply_without_logprobs_is_an_error() -> None:
         parse_completion({"output_ids": [7, 8, 9], "meta_info": meta}, 0)
 
 
-def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) -> None:
+def test_a_refused_update_leaves_the_weights_before(make: Make, tmp_path: Path) -> None:
     engine = make()
 
     async def play() -> Completion:
@@ -153,73 +178,85 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
         ):
             await engine.commit_update(update)
         with pytest.raises(EngineError, match="token ids outside"):
-            await ask(engine, [96])
-        return await ask(engine, [1])
+            await generate(engine, [96])
+        return await generate(engine, [1])
 
     assert asyncio.run(play()).versions[0].version == 1
     assert engine.version == 1
 
 
 def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Path) -> None:
-    told: list[str] = []
-    engine = make(restarts=1, tell=told.append)
+    warnings: list[str] = []
+    engine = make(restarts=1, tell=warnings.append)
 
     async def play() -> tuple[Completion, list[Completion]]:
-        before = await ask(engine, [1])
+        before = await generate(engine, [1])
         await engine.load_weights(tensors(), 7)
-        (folder / "die").touch()
-        after = await asyncio.gather(*(ask(engine, [13]) for _ in range(3)))
+        (folder / "die").touch()  # the server ends when it is asked prompt [13]
+        after = await asyncio.gather(*(generate(engine, [13]) for _ in range(3)))
         (folder / "die").touch()
         with pytest.raises(
             EngineError, match=r"server\.0\.log says last: .*fake server version 7.*; no restart"
         ):
-            await ask(engine, [13])
+            await generate(engine, [13])
         return before, after
 
     before, after = asyncio.run(play())
     assert len({before.token_ids, *(completion.token_ids for completion in after)}) == 2
     assert {completion.versions[0].version for completion in after} == {7}
-    assert len(told) == 1
-    assert re.search("fake server version 7 from [^;]*; started again, 0 restarts left$", told[0])
+    (warning,) = warnings
+    assert re.search("fake server version 7 from [^;]*; started again, 0 restarts left$", warning)
 
 
 @pytest.mark.slow
 def test_members_join_with_new_weights_and_leave_while_others_go_on(
     make: Make, folder: Path, tmp_path: Path
 ) -> None:
-    words = server_arguments(SGLangSettings(folder=folder, max_length=64, rows=4))
-    far = [Server(str(FAKE), words, str(tmp_path / f"member{n}.log"), {}) for n in (1, 2)]
-    members, told = tmp_path / "members", list[str]()
-    engine = make(members=members, tell=told.append)
+    arguments = server_arguments(SGLangSettings(folder=folder, max_length=64, rows=4))
+    servers = [
+        Server(str(FAKE), arguments, str(tmp_path / f"member{number}.log"), {}) for number in (1, 2)
+    ]
+    members = tmp_path / "members"
+    lines: list[str] = []
+    engine = make(members=members, tell=lines.append)
 
-    async def served() -> set[int]:
-        """The servers that have the present weights and answer, each by its one token."""
-        said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
-        assert {completion.versions[-1].version for completion in said} == {engine.version}
-        return {completion.token_ids[0] for completion in said}
+    async def answering_servers() -> set[int]:
+        """Return the servers that answer, each by its token; all must have the present weights."""
+        completions = await asyncio.gather(
+            *(generate(engine, [n + 20], f"session {n}") for n in range(12))
+        )
+        versions = {completion.versions[-1].version for completion in completions}
+        assert versions == {engine.version}
+        return {completion.token_ids[0] for completion in completions}
+
+    async def wait_until_up(url: str) -> None:
+        while not await Replica(engine.settings, url=url).client.up():
+            await asyncio.sleep(0.05)
 
     async def play() -> None:
         await engine.load_weights(tensors(), 1)  # there is no file of members yet
-        alone = await served()
-        first, second = (server.start() for server in far)
-        members.write_text(
-            f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n"
-        )  # nobody is at the last
-        while not await Replica(engine.settings, url=first).client.up():
-            await asyncio.sleep(0.05)
-        while not await Replica(engine.settings, url=second).client.up():
-            await asyncio.sleep(0.05)
-        assert await served() == alone  # they have no weights yet
+        own_server = await answering_servers()
+        first = servers[0].start()
+        second = servers[1].start()
+        no_server = "http://127.0.0.1:9"
+        members.write_text(f"# from another job\n{first}\n{second}/\n{no_server}\n")
+        await wait_until_up(first)
+        await wait_until_up(second)
+        assert await answering_servers() == own_server  # the members have no weights yet
+
         await engine.load_weights(tensors(), 2)
-        tokens = {first: far[0].pid(), second: far[1].pid()}
-        assert await served() == alone | set(tokens.values())
-        far[1].stop()  # dies amid a step: what it was asked, the others are asked
-        assert await served() == alone | {tokens[first]}
+        # The token of a server is its process id.
+        first_token = servers[0].pid()
+        second_token = servers[1].pid()
+        assert await answering_servers() == own_server | {first_token, second_token}
+        servers[1].stop()  # its requests go to the others
+        assert await answering_servers() == own_server | {first_token}
+
         await engine.load_weights(tensors(), 3)
         members.write_text("")
         await engine.load_weights(tensors(), 4)
-        assert await served() == alone
-        assert told == [
+        assert await answering_servers() == own_server
+        assert lines == [
             f"SGLang: {first} joined; 2 servers",
             f"SGLang: {second} joined; 3 servers",
             f"SGLang: the server at {second} is gone, and it is not ours to start; 2 servers",
@@ -235,22 +272,20 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(
         ):
             asyncio.run(engine.load_weights(tensors(), 5))
     finally:
-        for server in far:
+        for server in servers:
             server.stop()
 
 
 @pytest.mark.slow
 def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> None:
-    engine = make(tell=lambda _: None)
+    engine = make(tell=ignore)
 
     async def play() -> Completion:
-        await ask(engine, [1])
+        await generate(engine, [1])
         await engine.load_weights(tensors(), 1)
-        pid = await pid_of(engine.fleet.replicas[0])
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        await kill_server(engine)
         await engine.load_weights(tensors(), 2)
-        return await ask(engine, [1])
+        return await generate(engine, [1])
 
     assert asyncio.run(play()).versions[0].version == 2
 
@@ -258,76 +293,71 @@ def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> 
 def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(
     make: Make, shared_by_name: None
 ) -> None:
-    engine = make(transport="tensor", tell=lambda _: None)
-    sent: list[int] = []
+    engine = make(transport="tensor", tell=ignore)
+    sent_versions: list[int] = []
 
-    async def trainer() -> None:
+    async def resend_weights() -> None:
         while True:
             await engine.weights_lost()
-            sent.append(engine.version)
-            said = await engine.fleet.replicas[0].client.call("/what", {})
-            assert said["calls"] == [
-                "/pause_generation",
-                "/what",
-            ]  # nobody is answered by the folder's weights
+            sent_versions.append(engine.version)
+            record = await server_record(engine)
+            # The server has not sampled with the weights of the folder.
+            assert record["calls"] == ["/pause_generation", "/what"]
             await engine.load_weights(tensors(), engine.version)
 
     async def play() -> list[Completion]:
         await engine.load_weights(tensors(), 7)
-        sending = asyncio.create_task(trainer())
-        pid = await pid_of(engine.fleet.replicas[0])
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        first = asyncio.create_task(ask(engine, [1]))
+        resending = asyncio.create_task(resend_weights())
+        await kill_server(engine)
+        first = asyncio.create_task(generate(engine, [1]))
         await asyncio.sleep(0.1)
-        first.cancel()  # who came first may not stay, and the others still get the right weights
+        first.cancel()  # the first call that needs the weights does not wait for them
         await asyncio.gather(first, return_exceptions=True)
-        answers = await asyncio.gather(*(ask(engine, [i, 5]) for i in range(8)))
-        sending.cancel()
-        return answers
+        completions = await asyncio.gather(*(generate(engine, [i, 5]) for i in range(8)))
+        resending.cancel()
+        return completions
 
-    assert {said.versions[0].version for said in asyncio.run(play())} == {7}
-    assert sent == [7]
+    completions = asyncio.run(play())
+    assert {completion.versions[0].version for completion in completions} == {7}
+    assert sent_versions == [7]
     assert engine.starts == 2
 
 
 @pytest.mark.slow
-def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make, shared_by_name: None) -> None:
-    engine = make(transport="tensor", tell=lambda _: None)
+def test_a_death_during_an_update_fails_the_update(make: Make, shared_by_name: None) -> None:
+    engine = make(transport="tensor", tell=ignore)
 
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
         route = await engine.begin_update()
         update = make_sender(route).send(tensors(), 2)
-        pid = await pid_of(engine.fleet.replicas[0])
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        await kill_server(engine)
         with pytest.raises(
             EngineError, match=r"SGLang: .* during an update; the weights must come again"
         ):
             await engine.commit_update(update)
         await engine.load_weights(tensors(), 2)
-        return await ask(engine, [1])
+        return await generate(engine, [1])
 
     assert asyncio.run(play()).versions[0].version == 2
 
 
-def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
+def test_late_and_cancelled_requests_are_aborted_and_servers_end(make: Make) -> None:
     engine = make(timeout_s=0.5)
 
     async def play() -> int:
-        await ask(engine, [1])
+        await generate(engine, [1])
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"SGLang /generate: no answer within 0\.5 s"):
-            await ask(engine, [14])
+            await generate(engine, [14])
         assert time.monotonic() - began < 20
-        gone = asyncio.create_task(ask(engine, [14]))
+        cancelled = asyncio.create_task(generate(engine, [14]))
         await asyncio.sleep(0.05)
-        gone.cancel()
-        await asyncio.gather(gone, *engine.background, return_exceptions=True)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, *engine.background, return_exceptions=True)
         await asyncio.gather(*engine.background)
-        said = await engine.fleet.replicas[0].client.call("/what", {})
-        assert "/abort_request" in said["calls"]
+        record = await server_record(engine)
+        assert "/abort_request" in record["calls"]
         pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         return pid
@@ -338,9 +368,9 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
         os.kill(pid, 0)
 
 
-def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
+def test_only_memory_that_is_free_is_taken_and_the_reverse(make: Make) -> None:
     async def memory_calls() -> list[str]:
-        record = await engine.fleet.replicas[0].client.call("/what", {})
+        record = await server_record(engine)
         return [path for path in record["calls"] if "memory" in path or "health" in path]
 
     at_restart: list[list[str]] = []  # before and after it, in the guard
@@ -351,7 +381,7 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
         yield
         at_restart.append(sorted([*await memory_calls(), str(engine.starts)]))
 
-    engine = make(restarts=1, tell=lambda _: None, restart_guard=restart_guard)
+    engine = make(restarts=1, tell=ignore, restart_guard=restart_guard)
     asleep = []
 
     async def play() -> tuple[list[str], list[str]]:
@@ -364,9 +394,7 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
         asleep.append(sorted(engine.fleet.replicas[0].asleep))
         slept = await memory_calls()
         await engine.sleep()
-        pid = await pid_of(engine.fleet.replicas[0])
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        await kill_server(engine)
         await engine.wake(("weights",))
         await engine.load_weights(tensors(), 4)
         await engine.wake(("kv_cache",))
@@ -383,67 +411,83 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"incremental-streaming-output": False}, {}], ids=["so far", "news"]
+    "options",
+    [{"incremental-streaming-output": False}, {}],
+    ids=["all tokens in each event", "new tokens in each event"],
 )
-def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(
+def test_tokens_are_reported_until_the_callback_returns_false(
     make: Make, options: dict[str, Any]
 ) -> None:
+    reported: list[int] = []
+
+    def take_three(position: int, token_ids: Sequence[int]) -> bool:
+        reported[position:] = token_ids
+        return len(reported) < 3
+
     async def run() -> None:
-        engine, heard = make(options=options), list[int]()
+        engine = make(options=options)
+        callback = TokenCallback(take_three)
+        completion = await engine.stream([1], Sampling(max_tokens=3), callback)
+        # The last token comes with the reply.
+        assert reported == [completion.token_ids[0]] * 2
+        assert completion == await engine.generate([1], Sampling(max_tokens=3))
 
-        def note(place: int, token_ids: Sequence[int]) -> bool:
-            heard[place:] = token_ids
-            return len(heard) < 3
-
-        hear = TokenCallback(note)
-        whole = await engine.stream([1], Sampling(max_tokens=3), hear)
-        assert heard == [whole.token_ids[0]] * 2  # the last comes with the reply
-        assert whole == await engine.generate([1], Sampling(max_tokens=3))
-        heard.clear()
-        cut = await engine.stream([1], Sampling(max_tokens=50), hear)
-        assert cut.finish_reason == "abort"
-        assert 3 <= len(cut.token_ids) == len(cut.logprobs) < 50
+        reported.clear()
+        aborted = await engine.stream([1], Sampling(max_tokens=50), callback)
+        assert aborted.finish_reason == "abort"
+        assert 3 <= len(aborted.token_ids) < 50
+        assert len(aborted.logprobs) == len(aborted.token_ids)
 
     asyncio.run(run())
 
 
-def test_a_reply_is_told_in_as_many_tokens_as_are_worth_it(make: Make) -> None:
+def test_tokens_are_reported_in_the_requested_number(make: Make) -> None:
+    reports: list[tuple[int, int]] = []  # position and number of tokens
+
+    def record(position: int, token_ids: Sequence[int]) -> bool:
+        reports.append((position, len(token_ids)))
+        return True
+
     async def run() -> None:
-        engine, heard = make(), list[tuple[int, int]]()
-
-        def note(place: int, token_ids: Sequence[int]) -> bool:
-            heard.append((place, len(token_ids)))
-            return True
-
-        hear = TokenCallback(note, every=4)
-        whole = await engine.stream([1], Sampling(max_tokens=11), hear)
-        assert heard == [(0, 1), (1, 4), (5, 4)]
-        assert whole == await engine.generate([1], Sampling(max_tokens=11))
+        engine = make()
+        callback = TokenCallback(record, every=4)
+        completion = await engine.stream([1], Sampling(max_tokens=11), callback)
+        assert reports == [(0, 1), (1, 4), (5, 4)]
+        assert completion == await engine.generate([1], Sampling(max_tokens=11))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 @pytest.mark.parametrize("mode", ["so_far", "news"])
-def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(
+def test_the_recorded_stream_of_a_real_server_is_read_in_parts_of_any_size(
     mode: str, size: int
 ) -> None:
-    """SGLang 0.5.23's own bytes, of a tiny model on a CPU; with `incremental-streaming-output` each event has news."""
-    sent = (FAKE.parent / "recorded" / f"sglang_{mode}.txt").read_bytes()
-    heard: list[tuple[int, list[int]]] = []
-    hear = TokenCallback(lambda place, ids: heard.append((place, [*ids])) is None)
-    reply = StreamedReply(hear, lambda: None)
+    """Read the bytes that SGLang 0.5.23 sent for a tiny model on a CPU.
+
+    With `incremental-streaming-output` (mode "news"), each event has only the new tokens.
+    """
+    stream = (FAKE.parent / "recorded" / f"sglang_{mode}.txt").read_bytes()
+    reports: list[tuple[int, list[int]]] = []
+
+    def record(position: int, token_ids: Sequence[int]) -> bool:
+        reports.append((position, list(token_ids)))
+        return True
+
+    reply = StreamedReply(TokenCallback(record), lambda: None)
     take = reply.begin()
-    for place in range(0, len(sent), size):
-        take(sent[place : place + size])
-    assert heard == [(0, [59]), (1, [93]), (2, [79])]  # the last comes with the reply
-    got = parse_completion(reply.result("/generate"), 3)
-    assert (got.token_ids, got.finish_reason) == ((59, 93, 79, 42), "length")
-    assert got.logprobs == pytest.approx((-2.960897, -4.383044, -7.336450, -4.814980), abs=1e-6)
-    assert [(span.version, span.start, span.end) for span in got.versions] == [(3, 0, 4)]
+    for start in range(0, len(stream), size):
+        take(stream[start : start + size])
+    assert reports == [(0, [59]), (1, [93]), (2, [79])]  # the last token comes with the reply
+    completion = parse_completion(reply.result("/generate"), 3)
+    assert completion.token_ids == (59, 93, 79, 42)
+    assert completion.finish_reason == "length"
+    expected_logprobs = (-2.960897, -4.383044, -7.336450, -4.814980)
+    assert completion.logprobs == pytest.approx(expected_logprobs, abs=1e-6)
+    assert spans(completion) == [(3, 0, 4)]
 
 
-def test_what_a_server_refuses_in_a_stream_is_its_error() -> None:
+def test_a_failure_in_a_stream_is_an_engine_error() -> None:
     reason = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": None}
     meta = {"finish_reason": reason, "completion_tokens": 0, "output_token_logprobs": []}
     reply = StreamedReply(TokenCallback(lambda position, ids: True), lambda: None)
