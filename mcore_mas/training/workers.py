@@ -121,22 +121,22 @@ class RunWorkers:
 
     def _start_engines(self) -> None:
         models = {}
-        places = {}
+        placements = {}
         for policy, model in self._config.models.items():
             if policy in self.engines:
                 continue
             models[policy] = model
-            placed = self._placement.options.get((policy, "engine"))
-            if placed is not None:
-                places[policy] = placed
+            actor_options = self._placement.options.get((policy, "engine"))
+            if actor_options is not None:
+                placements[policy] = actor_options
             elif for_policy(self._config, policy).engine.name == "embedded":
-                places[policy] = [self._placement.driver_node_options()]
+                placements[policy] = [self._placement.driver_node_options()]
         self.engines |= make_engines(
             self._config,
             models,
             self._config.folder / "train" / "engines",
             trained=True,
-            placements=places,
+            placements=placements,
             nodes=len(self.devices.nodes) if self.devices.joined else None,
             restart_guard=self._trainers_away,
         )
