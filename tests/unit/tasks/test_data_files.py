@@ -1,4 +1,4 @@
-"""Published data files in their own shapes, and what becomes of their rows."""
+"""Published data files: their rows as tasks, rows of another shape, and repeated tasks."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ import pytest
 from rollout.records.files import RecordError, write_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import Fields
-from rollout.tasks.files import FORMATS, distinct_tasks, read_task_file
-from rollout.tasks.rows import read_rows
+from rollout.tasks.files import FORMATS, LocatedTask, distinct_tasks, read_task_file
 
-DAPO_HEAD = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+DAPO_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
-DAPO_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
+DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
-def write(path: Path, found: list[dict[str, Any]]) -> Path:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(found), path)
+        pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".jsonl":
-        path.write_text("\n".join(json.dumps(row) for row in found))
+        path.write_text("\n".join(json.dumps(row) for row in rows))
     elif path.suffix == ".csv":
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, found[0])
+            writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
-            writer.writerows(found)
+            writer.writerows(rows)
     else:
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(rows))
     return path
 
 
-def load(path: Path, format: str, **options: str) -> list[Task]:
-    return [
-        located.task for located in read_task_file(path, format=format, split="test", **options)
-    ]
+def read(path: Path, format: str, **options: str) -> list[Task]:
+    located = read_task_file(path, format=format, split="test", **options)
+    return [entry.task for entry in located]
 
 
 def digest(question: str) -> str:
+    """Return the digest of a question in the id of its task."""
     return hashlib.blake2b(question.encode(), digest_size=6).hexdigest()
 
 
-def verl(prompt: Any, truth: Any, **rest: Any) -> dict[str, Any]:
+def verl_row(prompt: Any, truth: Any, **columns: Any) -> dict[str, Any]:
+    """Return a row with the columns of verl."""
     return {
         "prompt": prompt,
         "ability": "MATH",
         "reward_model": {"ground_truth": truth, "style": "rule"},
-        **rest,
+        **columns,
     }
 
 
-def user(text: str) -> list[dict[str, str]]:
+def user_message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+# `expected`: id of the task without its digest, question, and answers.
 @pytest.mark.parametrize(
-    ("format", "suffix", "row", "task"),
-    [  # the row as published; id without its digest, question, answers
+    ("format", "suffix", "row", "expected"),
+    [
         (
             "dapo",
             ".parquet",
-            verl(
-                user(f"{DAPO_HEAD}What is 2+2?{DAPO_TAIL}"),
+            verl_row(
+                user_message(f"{DAPO_PREFIX}What is 2+2?{DAPO_SUFFIX}"),
                 "4",
                 data_source="math_dapo",
                 extra_info={"index": "9a9b6eb4"},
@@ -80,8 +81,8 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "dapo",
             ".parquet",
-            verl(
-                user(
+            verl_row(
+                user_message(
                     "What is 2+2?\n\nLet's think step by step and output the final answer within \\boxed{}."
                 ),
                 "4",
@@ -91,8 +92,8 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "math",
             ".parquet",
-            verl(
-                user("Ignored."),
+            verl_row(
+                user_message("Ignored."),
                 "113",
                 data_source="aime24",
                 extra_info={"index": 0, "question": "Find m.", "answer": ""},
@@ -230,8 +231,9 @@ def user(text: str) -> list[dict[str, str]]:
                 "question": "total number of death row inmates in the us?",
                 "golden_answers": ["2,718"],
                 "data_source": "nq",
-                **verl(
-                    user("Answer the given question. Question: total ..."), {"target": ["2,718"]}
+                **verl_row(
+                    user_message("Answer the question: total ..."),
+                    {"target": ["2,718"]},
                 ),
                 "extra_info": {"index": 0, "split": "train"},
             },
@@ -242,7 +244,7 @@ def user(text: str) -> list[dict[str, str]]:
             ".parquet",
             {
                 "data_source": "popqa",
-                **verl(
+                **verl_row(
                     [], {"target": ["a", "b", "a"]}, extra_info={"index": 7, "question": "Who?"}
                 ),
             },
@@ -313,46 +315,39 @@ def user(text: str) -> list[dict[str, str]]:
         ),
     ],
 )
-def test_a_published_row(
-    tmp_path: Path, format: str, suffix: str, row: dict[str, Any], task: tuple[Any, ...]
+def test_a_published_row_becomes_a_task(
+    tmp_path: Path, format: str, suffix: str, row: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
-    named, question, answers = task
-    (found,) = load(write(tmp_path / f"x{suffix}", [row]), format)
-    own = digest(question)
-    assert found == Task(
-        id=f"{named}-{own}" if "/" in named else f"{named}/{own}",
+    name, question, answers = expected
+    [task] = read(write_rows(tmp_path / f"x{suffix}", [row]), format)
+    separator = "-" if "/" in name else "/"
+    assert task == Task(
+        id=f"{name}{separator}{digest(question)}",
         prompt=question,
         answers=answers,
         env=FORMATS[format].env,
-        source=named.partition("/")[0],
+        source=name.partition("/")[0],
         split="test",
     )
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
-def test_a_mark_of_windows_at_the_beginning_is_passed_over(tmp_path: Path, name: str) -> None:
-    text = {"x.jsonl": '{"a": "1"}', "x.json": '[{"a": "1"}]', "x.csv": "a\n1\n"}[name]
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert list(read_rows(tmp_path / name)) == [{"a": "1"}]
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:
+    """Texts that were cut by their length can end in half a pair."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a \\ud83d b", "answer": "1"}')
+    assert [task.prompt for task in read(path, "plain")] == ["a \ufffd b"]
 
 
-def test_half_a_character_becomes_the_sign_for_one(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(
-        '{"prompt": "a \\ud83d b", "answer": "1"}'
-    )  # a text that was cut by its length
-    assert [task.prompt for task in load(tmp_path / "x.jsonl", "plain")] == ["a \ufffd b"]
-
-
-def test_ids_stay_when_rows_move(tmp_path: Path) -> None:
-    pair = [{"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}]
-    first = load(write(tmp_path / "a.json", pair), "math")
-    second = load(write(tmp_path / "b.parquet", pair[::-1]), "math", source="mine")
-    assert [task.id for task in first] == [f"math/{digest('One?')}", f"math/{digest('Two?')}"]
-    assert [task.id for task in second] == [f"mine/{digest('Two?')}", f"mine/{digest('One?')}"]
+def test_ids_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
+    rows = [{"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}]
+    tasks = read(write_rows(tmp_path / "a.json", rows), "math")
+    assert [task.id for task in tasks] == [f"math/{digest('One?')}", f"math/{digest('Two?')}"]
+    tasks = read(write_rows(tmp_path / "b.parquet", rows[::-1]), "math", source="mine")
+    assert [task.id for task in tasks] == [f"mine/{digest('Two?')}", f"mine/{digest('One?')}"]
 
 
 @pytest.mark.parametrize(
-    ("format", "row", "words"),
+    ("format", "row", "message"),
     [
         (
             "math_500",
@@ -383,114 +378,72 @@ def test_ids_stay_when_rows_move(tmp_path: Path) -> None:
         ("math", {"problem": "?", "solution": "\\boxed{4"}, "has no final answer"),
         (
             "dapo",
-            verl([{"role": "system", "content": "x"}], "1"),
+            verl_row([{"role": "system", "content": "x"}], "1"),
             "has a question that is neither text nor a conversation with one user message",
         ),
         (
             "dapo",
-            verl(user("a") + user("b"), "1"),
+            verl_row(user_message("a") + user_message("b"), "1"),
             "has a question that is neither text nor a conversation with one user message",
         ),
     ],
 )
-def test_a_row_of_another_shape(
-    tmp_path: Path, format: str, row: dict[str, Any], words: str
+def test_a_row_of_another_shape_is_an_error(
+    tmp_path: Path, format: str, row: dict[str, Any], message: str
 ) -> None:
-    good = {
+    good_row = {
         "problem": "Q",
         "question": "Q",
         "prompt": "Q",
         "answer": "1",
         "reward_model": {"ground_truth": "1"},
     }
-    path = write(tmp_path / "x.jsonl", [good, row])
+    path = write_rows(tmp_path / "x.jsonl", [good_row, row])
     with pytest.raises(RecordError) as caught:
-        load(path, format)
-    assert str(caught.value).startswith(f"{path}: row 1 of format {format} {words}")
+        read(path, format)
+    assert str(caught.value).startswith(f"{path}: row 1 of format {format} {message}")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("x.jsonl", '{"a": 1}\n\n{"a":', "x.jsonl: line 3 cannot be read"),
-        ("x.jsonl", '{"a": 1}\n[2]', "row 1 is a list; expected an object with columns"),
-        ("x.json", '{"rows": []}', "expected a list of rows, or an object with one under 'data'"),
-        ("x.json", "[", "x.json: cannot be read"),
-        ("x.parquet", "PAR0", "x.parquet: cannot be read"),
-        ("x.npy", "", "x.npy: expected a file named .parquet, .jsonl, .json, .csv"),
-        ("x.csv", None, "x.csv: no such file"),
-    ],
-)
-def test_a_file_that_cannot_be_read(
-    tmp_path: Path, name: str, content: str | None, words: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(RecordError, match=words):
-        list(read_rows(tmp_path / name))
-
-
-def test_a_long_cell_of_a_table_is_read_and_the_process_keeps_its_limit(tmp_path: Path) -> None:
-    usual = csv.field_size_limit()
-    (tmp_path / "x.csv").write_text(f"question,answer\n{'x' * 200_000},1\n,2\n")
-    assert [len(row["question"]) for row in read_rows(tmp_path / "x.csv")] == [200_000, 0]
-    assert csv.field_size_limit() == usual == 131_072
-
-
-def test_rows_under_data(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"Version": 1.0, "Data": [{"a": 1}]}')
-    assert list(read_rows(tmp_path / "x.json")) == [{"a": 1}]
-
-
-def test_long_cells_are_read_and_the_process_keeps_its_own_limit(tmp_path: Path) -> None:
-    before = csv.field_size_limit()
-    path = write(tmp_path / "x.csv", [{"a": "x" * (before + 1)}])
-    assert [len(row["a"]) for row in read_rows(path)] == [before + 1]
-    assert csv.field_size_limit() == before
-
-
-def test_own_files_keep_ids_sources_and_splits(tmp_path: Path) -> None:
+def test_files_of_tasks_have_ids_sources_and_splits_of_their_own(tmp_path: Path) -> None:
     task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="train")
     write_tasks(tmp_path / "x.parquet", [task])
-    assert load(tmp_path / "x.parquet", "tasks") == [task]
+    assert read(tmp_path / "x.parquet", "tasks") == [task]
 
 
-def test_what_repeats(tmp_path: Path) -> None:
-    one, two = {"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}
-    path = write(tmp_path / "x.json", [one, two, one])
-    with pytest.raises(
-        RecordError,
-        match=r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates",
-    ):
-        list(distinct_tasks(read_task_file(path, format="math", split="test"), {}, drop=False))
-    kept = list(distinct_tasks(read_task_file(path, format="math", split="test"), {}, drop=True))
-    assert [task.prompt for task in kept] == ["One?", "Two?"]
-    other = write(tmp_path / "y.json", [one, {"problem": "One?", "answer": 7}])
-    with pytest.raises(
-        RecordError,
-        match=r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer",
-    ):
-        list(distinct_tasks(read_task_file(other, format="math", split="test"), {}, drop=True))
+class TestRepeatedTasks:
+    ONE = {"problem": "One?", "answer": 1}  # noqa: RUF012
+    TWO = {"problem": "Two?", "answer": 2}  # noqa: RUF012
+
+    def distinct(
+        self, path: Path, seen: dict[str, LocatedTask] | None = None, *, drop: bool = True
+    ) -> list[Task]:
+        located = read_task_file(path, format="math", split="test")
+        return list(distinct_tasks(located, {} if seen is None else seen, drop=drop))
+
+    def test_they_are_dropped_or_an_error(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "x.json", [self.ONE, self.TWO, self.ONE])
+        assert [task.prompt for task in self.distinct(path)] == ["One?", "Two?"]
+        message = r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates"
+        with pytest.raises(RecordError, match=message):
+            self.distinct(path, drop=False)
+
+    def test_another_answer_to_the_same_question_is_an_error(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "y.json", [self.ONE, {"problem": "One?", "answer": 7}])
+        message = r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer"
+        with pytest.raises(RecordError, match=message):
+            self.distinct(path)
+
+    def test_tasks_of_earlier_files_count(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "x.json", [self.ONE])
+        seen: dict[str, LocatedTask] = {}
+        assert len(self.distinct(path, seen)) == 1
+        assert self.distinct(path, seen) == []
 
 
-def test_the_same_file_twice_repeats(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.json", [{"problem": "One?", "answer": 1}])
-    seen: dict[str, Any] = {}
-    assert (
-        len(
-            list(distinct_tasks(read_task_file(path, format="math", split="test"), seen, drop=True))
-        )
-        == 1
-    )
-    assert not list(
-        distinct_tasks(read_task_file(path, format="math", split="test"), seen, drop=True)
-    )
-
-
-def test_every_format_without_a_table_of_columns_is_documented() -> None:
-    """The page links to formats.yaml for the columns of the others."""
+def test_formats_that_are_not_in_formats_yaml_are_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = page.partition("## Data files")[2].partition("\n## ")[0]
     assert "(../rollout/tasks/formats.yaml)" in section
-    names = [name for name, one in FORMATS.items() if not isinstance(one, Fields)]
-    assert len(names) > 5 and not [name for name in names if f"`{name}`" not in section]
+    names = [name for name, format in FORMATS.items() if not isinstance(format, Fields)]
+    assert len(names) > 5
+    assert not [name for name in names if f"`{name}`" not in section]
