@@ -1,4 +1,4 @@
-"""Where the SGLang engine's servers run: their arguments, keys and nodes, and what cannot serve."""
+"""Servers of the SGLang engine: their arguments, keys, nodes and GPUs, and refused settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -22,22 +22,22 @@ from rollout.engines.sglang.replica import Replica, owned_replica
 from rollout.engines.sglang.server import Server, server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
 from tests.support.sglang_server import pid_of
-from tests.unit.engines.test_sglang_engine import ask, tensors
+from tests.unit.engines.test_sglang_engine import generate, tensors
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
 Make = Callable[..., SGLangEngine]
 
 
-def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
+def test_the_vocabulary_is_read_from_the_models_config(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model here"):
         SGLangEngine(SGLangSettings(folder=tmp_path, max_length=64, python=str(FAKE)))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 9}')
     engine = SGLangEngine(SGLangSettings(folder=tmp_path, max_length=64, python=str(FAKE)))
     with pytest.raises(EngineError, match=r"token ids outside 0\.\.8"):
-        asyncio.run(ask(engine, [9]))
+        asyncio.run(generate(engine, [9]))
 
 
-def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
+def test_settings_that_cannot_work_are_refused(folder: Path, make: Make) -> None:
     with pytest.raises(
         EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"
     ):
@@ -79,20 +79,20 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
         )
     )
     with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9: not ready within 0.1 s"):
-        asyncio.run(ask(server, [1]))
+        asyncio.run(generate(server, [1]))
 
 
-def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
+def test_options_replace_default_arguments(folder: Path, tmp_path: Path) -> None:
     options = {
         "mem-fraction-static": 0.8,
         "log-level": "error",
         "disable-cuda-graph": True,
         "skip-server-warmup": None,
     }
-    words = server_arguments(
+    arguments = server_arguments(
         SGLangSettings(folder=folder, tp=2, max_length=64, rows=4, options=options)
     )
-    assert " ".join(words) == (
+    assert " ".join(arguments) == (
         f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --incremental-streaming-output --mem-fraction-static 0.8 --disable-cuda-graph"
     )
@@ -101,75 +101,81 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
         "--cuda-graph-config",
         '{"decode": {"backend": "full", "max_bs": 64}}',
     ]
-    silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
-    assert silent.end_reason() == "the server ended"  # it was never started
+    never_started = Server(str(FAKE), [], str(tmp_path / "log"), {})
+    assert never_started.end_reason() == "the server ended"
 
 
 def test_a_context_may_be_filled_to_the_models_last_position(folder: Path) -> None:
-    longest = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
-    filled = SGLangSettings(folder=folder, max_length=longest).server_environment
-    # SGLang leaves some tokens of its context empty, and would refuse a context so near the end
-    assert filled == {"OMP_NUM_THREADS": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    longer = SGLangSettings(folder=folder, max_length=longest + 1).server_environment
-    assert longer == {"OMP_NUM_THREADS": "1"}
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    # SGLang leaves some tokens of its context empty, so the context is longer than the model's.
+    environment = SGLangSettings(folder=folder, max_length=positions).server_environment
+    assert environment == {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    environment = SGLangSettings(folder=folder, max_length=positions + 1).server_environment
+    assert environment == {"OMP_NUM_THREADS": "1"}
 
 
-def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file(
+def test_a_server_for_other_nodes_gets_its_address_and_a_key_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setenv("no_proxy", "example.org")
-    words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
+    key = "8" * 64
+    arguments = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
     server = Server(
-        str(FAKE),
-        words,
-        str(tmp_path / "sglang.0.log"),
-        {"OMP_NUM_THREADS": "3"},
-        "8" * 64,
+        python=str(FAKE),
+        arguments=arguments,
+        log=str(tmp_path / "sglang.0.log"),
+        environment={"OMP_NUM_THREADS": "3"},
+        key=key,
         multi_node=True,
     )
     url = server.start(["4", "6"])
     try:
-        said = asyncio.run(asked(url, "8" * 64))["arguments"]
+        received = asyncio.run(received_arguments(url, key))
         environment = Path(f"/proc/{server.pid()}/environ").read_text().split("\0")
     finally:
         server.stop()
-    key = tmp_path / "sglang.0.key.yaml"
-    assert said == [
-        *words,
+    key_file = tmp_path / "sglang.0.key.yaml"
+    assert received == [
+        *arguments,
         "--config",
-        str(key),
+        str(key_file),
         "--host",
         "127.0.0.1",
         "--port",
         url.rpartition(":")[2],
     ]
-    assert (key.stat().st_mode & 0o777, key.read_text()) == (0o600, f'api-key: "{"8" * 64}"\n')
-    own = {
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    assert key_file.read_text() == f'api-key: "{key}"\n'
+    expected_variables = {
         "CUDA_VISIBLE_DEVICES=4,6",
         "GLOO_SOCKET_IFNAME=lo",
         "NCCL_SOCKET_IFNAME=lo",
         "OMP_NUM_THREADS=3",
-    }
-    own |= {
+        # The server sends requests with its key to itself, which no proxy may see.
         "NO_PROXY=example.org,127.0.0.1",
         "no_proxy=example.org,127.0.0.1",
-    }  # to which it sends its key
-    assert own <= set(environment)
+    }
+    assert expected_variables <= set(environment)
     assert not [entry for entry in environment if entry.startswith(("PYTHONPATH=", "PYTORCH_"))]
 
 
-def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
+def test_a_share_of_the_whole_memory_is_converted_to_one_of_the_free_memory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang takes its part of what is free when it starts: 0.4 of a GPU is 0.5 of what another has left of it."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\nfor last; do :; done\n[ $last = 3,5 ] && printf '80000, 79000\\n80000, 64000\\n'"
+    """Start a server with a share of 0.4 on a GPU of which 0.8 is free: SGLang gets 0.5."""
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        "[ $last = 3,5 ] && printf '80000, 79000\\n80000, 64000\\n'"
     )
-    tool.chmod(0o755)
+    nvidia_smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = SGLangSettings(
         folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, shares_gpus=True
@@ -177,34 +183,30 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
     server = owned_replica(replace(settings, python=str(FAKE), log=tmp_path / "sglang.log"), 0).host
     assert server.memory_share == 0.4
     assert replace(settings, shares_gpus=False).memory_share is None
-    assert server.memory_arguments(["3", "5"]) == [
-        "--mem-fraction-static",
-        "0.500",
-    ]  # of the fuller one
+    # GPU 5 has less free memory than GPU 3.
+    assert server.memory_arguments(["3", "5"]) == ["--mem-fraction-static", "0.500"]
     url = server.start(["3", "5"])
     try:
-        said = asyncio.run(asked(url, server.key))["arguments"]
+        received = asyncio.run(received_arguments(url, server.key))
     finally:
         server.stop()
-    assert [said[n + 1] for n, word in enumerate(said) if word == "--mem-fraction-static"] == [
-        "0.4",
-        "0.500",
-    ]
+    fractions = [value for name, value in pairwise(received) if name == "--mem-fraction-static"]
+    assert fractions == ["0.4", "0.500"]  # the last one counts
+
+    # Some memory stays for activations.
     server.memory_share = 0.9
-    assert server.memory_arguments(["3", "5"]) == [
-        "--mem-fraction-static",
-        "0.950",
-    ]  # something stays for what it computes
-    assert server.memory_arguments(["4"]) == []  # nobody knows that one
+    assert server.memory_arguments(["3", "5"]) == ["--mem-fraction-static", "0.950"]
+    # nvidia-smi does not know GPU 4, or there is no nvidia-smi.
+    assert server.memory_arguments(["4"]) == []
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert server.memory_arguments(["3"]) == []
 
 
 def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
-    """Whoever is on the machine could give it weights, and pickles to load."""
+    """Send weights, which may be pickles, without the key and with a wrong one."""
     engine = make()
 
-    async def refused(key: str | None) -> None:
+    async def check_refused(key: str | None) -> None:
         client = SGLangClient(
             engine.fleet.replicas[0].client.url, timeout_s=20, connections=1, key=key
         )
@@ -212,28 +214,28 @@ def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
             await client.call("/update_weights_from_tensor", {})
 
     async def play() -> None:
-        assert len((await ask(engine, [1])).token_ids) == 3
-        await refused(None)
-        await refused("guessed")
+        assert len((await generate(engine, [1])).token_ids) == 3
+        await check_refused(None)
+        await check_refused("guessed")
         pid = await pid_of(engine.fleet.replicas[0])
         assert engine.settings.server_key not in Path(f"/proc/{pid}/cmdline").read_text()
 
     asyncio.run(play())
-    assert [
-        file.stat().st_mode & 0o777 for file in Path(engine.settings.log).parent.glob("*.key.yaml")
-    ] == [0o600]
+    (key_file,) = Path(engine.settings.log).parent.glob("*.key.yaml")
+    assert key_file.stat().st_mode & 0o777 == 0o600
 
 
-async def asked(url: str, key: str | None = None) -> dict[str, Any]:
-    """What the stand-in says of itself, when it is up."""
+async def received_arguments(url: str, key: str | None) -> list[str]:
+    """Return the arguments that the stand-in of a server was started with, once it is up."""
     client = SGLangClient(url, timeout_s=20, connections=1, key=key)
     while not await client.up():
         await asyncio.sleep(0.05)
-    found: dict[str, Any] = await client.call("/arguments", {})
-    return found
+    answer = await client.call("/arguments", {})
+    arguments: list[str] = answer["arguments"]
+    return arguments
 
 
-def test_a_replica_and_its_fleet_are_shown_without_the_key(folder: Path) -> None:
+def test_the_key_is_not_in_the_representation_of_replicas(folder: Path) -> None:
     engine = SGLangEngine(
         SGLangSettings(folder=folder, max_length=64, urls=["http://127.0.0.1:1"], key="hush")
     )
@@ -241,20 +243,18 @@ def test_a_replica_and_its_fleet_are_shown_without_the_key(folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_nothing(
-    make: Make, running_ray: None
-) -> None:
+def test_a_server_in_a_ray_actor_ends_with_the_actor(make: Make, running_ray: None) -> None:
     engines = [make(), make()]
 
     async def play(engine: SGLangEngine) -> int:
-        await ask(engine, [1])
+        await generate(engine, [1])
         pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         return pid
 
     pids = [asyncio.run(play(engine)) for engine in engines]
     ray.kill(engines[1].fleet.replicas[0].host)
-    for engine in engines * 2:
+    for engine in engines * 2:  # a second call of close has no effect
         engine.close()
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -263,30 +263,34 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
 
 
 @pytest.mark.slow
-def test_a_server_without_a_node_leaves_where_another_goes_on(
+def test_a_server_that_ray_has_no_node_for_leaves(
     make: Make, running_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its node is lost and Ray has no other: here, none with the resource that its next actor asks for."""
+    """Let the next actor of a server request a resource that no node has."""
     monkeypatch.setattr(fleet, "_ROOM_S", 1.0)
-    told: list[str] = []
-    engine = make(replicas=2, tell=told.append)
+    lines: list[str] = []
+    engine = make(replicas=2, tell=lines.append)
 
     async def play() -> None:
         await engine.load_weights(tensors(), 1)
-        stays, lost = engine.fleet.replicas
-        own, gone = {await pid_of(stays)}, await pid_of(lost)
-        nowhere = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
-        lost.actors = lambda: [nowhere.remote("python", [], "log", {})]
+        remaining, lost = engine.fleet.replicas
+        remaining_pid = await pid_of(remaining)
+        lost_pid = await pid_of(lost)
+        unschedulable = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
+        lost.actors = lambda: [unschedulable.remote("python", [], "log", {})]
         ray.kill(lost.host)
-        while Path(f"/proc/{gone}").exists():  # until then it answers
+        while Path(f"/proc/{lost_pid}").exists():  # until then it answers
             await asyncio.sleep(0.05)
-        said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
-        assert {completion.token_ids[0] for completion in said} == own
+        completions = await asyncio.gather(
+            *(generate(engine, [n + 20], f"session {n}") for n in range(12))
+        )
+        # The token of a server is its process id.
+        assert {completion.token_ids[0] for completion in completions} == {remaining_pid}
         await engine.load_weights(tensors(), 2)
-        assert engine.fleet.replicas == [stays]
+        assert engine.fleet.replicas == [remaining]
 
     asyncio.run(play())
-    assert told[-1].endswith(
+    assert lines[-1].endswith(
         "gone with its actor; no node has had room for another within 1 s; 1 servers"
     )
 
@@ -294,27 +298,28 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
 def test_servers_on_one_gpu_start_one_after_the_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seats 0 and 1 of one engine, seat 1 of another: the servers with a seat in common never start together."""
-    said: list[str] = []
+    settings = SGLangSettings(folder=folder, max_length=64)
 
-    async def starts(replica: Replica, name: str) -> None:
-        async def answering(_: float) -> None:
-            said.append(f"{name} starts")
+    async def start(replica: Replica, name: str, events: list[str]) -> None:
+        async def wait_until_up(_: float) -> None:
+            events.append(f"{name} starts")
             await asyncio.sleep(0)
-            said.append(f"{name} answers")
+            events.append(f"{name} answers")
 
-        monkeypatch.setattr(replica, "_wait_until_up", answering)
+        monkeypatch.setattr(replica, "_wait_until_up", wait_until_up)
         await replica.wait(1.0)
 
-    async def play(*seats: Sequence[int]) -> list[str]:
-        said.clear()
-        settings = SGLangSettings(folder=folder, max_length=64)
-        replicas = [Replica(settings, seats=own, url="http://127.0.0.1:1") for own in seats]
-        await asyncio.gather(*(starts(replica, str(n)) for n, replica in enumerate(replicas)))
-        return list(said)
+    async def start_both(first_gpus: Sequence[int], second_gpus: Sequence[int]) -> list[str]:
+        """Start two servers; return their starts and first answers in order."""
+        events: list[str] = []
+        first = Replica(settings, seats=first_gpus, url="http://127.0.0.1:1")
+        second = Replica(settings, seats=second_gpus, url="http://127.0.0.1:1")
+        await asyncio.gather(start(first, "first", events), start(second, "second", events))
+        return events
 
-    alone = ["0 starts", "0 answers", "1 starts", "1 answers"]
-    assert asyncio.run(play((0, 1), (1,))) == alone
-    assert asyncio.run(play((0,), (0,))) == alone
-    assert asyncio.run(play((0,), (1,))) == ["0 starts", "1 starts", "0 answers", "1 answers"]
-    assert asyncio.run(play((), ())) == ["0 starts", "1 starts", "0 answers", "1 answers"]
+    one_by_one = ["first starts", "first answers", "second starts", "second answers"]
+    together = ["first starts", "second starts", "first answers", "second answers"]
+    assert asyncio.run(start_both((0, 1), (1,))) == one_by_one
+    assert asyncio.run(start_both((0,), (0,))) == one_by_one
+    assert asyncio.run(start_both((0,), (1,))) == together
+    assert asyncio.run(start_both((), ())) == together
