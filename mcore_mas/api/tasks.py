@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from mcore_mas.api.references import ArgumentError
@@ -75,12 +77,21 @@ def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
         if isinstance(part, str | Path):
             items[split] = list(load_tasks(part, split=split))
         elif isinstance(part, Iterable):
-            items[split] = list(part)
+            items[split] = list(_as_rows(part))
         else:
             raise ArgumentError(
                 f"tasks.{split} is {part!r:.80}; expected tasks, (prompt, answer) pairs, rows, or "
                 "a file"
             )
+    return items
+
+
+def _as_rows(items: Iterable[Any]) -> Iterable[Any]:
+    """Return the rows of a DataFrame; any other items as they are."""
+    pandas = sys.modules.get("pandas")  # loaded already if the items are a DataFrame
+    if pandas is not None and isinstance(items, pandas.DataFrame):
+        rows: list[Any] = items.to_dict("records")
+        return rows
     return items
 
 
@@ -112,6 +123,8 @@ def _to_task(item: Any, split: str, number: int) -> Task:
             f"a mapping with {' or '.join(PLAIN.question)}, and {' or '.join(PLAIN.answers)}; "
             "mm.load_tasks reads other columns"
         )
+    if isinstance(answers, np.ndarray):
+        answers = answers.tolist()
     if not isinstance(answers, list | tuple):
         answers = (answers,)
     return Task(
@@ -138,7 +151,7 @@ def load_tasks(
     Args:
         given: the hub's id of a data set that was downloaded (`hf download --repo-type dataset
             ID`), its folder, or a .parquet, .jsonl, .json or .csv file; or the rows themselves,
-            such as a `datasets.Dataset`.
+            such as a `datasets.Dataset` or a DataFrame.
         split: of the data set.
         subset: of the data set, if it has several.
         columns: columns of the prompt, answer, id, source and context that differ from those of
@@ -150,7 +163,7 @@ def load_tasks(
         ArgumentError: the data set is not on this machine, or a column is mistyped.
         RecordError: it has no such subset or split, or a row does not fit the format.
     """
-    rows = None if isinstance(given, str | Path) else given
+    rows = None if isinstance(given, str | Path) else _as_rows(given)
     options = {
         "path": located_dataset(str(given)) if rows is None else "rows",
         "subset": subset,

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from rollout.environments.math_limits import MAX_CHARS
 from rollout.environments.math_notation import last_boxed
 
@@ -177,7 +179,10 @@ def _first_value(row: DataRow, paths: Sequence[str]) -> Any:
 
 
 def _value_at(row: DataRow, path: str) -> Any:
-    """Return the value at a path; None if it is missing, blank, an empty list or not a number."""
+    """Return the value at a path; None if it is missing, blank, an empty list or not a number.
+
+    Arrays and numbers of NumPy are returned as lists and numbers of Python.
+    """
     value: Any = row
     for name in path.split("."):
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -185,6 +190,8 @@ def _value_at(row: DataRow, path: str) -> Any:
         if not isinstance(value, Mapping):
             return None
         value = next((value[key] for key in value if str(key).lower() == name), None)
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()  # pandas reads lists as arrays, and numbers as NumPy's
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, str):
@@ -230,8 +237,10 @@ def _answer_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         if value.strip():
             yield value.strip()
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield str(int(value)) if float(value).is_integer() else str(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+    elif isinstance(value, float):
+        yield str(int(value)) if value.is_integer() else str(value)
     elif isinstance(value, Sequence):
         for item in value:
             yield from _answer_texts(item)

@@ -1,6 +1,7 @@
 """Data files as tasks: the published formats, and the conversion of rows to tasks."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,10 @@ _FIELDS = TypeAdapter(dict[str, Fields]).validate_python(
     read_yaml(Path(__file__).with_name("formats.yaml"))
 )
 PLAIN = _FIELDS["plain"]
+
+_UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
+_RELATIVE_SEGMENT = re.compile(r"(?<![^/])\.\.?(?![^/])")
+_PATH_START = re.compile(r"^[/~]")
 
 # Formats of rows by name.
 FORMATS: dict[str, Format] = {
@@ -145,13 +150,23 @@ def distinct_tasks(
             )
 
 
+def _without_path_parts(task_id: str) -> str:
+    """Replace what a task's id must not have by `_`: path segments, backslashes, control characters.
+
+    Folders are named after ids. The digest in an id keeps tasks apart.
+    """
+    task_id = _UNSAFE_CHARACTERS.sub("_", task_id)
+    task_id = _RELATIVE_SEGMENT.sub("_", task_id)
+    return _PATH_START.sub("_", task_id)
+
+
 def problem_task(problem: Problem, env: str, split: str, source: str) -> Task:
     """Convert a problem to a task, whose id is SOURCE/NAME-DIGEST or SOURCE/DIGEST."""
     question = problem.question.encode(errors="surrogatepass")
     digest = hashlib.blake2b(question, digest_size=6).hexdigest()
     name = f"{problem.name}-{digest}" if problem.name else digest
     return Task(
-        id=f"{source}/{name}",
+        id=_without_path_parts(f"{source}/{name}"),
         prompt=problem.prompt,
         answers=problem.answers,
         env=env,

@@ -1,6 +1,7 @@
 """Rows of data files: Parquet, JSON, JSON lines and CSV."""
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,8 +56,17 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """Yield the entries of a list, or of the list under "data" or "Data" in an object."""
-    value = read_json(path, _MAX_JSON_BYTES)
+    """Yield the entries of a list, or of the list under "data" or "Data" in an object.
+
+    A file of JSON lines that is named .json is read as well.
+    """
+    try:
+        value = read_json(path, _MAX_JSON_BYTES)
+    except json.JSONDecodeError as error:
+        if not error.msg.startswith("Extra data"):
+            raise
+        yield from _read_json_lines(path)
+        return
     if isinstance(value, Mapping):
         for key in ("data", "Data"):
             if isinstance(value.get(key), list):
@@ -87,7 +97,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
 def _read_csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        while True:
+        for number in itertools.count():
             # The limit is global: it is only raised while this file is read.
             usual_limit = csv.field_size_limit(_MAX_CELL_CHARS)
             try:
@@ -96,6 +106,11 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 csv.field_size_limit(usual_limit)
             if row is None:
                 return
+            if None in row:
+                raise RecordError(
+                    f"{path}: row {number} has more cells than the header has columns; put cells "
+                    "that contain a comma in double quotes"
+                )
             yield row
 
 

@@ -8,14 +8,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.files import RecordError, write_tasks
+import mcore_mas as mm
+from mcore_mas.api.tasks import split_tasks
+from rollout.records.files import RecordError, read_tasks, write_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import Fields
 from rollout.tasks.files import FORMATS, LocatedTask, distinct_tasks, read_task_file
+from rollout.tasks.rows import read_rows
 
 DAPO_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -447,3 +452,57 @@ def test_formats_that_are_not_in_formats_yaml_are_documented() -> None:
     names = [name for name, format in FORMATS.items() if not isinstance(format, Fields)]
     assert len(names) > 5
     assert not [name for name in names if f"`{name}`" not in section]
+
+
+def test_an_integer_of_many_digits_is_an_answer(tmp_path: Path) -> None:
+    number = 10**400
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "What?", "answer": number}))
+    assert [task.answers for task in read(tmp_path / "x.jsonl", "plain")] == [(str(number),)]
+
+
+def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt,answer\nWhat is 2,3\nWhat is 2, 3?,5\n")
+    with pytest.raises(RecordError, match=r"row 1 has more cells .* in double quotes"):
+        list(read_rows(tmp_path / "x.csv"))
+
+
+def test_lines_of_json_are_read_from_a_file_named_json(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": "1"}\n{"a": "2"}\n')
+    assert list(read_rows(tmp_path / "x.json")) == [{"a": "1"}, {"a": "2"}]
+    (tmp_path / "y.json").write_text('{"a": "1"}\n{"a": \n')
+    with pytest.raises(RecordError, match=r"y\.json: line 2 cannot be read"):
+        list(read_rows(tmp_path / "y.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("algebra\\intro", "plain/algebra_intro-"),
+        ("a\nb", "plain/a_b-"),
+        ("../../up", "plain/_/_/up-"),
+        ("a/./b", "plain/a/_/b-"),
+        ("v1.2/x..y", "plain/v1.2/x..y-"),
+    ],
+)
+def test_an_id_that_is_no_name_of_files_is_made_one(name: str, end: str, tmp_path: Path) -> None:
+    tasks = mm.load_tasks([{"id": name, "prompt": "What?", "answer": "5"}])
+    assert tasks[0].id.startswith(end)
+    write_tasks(tmp_path / "t.parquet", tasks)
+    assert [task.id for task in read_tasks(tmp_path / "t.parquet")] == [tasks[0].id]
+
+
+def test_values_of_pandas_are_read(tmp_path: Path) -> None:
+    frame = pd.DataFrame(
+        [{"prompt": f"What {n}?", "answers": ["a", "b"], "id": n} for n in range(4)]
+    )
+    frame.to_parquet(tmp_path / "x.parquet")
+    read_again = pd.read_parquet(tmp_path / "x.parquet")  # lists are arrays now
+    assert [task.answers for task in mm.load_tasks(read_again)] == [("a", "b")] * 4
+    assert [task.id.partition("-")[0] for task in mm.load_tasks(read_again)] == [
+        f"plain/{n}" for n in range(4)
+    ]
+    assert {task.answers for tasks in split_tasks(read_again).values() for task in tasks} == {
+        ("a", "b")
+    }
+    numbers = pd.DataFrame({"prompt": ["What?"], "answer": np.array([7], dtype=np.int32)})
+    assert [task.answers for task in mm.load_tasks(numbers.to_dict("records"))] == [("7",)]
