@@ -1,4 +1,4 @@
-"""Adapters on SGLang's servers by name: hand-overs, versions, deaths, refusals, and the folder that is handed over."""
+"""Adapters on SGLang's servers: updates, versions, deaths, refusals, and the adapter's folder."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rollout.base.processes import say
 from rollout.engines import EngineConfig
 from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.engines.sglang.adapters import AdapterServers
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
@@ -40,8 +41,8 @@ def shape(rank: int = RANK, targets: tuple[Projection, ...] = TARGETS) -> Adapte
     return AdapterShape(rank=rank, scale=ALPHA / RANK, targets=targets)
 
 
-def adapter(targets: tuple[str, ...] = TARGETS) -> list[tuple[str, torch.Tensor]]:
-    """Random adapters on the model of seed 0, by PEFT name."""
+def adapter_tensors(targets: tuple[str, ...] = TARGETS) -> list[tuple[str, torch.Tensor]]:
+    """Return random tensors of an adapter on the model of seed 0, by PEFT name."""
     model = make_model(0)
     adapt(model, targets)
     return [(name, tensor) for name, tensor in tensors_of(model).items() if ".lora_" in name]
@@ -73,138 +74,141 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
         engine.close()
 
 
-async def ask(engine: AdapterEngine, *prompt: int) -> Completion:
+async def generate(engine: AdapterEngine, *prompt: int) -> Completion:
     return await engine.generate(list(prompt), Sampling(max_tokens=3))
 
 
-async def server(engine: AdapterEngine) -> dict[str, Any]:
-    """What the stand-in has been asked, and the adapters that it holds."""
-    said: dict[str, Any] = await engine.host.fleet.replicas[0].client.call("/what", {})
-    return said
+async def server_record(engine: AdapterEngine) -> dict[str, Any]:
+    """Return what the stand-in of the server has recorded: calls, and names of adapters."""
+    record: dict[str, Any] = await engine.host.fleet.replicas[0].client.call("/what", {})
+    return record
 
 
-def versions(completion: Completion) -> list[tuple[int, int, int]]:
+async def loaded_adapters(engine: AdapterEngine) -> list[str]:
+    """Return number and version of the adapters that the server holds, such as "1-v3"."""
+    record = await server_record(engine)
+    return sorted(name.rpartition("-")[0] for name in record["adapters"])
+
+
+async def wait_for_request(engine: AdapterEngine) -> None:
+    """Wait until the server has got its first request."""
+    while not (await server_record(engine))["asked"]:
+        await asyncio.sleep(0.01)
+
+
+def spans(completion: Completion) -> list[tuple[int, int, int]]:
+    """Return version, first token and end of each version span."""
     return [(span.version, span.start, span.end) for span in completion.versions]
 
 
-def test_two_adapters_are_on_one_server_under_names_with_their_versions(make: Make) -> None:
-    one, other = make(shape(), shape(rank=2))
+def test_each_version_of_an_adapter_has_a_name_on_the_server(make: Make) -> None:
+    first, second = make(shape(), shape(rank=2))
 
-    async def play() -> None:
-        assert versions(await ask(one, 1)) == [
-            (0, 0, 3)
-        ]  # the bare model, before anything is handed over
-        await one.load_weights(adapter(), 1)
-        assert versions(await ask(one, 1)) == [(1, 0, 3)]
-        assert versions(await ask(other, 1)) == [(0, 0, 3)]
-        await one.load_weights(adapter(), 2)
-        await one.load_weights(
-            adapter(), 2
-        )  # the same version again, as for an engine that lost its weights
-        await asyncio.gather(*one.host.background)
-        assert versions(await ask(one, 1)) == [(2, 0, 3)]
-        said = await server(one)
-        assert [name[:5] for name in said["asked"]] == ["", "1-v1-", "", "1-v2-"]
-        assert [name[:5] for name in said["adapters"]] == ["1-v2-"]  # the older ones are given up
-        assert not {"/pause_generation", "/update_weights_from_disk", "/flush_cache"} & {
-            *said["calls"]
-        }
-        words = " ".join(said["arguments"])
-        assert (
-            "--enable-lora --max-lora-rank 3 --lora-target-modules gate_proj q_proj v_proj --max-loras"
-            in words
-        )
-        assert "--max-loras-per-batch 5 " in words  # two versions of each, and the bare model
+    async def run() -> None:
+        # Before its first weights, an adapter has no effect: the request names none.
+        assert spans(await generate(first, 1)) == [(0, 0, 3)]
+        await first.load_weights(adapter_tensors(), 1)
+        assert spans(await generate(first, 1)) == [(1, 0, 3)]
+        assert spans(await generate(second, 1)) == [(0, 0, 3)]
+        await first.load_weights(adapter_tensors(), 2)
+        # An engine that has lost its weights gets the same version again.
+        await first.load_weights(adapter_tensors(), 2)
+        await asyncio.gather(*first.host.background)
+        assert spans(await generate(first, 1)) == [(2, 0, 3)]
+        assert await loaded_adapters(first) == ["1-v2"]
 
-    asyncio.run(play())
-    assert one.starts == 1
-    assert one.host is other.host
+        record = await server_record(first)
+        assert [name[:5] for name in record["asked"]] == ["", "1-v1-", "", "1-v2-"]
+        pauses = {"/pause_generation", "/update_weights_from_disk", "/flush_cache"}
+        assert not pauses & set(record["calls"])
+        arguments = " ".join(record["arguments"])
+        assert "--enable-lora --max-lora-rank 3 " in arguments
+        assert " --lora-target-modules gate_proj q_proj v_proj " in arguments
+        # Two versions of each adapter, and the bare model.
+        assert "--max-loras-per-batch 5 " in arguments
+
+    asyncio.run(run())
+    assert first.starts == 1
+    assert first.host is second.host
 
 
-def test_a_request_ends_with_the_version_that_it_began_with_and_only_then_is_that_given_up(
-    make: Make,
-) -> None:
+def test_a_version_is_unloaded_when_its_last_request_has_ended(make: Make) -> None:
     (engine,) = make(shape())
 
     async def play() -> None:
-        await engine.load_weights(adapter(), 1)
-        running = asyncio.create_task(ask(engine, 15))
-        while len((await server(engine))["asked"]) < 1:
-            await asyncio.sleep(0.01)
-        await engine.load_weights(adapter(), 2)
-        await engine.load_weights(adapter(), 3)  # waits for no request
-        assert versions(await ask(engine, 1)) == [(3, 0, 3)]
+        await engine.load_weights(adapter_tensors(), 1)
+        running = asyncio.create_task(generate(engine, 15))
+        await wait_for_request(engine)
+        await engine.load_weights(adapter_tensors(), 2)
+        await engine.load_weights(adapter_tensors(), 3)  # does not wait for the request
+        assert spans(await generate(engine, 1)) == [(3, 0, 3)]
         await asyncio.gather(*engine.host.background)
-        assert [name[:4] for name in (await server(engine))["adapters"]] == ["1-v1", "1-v3"]
+        assert await loaded_adapters(engine) == ["1-v1", "1-v3"]
         await engine.host.fleet.replicas[0].client.call("/free", {})
-        assert versions(await running) == [(1, 0, 3)]
+        assert spans(await running) == [(1, 0, 3)]
         await asyncio.gather(*engine.host.background)
-        assert [name[:4] for name in (await server(engine))["adapters"]] == ["1-v3"]
+        assert await loaded_adapters(engine) == ["1-v3"]
 
     asyncio.run(play())
 
 
-def test_a_server_that_died_holds_all_present_adapters_before_it_answers(make: Make) -> None:
-    one, other = make(shape(), shape(), tell=lambda _: None)
+def test_a_restarted_server_gets_all_present_adapters_before_it_answers(make: Make) -> None:
+    first, second = make(shape(), shape(), tell=lambda line: None)
 
-    async def play() -> None:
-        await one.load_weights(adapter(), 1)
-        await other.load_weights(adapter(), 4)
-        running = asyncio.create_task(ask(one, 15))
-        while not (await server(one))["asked"]:
-            await asyncio.sleep(0.01)
-        await one.load_weights(adapter(), 2)
-        pid = await pid_of(one.host.fleet.replicas[0])
+    async def run() -> None:
+        await first.load_weights(adapter_tensors(), 1)
+        await second.load_weights(adapter_tensors(), 4)
+        running = asyncio.create_task(generate(first, 15))
+        await wait_for_request(first)
+        await first.load_weights(adapter_tensors(), 2)
+        pid = await pid_of(first.host.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        assert versions(await ask(other, 1)) == [(4, 0, 3)]
-        await one.host.fleet.replicas[0].client.call("/free", {})
-        assert versions(await running) == [(2, 0, 3)]  # begun again, with what the new server has
-        assert sorted(name[:4] for name in (await server(one))["adapters"]) == ["1-v2", "2-v4"]
+        assert spans(await generate(second, 1)) == [(4, 0, 3)]
+        await first.host.fleet.replicas[0].client.call("/free", {})
+        # The request began again, with the version that the new server has.
+        assert spans(await running) == [(2, 0, 3)]
+        assert await loaded_adapters(first) == ["1-v2", "2-v4"]
 
-    asyncio.run(play())
-    assert one.starts == 2
+    asyncio.run(run())
+    assert first.starts == 2
 
 
-def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) -> None:
+def test_a_failed_update_leaves_the_version_before(make: Make) -> None:
     (engine,) = make(shape())
 
     async def play() -> None:
-        await engine.load_weights(adapter(), 1)
-        there = {
-            "urls": [engine.host.fleet.replicas[0].client.url],
-            "key": engine.host.settings.server_key,
-        }
-        bare = [
-            (name, torch.cat([tensor, tensor], dim=name.count(".lora_B.")))
-            for name, tensor in adapter()
-        ]
-        (larger,) = make(shape(rank=2 * RANK), **there)
-        with pytest.raises(
-            EngineError,
-            match=r"/load_lora_adapter: status 400: adapter 1-v2-\S+ with rank 6 is incompa",
-        ):
-            await larger.load_weights(bare, 2)
-        assert versions(await ask(larger, 1)) == [(0, 0, 3)]
-        broken = [
-            (name, tensor * (float("nan") if "layers.1.mlp.gate_proj.lora_B" in name else 1))
-            for name, tensor in adapter()
-        ]
-        with pytest.raises(
-            EngineError,
-            match=r"layers.1.mlp.gate_proj.lora_B.weight of version 3 has a number that is not",
-        ):
-            await engine.load_weights(broken, 3)
+        await engine.load_weights(adapter_tensors(), 1)
+
+        # The server was started for adapters of a smaller rank.
+        (larger,) = make(
+            shape(rank=2 * RANK),
+            urls=[engine.host.fleet.replicas[0].client.url],
+            key=engine.host.settings.server_key,
+        )
+        larger_tensors = []
+        for name, tensor in adapter_tensors():
+            rank_dim = 1 if ".lora_B." in name else 0
+            larger_tensors.append((name, torch.cat([tensor, tensor], dim=rank_dim)))
+        message = r"/load_lora_adapter: status 400: adapter 1-v2-\S+ with rank 6 is incompa"
+        with pytest.raises(EngineError, match=message):
+            await larger.load_weights(larger_tensors, 2)
+        assert spans(await generate(larger, 1)) == [(0, 0, 3)]
+
+        not_finite = dict(adapter_tensors())
+        (broken_name,) = (name for name in not_finite if "layers.1.mlp.gate_proj.lora_B" in name)
+        not_finite[broken_name] = torch.full_like(not_finite[broken_name], torch.nan)
+        message = r"layers.1.mlp.gate_proj.lora_B.weight of version 3 has a number that is not"
+        with pytest.raises(EngineError, match=message):
+            await engine.load_weights(not_finite.items(), 3)
         with pytest.raises(EngineError, match=r"lora_A"):
-            await engine.load_weights(adapter()[1:], 3)
-        assert versions(await ask(engine, 1)) == [(1, 0, 3)]
+            await engine.load_weights(adapter_tensors()[1:], 3)
+        assert spans(await generate(engine, 1)) == [(1, 0, 3)]
 
     asyncio.run(play())
 
 
-def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: Path) -> None:
-    from rollout.engines.sglang.engine import SGLangEngine
-
+def test_a_server_without_adapters_refuses_them(make: Make, folder: Path, tmp_path: Path) -> None:
     plain = SGLangEngine(
         SGLangSettings(
             folder=folder,
@@ -224,7 +228,7 @@ def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: P
         with pytest.raises(
             EngineError, match=r"status 400: LoRA is not enabled. Please set `--enable-lora`"
         ):
-            await engine.load_weights(adapter(), 1)
+            await engine.load_weights(adapter_tensors(), 1)
 
     try:
         asyncio.run(play())
@@ -232,61 +236,57 @@ def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: P
         plain.close()
 
 
-def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(
+def test_the_adapters_folder_is_read_by_peft_as_the_trained_model(
     folder: Path, tmp_path: Path
 ) -> None:
-    """What `LoraModel` of PEFT does, in plain torch: W + alpha / r · B A for every module that the folder names."""
+    """Merge the folder as PEFT's `LoraModel` does: W + alpha / r B A for every module in it."""
     trained = make_model(0)
     adapt(trained, TARGETS)
-    (engine,) = adapter_engines(
-        AdapterServers(
-            SGLangSettings(
-                folder=folder,
-                adapters=[shape()],
-                max_length=64,
-                python=str(FAKE),
-                weights_folder=tmp_path,
-            )
-        ),
-        len([shape()]),
+    settings = SGLangSettings(
+        folder=folder,
+        adapters=[shape()],
+        max_length=64,
+        python=str(FAKE),
+        weights_folder=tmp_path,
     )
-    route = asyncio.run(engine.begin_update())
-    sender = make_sender(route)
-    places = [Path(sender.send(iter(adapter()), version).location) for version in (1, 2, 3)]
-    assert [place.exists() for place in places] == [
-        False,
-        True,
-        True,
-    ]  # one for a server that starts again
-    told = json.loads((places[2] / "adapter_config.json").read_text())
-    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 3, 6.0)
-    assert told["target_modules"] == ["gate_proj", "q_proj", "v_proj"]
-    tensors = load_file(places[2] / "adapter_model.safetensors")
-    model, ids = make_model(0), torch.arange(1, 20)[None]
-    names = [name for name in tensors if name.endswith(".lora_A.weight")]
-    for name in names:
-        module = model.get_submodule(
-            name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        )
-        delta = (
-            told["lora_alpha"]
-            / told["r"]
-            * tensors[name.replace("lora_A", "lora_B")]
-            @ tensors[name]
-        )
+    (engine,) = adapter_engines(AdapterServers(settings), 1)
+    sender = make_sender(asyncio.run(engine.begin_update()))
+    folders = [
+        Path(sender.send(iter(adapter_tensors()), version).location) for version in (1, 2, 3)
+    ]
+    # The folder of the version before stays, for a server that starts again.
+    assert [path.exists() for path in folders] == [False, True, True]
+
+    config = json.loads((folders[2] / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["r"] == 3
+    assert config["lora_alpha"] == 6.0
+    assert config["target_modules"] == ["gate_proj", "q_proj", "v_proj"]
+
+    merged = make_model(0)
+    tensors = load_file(folders[2] / "adapter_model.safetensors")
+    a_names = [name for name in tensors if name.endswith(".lora_A.weight")]
+    assert len(a_names) == 3 * merged.config.num_hidden_layers
+    scale = config["lora_alpha"] / config["r"]
+    for a_name in a_names:
+        module_name = a_name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        b = tensors[a_name.replace("lora_A", "lora_B")]
         with torch.no_grad():
-            module.weight += delta
-    assert len(names) == 3 * model.config.num_hidden_layers
+            merged.get_submodule(module_name).weight += scale * b @ tensors[a_name]
+
+    ids = torch.arange(1, 20)[None]
     with torch.no_grad():
-        merged, own, bare = (m(ids).logits.log_softmax(-1) for m in (model, trained, make_model(0)))
-    assert torch.allclose(merged, own, atol=1e-5)
-    assert not torch.allclose(merged, bare, atol=1e-3)
+        merged_logprobs = merged(ids).logits.log_softmax(-1)
+        trained_logprobs = trained(ids).logits.log_softmax(-1)
+        base_logprobs = make_model(0)(ids).logits.log_softmax(-1)
+    assert torch.allclose(merged_logprobs, trained_logprobs, atol=1e-5)
+    assert not torch.allclose(merged_logprobs, base_logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize(
     "targets", [("q",), ("k",), ("v", "o"), ("up", "down"), ("k", "v", "gate", "up")]
 )
-def test_what_sglang_would_leave_out_of_an_adapter_is_refused(
+def test_targets_that_sglang_would_leave_out_are_refused(
     folder: Path, targets: tuple[Projection, ...]
 ) -> None:
     with pytest.raises(
@@ -302,7 +302,9 @@ def test_what_sglang_would_leave_out_of_an_adapter_is_refused(
     "targets",
     [("q", "v"), ("o",), ("gate",), ("down",), ("q", "k", "v", "o", "gate", "up", "down")],
 )
-def test_what_sglang_computes_is_taken(folder: Path, targets: tuple[Projection, ...]) -> None:
+def test_targets_that_sglang_computes_are_accepted(
+    folder: Path, targets: tuple[Projection, ...]
+) -> None:
     SGLangSettings(
         folder=folder, adapters=[shape(targets=targets)], max_length=64, python=str(FAKE)
     )
@@ -327,12 +329,13 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_policies_that_share_their_base_share_servers_too() -> None:
-    assert [(t.policy, t.part) for t in list_worker_groups(config(), "GPU")] == [
+    shared = list_worker_groups(config(), "GPU")
+    assert [(workers.policy, workers.part) for workers in shared] == [
         ("solver", "trainer"),
         ("solver", "engine"),
     ]
-    apart = list_worker_groups(config("engine.adapters=merged"), "GPU")
-    assert [(t.policy, t.part) for t in apart] == [
+    merged = list_worker_groups(config("engine.adapters=merged"), "GPU")
+    assert [(workers.policy, workers.part) for workers in merged] == [
         ("solver", "trainer"),
         ("solver", "engine"),
         ("verifier", "engine"),
@@ -366,7 +369,9 @@ def test_policies_that_share_their_base_share_servers_too() -> None:
         ),
     ],
 )
-def test_bad_settings_are_refused_in_one_line(overrides: list[str], message: str) -> None:
+def test_settings_that_exclude_each_other_are_refused_in_one_line(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         config(*overrides)
     assert "\n" not in str(refused.value)
