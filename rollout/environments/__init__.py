@@ -1,21 +1,25 @@
-"""Environments: one task's world, used by one trajectory; an orchestra takes steps in it, over one turn or many.
+"""Environments: the world of one task, used by one trajectory, in which an orchestra takes steps.
 
-Most check the answer itself, by rules or tests and not by a model: verifiable rewards, as in RLVR.
+Most environments check the answer by rules or tests and not by a model: verifiable rewards, as in
+RLVR. `protocol` describes their methods.
 
-math         the boxed answer of the team's last text, scored 1 or 0; math_equality compares what integers cannot
+math         an answer in a box, scored 1 or 0 (math_answers, math_equality, math_limits,
+             math_notation)
 code         a program, scored by its tests in a sandbox
 data_science tables to predict by programs in one folder, scored on hidden truths (predictions)
 repository   an issue, a patch of files (patches), hidden tests
-search       a retriever to ask, then an answer to give, scored by exact match or token F1
+search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)
 mcp          tool calls to MCP servers, then an answer
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards
-tools        what agents call in chats: a calculator, Python with files, search, passages by id
-running      the sandboxes that they run programs in
+tools        tools that agents call in chats (calculator, chat_tools, mcp)
+running      sandboxes in which environments run programs
 """
 
 from collections.abc import Callable
 
+from rollout.environments.calculator import calculator_tools
+from rollout.environments.chat_tools import passage_tools, python_tools, search_tools
 from rollout.environments.code import CodeEnv
 from rollout.environments.data_science import DataScienceEnv
 from rollout.environments.games import GAMES
@@ -26,17 +30,10 @@ from rollout.environments.protocol import Env
 from rollout.environments.repository import RepositoryEnv
 from rollout.environments.search import SearchEnv
 from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, WebshopEnv
-from rollout.environments.tools import (
-    ToolMaker,
-    calculator_tools,
-    passage_tools,
-    python_tools,
-    search_tools,
-)
+from rollout.environments.tools import ToolMaker
 
-ENVS: dict[
-    str, Callable[..., Env]
-] = {  # (task, **options) -> a fresh environment for one trajectory
+# Environments by name: called as (task, **options) for each trajectory.
+ENVS: dict[str, Callable[..., Env]] = {
     "alfworld": AlfworldEnv,
     "code": CodeEnv,
     "data_science": DataScienceEnv,
@@ -49,9 +46,8 @@ ENVS: dict[
     **{name: game_env(f"{game.__name__}Env", game) for name, game in GAMES.items()},
 }
 
-TOOLS: dict[
-    str, ToolMaker
-] = {  # (**options) -> what an agent may call in its chats, open for one trajectory
+# Tools of agents by name: called as (**options) for each trajectory.
+TOOLS: dict[str, ToolMaker] = {
     "calculator": calculator_tools,
     "mcp": mcp_tools,
     "passages": passage_tools,

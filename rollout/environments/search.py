@@ -1,9 +1,7 @@
-"""Search environment (open-book question answering with a retriever as tool), scored by exact match or token F1."""
+"""Search environment: open-book question answering with a retriever as tool."""
 
 import re
-import string
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -13,57 +11,26 @@ from pydantic import PositiveInt
 from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
 from rollout.base.errors import EnvError, Unusable
 from rollout.environments.protocol import Step, ToolCall, last_tag
+from rollout.environments.text_scores import REWARDS, AnswerReward, normalise
 from rollout.records.trajectory import Task
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalise(text: str) -> str:
-    """`text` in lower case without ASCII punctuation, then without articles, with single spaces."""
-    bare = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
-
-
-def exact_match(answer: str, references: Iterable[str]) -> float:
-    """1.0 when the normalised answer equals a normalised reference, else 0.0; an empty answer never matches."""
-    got = normalise(answer)
-    return float(bool(got) and any(got == normalise(reference) for reference in references))
-
-
-def token_f1(answer: str, references: Iterable[str]) -> float:
-    """The best F1 in [0, 1] of the answer's normalised words against a reference's, as bags of words."""
-    got, *expected = (Counter(normalise(text).split()) for text in (answer, *references))
-    # F1 = 2 P R / (P + R) with P = shared / |got|, R = shared / |expected|
-    return max(
-        (2 * (got & one).total() / max(got.total() + one.total(), 1) for one in expected),
-        default=0.0,
-    )
-
-
 PassageStyle = Literal["search_r1", "verl", "text", "id"]
-PASSAGE_STYLES: dict[PassageStyle, str] = {  # how one hit reads inside <information>
+PASSAGE_STYLES: dict[PassageStyle, str] = {  # formats of one passage inside <information>
     "search_r1": "Doc {rank}(Title: {title}) {text}\n",
     "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
     "text": "{text}\n",
     "id": "[{id}] {title}: {text}\n",  # for agents with the tool `passages`
 }
 
-AnswerReward = Literal["exact_match", "token_f1"]
-REWARDS: dict[AnswerReward, Callable[[str, Iterable[str]], float]] = {
-    "exact_match": exact_match,
-    "token_f1": token_f1,
-}
-
-_WANTED = re.compile(r"(.*?)(?: \+([0-5]))?", re.DOTALL)  # a passage's id, and how many neighbours
-_MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
+_READ_REQUEST = re.compile(r"(?P<id>.*?)(?: \+(?P<neighbours>[0-5]))?", re.DOTALL)
+_MAX_QUERY_CHARS = 500  # retrievers refuse longer queries, which are failed generations
 
 
 class Retriever(Protocol):
-    """Whatever finds passages: the HTTP client, or an index in memory."""
+    """Client of a retriever, or an index in memory."""
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
-        """The best `k` passages for `query`, best first.
+        """Return the best `k` passages for a query, best first.
 
         Raises:
             BadRequest: no retriever would take this query.
@@ -73,23 +40,28 @@ class Retriever(Protocol):
 
 @runtime_checkable
 class PassageSource(Protocol):
-    """A retriever that also knows passages by their ids."""
+    """A retriever that also finds passages by their ids."""
 
     async def passages(self, id: str, around: int) -> Sequence[Passage]:
-        """Return the passage with this id and up to `around` neighbours on each side, if there is one."""
+        """Return the passage with this id and up to `around` neighbours on each side.
+
+        The sequence is empty if there is no such passage.
+        """
 
 
 @dataclass(eq=False, kw_only=True)
 class SearchEnv:
     """A question over one corpus, answered with a retriever's passages.
 
-    A search with no query, or one over 500 characters, finds nothing and is counted in the metric `invalid_searches`.
-    The outcome is `reward`; all of REWARDS are metrics. A trajectory that never answers has outcome 0.
+    A search without a query, or with one over 500 characters, finds nothing and is counted in the
+    metric `invalid_searches`; `searches` counts the others. The scores of an answer, `exact_match`
+    and `token_f1`, are metrics, and one of them is the outcome. A trajectory without an answer has
+    the outcome 0.
 
     Args:
-        top_k: passages a search.
-        style: how they read, a key of PASSAGE_STYLES.
-        reward: of an answer, a key of REWARDS.
+        top_k: number of passages of a search.
+        style: format of the passages, a key of PASSAGE_STYLES.
+        reward: score of an answer that is the outcome.
     """
 
     task: Task = field(kw_only=False)
@@ -98,14 +70,16 @@ class SearchEnv:
     style: PassageStyle = "search_r1"
     reward: AnswerReward = "exact_match"
     _searches: int = field(default=0, init=False)
-    _invalid: int = field(default=0, init=False)
+    _invalid_searches: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        self.task, self._searches, self._invalid = task, 0, 0
+        self.task = task
+        self._searches = 0
+        self._invalid_searches = 0
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of a passage's id.
+        """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of an id.
 
         Raises:
             EnvError: the retriever failed; nothing of its message reaches a model.
@@ -114,72 +88,81 @@ class SearchEnv:
         answer = last_tag(action, "answer")
         if answer is not None:
             return self._score(answer)
-        query, wanted = last_tag(action, "search"), last_tag(action, "read")
-        if query is None and wanted:
-            return await self._read(wanted)
-        if not query or len(query) > _MAX_QUERY_CHARS:
-            return self._nothing()
-        passages = await self._asked(self.retriever.search, query, self.top_k)
-        if passages is None:
-            return self._nothing()
-        self._searches += 1
-        observation = f"<information> {''.join(passages).strip()} </information>"
-        call = ToolCall(tool="search", query=query, result=observation)
-        shown = tuple(passage.strip() for passage in passages)
-        return Step(
-            observation=observation,
-            answer="",
-            tools=(call,),
-            passages=shown,
-            metrics=self._counts(),
-        )
 
-    def _source(self) -> PassageSource:
-        if isinstance(self.retriever, PassageSource):
-            return self.retriever
-        raise EnvError(
-            f"{type(self.retriever).__name__} has no passages by id; leave out the tool `passages`"
-        )
-
-    async def _read(self, wanted: str) -> Step:
-        """`ID`, or `ID +N` with N neighbours on each side."""
-        id, neighbours = _WANTED.fullmatch(wanted).groups("0")  # type: ignore[union-attr]  # it matches any text
-        text = "".join(
-            await self._asked(self._source().passages, id, int(neighbours)) or ()
-        ).strip()
-        shown = text or f"there is no passage {id}"
-        call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)
-        return Step(observation=shown, answer="", tools=(call,), metrics=self._counts())
-
-    async def _asked(
-        self, find: Callable[..., Awaitable[Sequence[Passage]]], *asked: object
-    ) -> list[str] | None:
-        """What the retriever finds, as it is shown; None where no retriever would take the question."""
-
-        try:
-            passages = await find(*asked)
-        except BadRequest:
-            return None
-        except NoRetriever as failure:
-            raise Unusable(
-                f"{failure}; start it, and the run again, which goes on where it was"
-            ) from failure
-        except RetrievalError as failure:
-            raise EnvError(f"the retriever failed: {failure}") from failure
-        form = PASSAGE_STYLES[self.style].format
-        return [
-            form(rank=rank, id=getattr(passage, "id", ""), title=passage.title, text=passage.text)
-            for rank, passage in enumerate(passages, start=1)
-        ]
+        query = last_tag(action, "search")
+        read_request = last_tag(action, "read")
+        if query is None and read_request:
+            return await self._read(read_request)
+        return await self._search(query)
 
     async def preview(self, action: str) -> Step:
         return await copy(self).step(action)
 
-    def _nothing(self) -> Step:
-        self._invalid += 1
-        return Step(observation="<information> </information>", answer="", metrics=self._counts())
+    async def _search(self, query: str | None) -> Step:
+        passages = None
+        if query and len(query) <= _MAX_QUERY_CHARS:
+            passages = await self._retrieve(self.retriever.search, query, self.top_k)
+        if query is None or passages is None:
+            self._invalid_searches += 1
+            return Step(
+                observation="<information> </information>", answer="", metrics=self._counts()
+            )
+
+        self._searches += 1
+        observation = f"<information> {''.join(passages).strip()} </information>"
+        return Step(
+            observation=observation,
+            answer="",
+            tools=(ToolCall(tool="search", query=query, result=observation),),
+            passages=tuple(passage.strip() for passage in passages),
+            metrics=self._counts(),
+        )
+
+    async def _read(self, request: str) -> Step:
+        """Read the passage of a request `ID`, or `ID +N` with N neighbours on each side."""
+        if not isinstance(self.retriever, PassageSource):
+            raise EnvError(
+                f"{type(self.retriever).__name__} has no passages by id; "
+                "leave out the tool `passages`"
+            )
+        match = _READ_REQUEST.fullmatch(request)
+        assert match is not None, "the pattern matches any text"
+        neighbours = int(match["neighbours"] or 0)
+        passages = await self._retrieve(self.retriever.passages, match["id"], neighbours)
+
+        text = "".join(passages or ()).strip()
+        observation = text or f"there is no passage {match['id']}"
+        call = ToolCall(tool="read_passage", query=request, result=observation, failed=not text)
+        return Step(observation=observation, answer="", tools=(call,), metrics=self._counts())
+
+    async def _retrieve(
+        self,
+        find: Callable[[str, int], Awaitable[Sequence[Passage]]],
+        query_or_id: str,
+        count: int,
+    ) -> list[str] | None:
+        """Return formatted passages; None if no retriever would take the query or id."""
+        try:
+            passages = await find(query_or_id, count)
+        except BadRequest:
+            return None
+        except NoRetriever as error:
+            raise Unusable(
+                f"{error}; start it, and the run again, which goes on where it was"
+            ) from error
+        except RetrievalError as error:
+            raise EnvError(f"the retriever failed: {error}") from error
+
+        style = PASSAGE_STYLES[self.style]
+        return [
+            style.format(
+                rank=rank, id=getattr(passage, "id", ""), title=passage.title, text=passage.text
+            )
+            for rank, passage in enumerate(passages, start=1)
+        ]
 
     def _score(self, answer: str) -> Step:
+        """Score an answer and end the trajectory."""
         scores = {name: score(answer, self.task.answers) for name, score in REWARDS.items()}
         return Step(
             reward=scores[self.reward],
@@ -189,4 +172,7 @@ class SearchEnv:
         )
 
     def _counts(self) -> dict[str, float]:
-        return {"searches": float(self._searches), "invalid_searches": float(self._invalid)}
+        return {
+            "searches": float(self._searches),
+            "invalid_searches": float(self._invalid_searches),
+        }

@@ -267,7 +267,7 @@ class Chat:
         make = partial(
             call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars
         )
-        if tool is not None and tool.noted:  # a step of the environment, which records it
+        if tool is not None and tool.recorded_by_env:  # a step of the environment, which records it
             return (await make()).result
         if tool is None or not tool.again:
             make = partial(

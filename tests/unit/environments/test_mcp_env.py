@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, written and called with the official library."""
+"""The environment with a real MCP server, written and called with the official library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps(*actions: str, servers: Any = SMALL, **options: Any) -> tuple[str, lis
 
 @pytest.mark.slow
 def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajectory() -> None:
-    shown, found = steps(
+    shown, results = steps(
         call("add", a=40, b=2),
         call("divide", a=1, b=0),
         call("add", a='"x"', b=2),
@@ -67,22 +67,27 @@ def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajec
         "How much is 40 + 2?\n\nTools:\n- add: Add two numbers.\n  arguments: {"
     )
     assert '"required": ["a", "b"]' in shown and "<call>" in shown
-    assert (found[0].observation, found[0].done, found[0].tools[0].failed) == ("42", False, False)
+    assert (results[0].observation, results[0].done, results[0].tools[0].failed) == (
+        "42",
+        False,
+        False,
+    )
+    # The tool reports its failure itself.
+    assert "Error executing tool divide" in results[1].observation and results[1].tools[0].failed
     assert (
-        "Error executing tool divide" in found[1].observation and found[1].tools[0].failed
-    )  # the tool's own report
-    assert "add: a: 'x' is not of type 'integer'" in found[2].observation and found[2].tools == ()
-    assert found[3].observation.startswith("There is no tool 'multiply'; tools: add, divide")
-    assert all(step.observation.startswith("This is no call.") for step in found[4:9])
-    assert (found[-1].reward, found[-1].done, found[-1].answer) == (1.0, True, "42")
-    assert found[-1].metrics == {
+        "add: a: 'x' is not of type 'integer'" in results[2].observation and results[2].tools == ()
+    )
+    assert results[3].observation.startswith("There is no tool 'multiply'; tools: add, divide")
+    assert all(step.observation.startswith("This is no call.") for step in results[4:9])
+    assert (results[-1].reward, results[-1].done, results[-1].answer) == (1.0, True, "42")
+    assert results[-1].metrics == {
         "calls": 3.0,
         "bad_calls": 7.0,
         "tool_errors": 1.0,
         "answered": 1.0,
         "solved": 1.0,
     }
-    assert not psutil.pid_exists(int(found[-2].observation))
+    assert not psutil.pid_exists(int(results[-2].observation))
 
 
 def test_one_agent_calls_and_answers() -> None:
@@ -123,7 +128,7 @@ def test_a_server_that_breaks_or_is_late_fails_the_trajectory(action: str, messa
         ({"mute": McpServer(command="sleep", args=["60"])}, "did not start within 0.5 s"),
     ],
 )
-def test_a_server_that_does_not_start_is_one_line(servers: Any, message: str) -> None:
+def test_a_server_that_does_not_start_is_an_error_of_one_line(servers: Any, message: str) -> None:
     with pytest.raises(EnvError, match=message) as caught:
         steps("x", servers=servers, start_s=0.5 if "mute" in servers else 60.0)
     assert "\n" not in str(caught.value)
@@ -135,7 +140,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         steps("x")
 
 
-def test_it_wants_to_be_opened_and_to_know_an_answer() -> None:
+def test_a_step_before_open_and_a_task_without_answers_are_errors() -> None:
     with pytest.raises(EnvError, match="before open"):
         asyncio.run(McpEnv(TASK, servers={}).step("x"))
     nothing = Task(id="t", prompt="", answers=(), env="mcp", source="s", split="train")
@@ -162,5 +167,5 @@ def test_it_wants_to_be_opened_and_to_know_an_answer() -> None:
         ("nothing", None),
     ],
 )
-def test_replies_are_calls_or_answers(text: str, value: str | None) -> None:
+def test_a_reply_is_a_call_or_an_answer(text: str, value: str | None) -> None:
     assert parse_call_or_answer(text) == value

@@ -1,4 +1,4 @@
-"""The search environment asks a retriever, scores the answer and never hides a failure."""
+"""The search environment: queries to a retriever, scores of answers, and failures."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_query_that_holds_another_tag_is_a_query() -> None:
     assert shelf.asked == [("a <read>1</read>", 3)]
 
 
-def test_no_retriever_at_all_ends_the_run_and_is_no_failed_trajectory() -> None:
+def test_a_run_ends_if_no_retriever_answers() -> None:
     with pytest.raises(Unusable, match="nobody answers; start it, and the run again"):
         play(
             SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))),
@@ -114,7 +114,7 @@ def test_no_retriever_at_all_ends_the_run_and_is_no_failed_trajectory() -> None:
         )
 
 
-def test_refused_query_is_the_searchers_fault() -> None:
+def test_a_refused_query_is_an_invalid_search() -> None:
     (step,) = play(
         SearchEnv(TASK, retriever=Shelf(BadRequest("not valid Unicode"))),
         "<search> alpha </search>",
@@ -123,14 +123,14 @@ def test_refused_query_is_the_searchers_fault() -> None:
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
 
 
-def test_reset_forgets() -> None:
+def test_reset_clears_the_counts() -> None:
     env = SearchEnv(TASK, retriever=Shelf())
     play(env, "", "<search> alpha </search>")
     (step,) = play(env, "")
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
 
 
-def test_preview_scores_an_answer_and_counts_nothing() -> None:
+def test_a_preview_changes_no_count() -> None:
     shelf = Shelf()
 
     async def run() -> None:

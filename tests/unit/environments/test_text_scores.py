@@ -1,10 +1,10 @@
-"""Short answers are compared as SQuAD does."""
+"""Exact match and token F1 of short answers, as SQuAD computes them."""
 
 from __future__ import annotations
 
 import pytest
 
-from rollout.environments.search import exact_match, normalise, token_f1
+from rollout.environments.text_scores import exact_match, normalise, token_f1
 
 
 @pytest.mark.parametrize(

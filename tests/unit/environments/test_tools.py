@@ -1,4 +1,4 @@
-"""Tools of agents: what models are told of them, exact arithmetic, a session that keeps variables, MCP servers."""
+"""Tools of agents: schemas, exact arithmetic, Python sessions, searches and MCP servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = Path(__file__).parents[2] / "support" / "plain_mcp_server.py"
 def calls(
     maker: ToolMaker, *asked: tuple[str, Any], call_s: float = 20.0, **supplied: Any
 ) -> list[ToolCall]:
-    """What the calls, (tool, arguments), of one trajectory come to."""
+    """Return the results of one trajectory's calls, each given as (tool, arguments)."""
 
     async def run() -> list[ToolCall]:
         async with maker(**supplied) as opened:
@@ -72,7 +72,7 @@ def calculated(expression: str) -> str:
         ("2 +", "! calculator: invalid syntax (<unknown>, line 1)"),
     ],
 )
-def test_a_calculator_is_exact_and_only_that(expression: str, result: str) -> None:
+def test_a_calculator_is_exact_and_refuses_other_expressions(expression: str, result: str) -> None:
     assert calculated(expression) == result
 
 
@@ -120,18 +120,7 @@ def test_python_keeps_variables_and_files() -> None:
         sandbox=box,
     )
     box.close()
-    assert [call.failed for call in made] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    assert [number for number, call in enumerate(made) if call.failed] == [2, 6, 7, 8, 9]
     assert [call.result for call in made[:2]] == ["[no output]", "42"]
     assert "ZeroDivisionError" in made[2].result
     assert [call.result for call in made[3:7]] == [
@@ -144,7 +133,7 @@ def test_python_keeps_variables_and_files() -> None:
     assert made[9].result.startswith("'../out' is no path in a box")
 
 
-def test_a_late_tool_is_told_of() -> None:
+def test_a_tool_that_is_late_is_a_failed_call() -> None:
     box = started("auto")
     (call,) = calls(
         TOOLS["python"], ("python", {"code": "import time; time.sleep(5)"}), call_s=0.5, sandbox=box
@@ -153,7 +142,7 @@ def test_a_late_tool_is_told_of() -> None:
     assert (call.failed, call.result) == (True, "python: nothing came within 0.5 s")
 
 
-def test_search_is_the_environments_own() -> None:
+def test_a_search_is_a_step_of_the_environment() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
     made = calls(
@@ -165,7 +154,7 @@ def test_search_is_the_environments_own() -> None:
     ]
 
 
-def test_no_query_answers_the_question() -> None:
+def test_a_query_cannot_contain_an_answer() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
     (made,) = calls(
@@ -229,7 +218,7 @@ def test_tools_of_an_mcp_server_have_its_schemas() -> None:
     assert made[1].failed
 
 
-def test_tools_of_an_agent_are_checked_at_the_door() -> None:
+def test_unknown_tools_and_options_of_an_agent_are_refused() -> None:
     AgentConfig(policy="p", tools={"python": {"cell_s": 5.0}, "calculator": {}})
     with pytest.raises(
         ValueError,

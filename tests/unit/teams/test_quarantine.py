@@ -25,7 +25,7 @@ from rollout.environments import ENVS, TOOLS
 from rollout.environments.games import GAMES
 from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step, ToolCall
-from rollout.environments.search import REWARDS
+from rollout.environments.text_scores import REWARDS
 from rollout.environments.tools import call_tool
 from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from rollout.orchestras import ORCHESTRAS
