@@ -69,6 +69,7 @@ async def judge(
         ValueError: the path of a file leads out of the folder.
     """
     if isinstance(test, StdinTest):
+        limits = _with_room_for(test.expected, limits or runner.limits)
         result = await runner.run(source, stdin=test.stdin, limits=limits, files=files)
         is_right = COMPARES[compare](result.stdout, test.expected)
     else:
@@ -79,6 +80,15 @@ async def judge(
     if result.verdict is Verdict.OK and not is_right:
         return replace(result, verdict=Verdict.WA)
     return result
+
+
+def _with_room_for(expected: str, limits: RunLimits) -> RunLimits:
+    """Return the limits with twice the size of the expected output, if that is more."""
+    needed_kb = 2 * len(expected.encode(errors="replace")) // 1024
+    if needed_kb <= limits.output_kb:
+        return limits
+    file_mb = max(limits.file_mb, -(-needed_kb // 1024))
+    return replace(limits, output_kb=needed_kb, file_mb=file_mb)
 
 
 async def judge_all(
@@ -119,7 +129,7 @@ def same_tokens(answer: str, expected: str) -> bool:
 def same_floats(answer: str, expected: str) -> bool:
     """Return True if the words are equal and the decimal numbers are within TOLERANCE.
 
-    Expected integers must be matched exactly.
+    Two integers must be equal: neighbours of a long integer are within any relative tolerance.
     """
     words = answer.split()
     expected_words = expected.split()
@@ -156,8 +166,7 @@ def _lines(text: str) -> list[str]:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    # Integers are compared as text: neighbours of a long integer are within any relative tolerance.
-    if _INTEGER.fullmatch(expected):
+    if _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected):
         return False
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(expected):
         return False

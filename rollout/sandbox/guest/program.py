@@ -1,8 +1,11 @@
 """Execution of the model's code, as a program like `python main.py` or as cells of a notebook."""
 
+import _sitebuiltins
 import ast
 import atexit
 import builtins
+import gc
+import io
 import linecache
 import os
 import socket
@@ -35,10 +38,24 @@ def run_main(source: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
+        _flush_open_files()
     except BaseException as error:
         status = _report_exception(error) or status
     finally:
         os._exit(status & 255)
+
+
+def _flush_open_files() -> None:
+    """Flush all files that the program has open, as the interpreter does when it frees them.
+
+    The standard streams were opened before the program, in objects that are hidden from `gc`.
+    """
+    for value in (sys.__stdout__, sys.__stderr__, *gc.get_objects()):
+        if issubclass(type(value), io.IOBase):
+            try:
+                value.flush()
+            except (OSError, ValueError):  # such as a closed file
+                continue
 
 
 def run_cells(channel: int) -> NoReturn:
@@ -105,6 +122,9 @@ def _new_main_module() -> types.ModuleType:
     """Replace the `__main__` of this process by an empty module."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __file__=_PROGRAM_NAME)
+    # The module `site`, which the interpreter starts without here, defines these two functions.
+    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
+    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
     sys.modules["__main__"] = module
     return module
 

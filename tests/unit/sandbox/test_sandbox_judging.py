@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout.sandbox import Sandbox, SandboxError, Verdict
+from rollout.sandbox import RunLimits, Sandbox, SandboxError, Verdict
 from rollout.sandbox.judge import (
     CallTest,
     StdinTest,
@@ -126,6 +126,8 @@ def test_expected_answers_are_not_sent_to_the_sandbox() -> None:
     sent = []
 
     class Spy:
+        limits = RunLimits()
+
         async def run(
             self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object
         ) -> object:
@@ -156,6 +158,8 @@ def test_all_tests_in_order(box: Sandbox) -> None:
 
 def test_a_failure_at_one_test_cancels_the_others() -> None:
     class Failing:
+        limits = RunLimits()
+
         async def run(
             self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object
         ) -> object:
@@ -185,7 +189,7 @@ def test_a_failure_at_one_test_cancels_the_others() -> None:
         ("0.3334", "0.33333333", False, False, False),
         ("1e3", "1000.0", False, False, True),
         ("3", "3.0", False, False, True),
-        ("3.0", "3", False, False, False),  # an expected integer is exact
+        ("3.0", "3", False, False, True),
         ("12345678901234567", "12345678901234568", False, False, False),
         ("nan", "1.5", False, False, False),
         ("inf", "1e999", False, False, False),
@@ -226,3 +230,55 @@ def test_compare(answer: str, expected: str, lines: bool, tokens: bool, floats: 
 )
 def test_same_value(answer: str, expected: object, same: bool) -> None:
     assert same_value(answer, expected) is same
+
+
+# --- programs that end as `python main.py` would
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print(42)\nquit()\nprint(1)",
+        "print(42)\nexit(0)",
+        (
+            "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+            "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(42)"
+        ),
+        "out = open(1, 'w')\nout.write('42')",
+        "import os\nout = os.fdopen(1, 'wb')\nout.write(b'42')",
+        "class Out:\n    def __init__(self):\n        self.file = open(1, 'w')\no = Out()\no.file.write('42')",
+    ],
+)
+def test_output_is_kept_as_the_interpreter_keeps_it(box: Sandbox, source: str) -> None:
+    assert verdict(box, source, SUM) is Verdict.OK
+
+
+def test_quit_with_a_status_is_a_failure(box: Sandbox) -> None:
+    assert verdict(box, "print(42)\nquit(3)", SUM) is Verdict.RE
+
+
+def test_a_test_may_expect_more_output_than_the_limit(box: Sandbox) -> None:
+    expected = "x" * (box.limits.output_kb * 1024 + 5000)
+    test = StdinTest(stdin="", expected=expected)
+    assert verdict(box, f"print('x' * {len(expected)})", test) is Verdict.OK
+    assert verdict(box, f"print('x' * {len(expected) - 1})", test) is Verdict.WA
+    assert verdict(box, f"print('x' * {3 * len(expected)})", test) is Verdict.OLE
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "equal"),
+    [
+        ("7.0", "7", True),
+        ("0.000000", "0", True),
+        ("6.9999999", "7", True),
+        ("7.1", "7", False),
+        ("7", "7.0", True),
+        ("7", "7.2", False),
+        ("1000000000000000001", "1000000000000000000", False),
+        ("seven", "7", False),
+    ],
+)
+def test_floats_compare_as_floats_and_integers_exactly(
+    answer: str, expected: str, equal: bool
+) -> None:
+    assert same_floats(answer, expected) is equal
