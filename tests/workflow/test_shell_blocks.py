@@ -1,6 +1,6 @@
-"""The documents' commands, run in a folder with a small run: lines of shell blocks, and the README's table.
+"""The commands of the documents' shell blocks, and of the table of commands, are run in a folder with a small run.
 
-`make test-documents` runs also what takes longer; tests/support/documents.py says what runs the others, and why.
+`make test-documents` also runs those that take longer. tests/support/documents.py says what runs the others, and why.
 """
 
 from __future__ import annotations
@@ -41,30 +41,36 @@ from tests.support.tiny_bert import write_bert
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.usefixtures("forked_programs")]
-SMALL = [
+SMALL_RUN = [
     "data.train=12",
     "data.validation=2",
     "data.test=2",
     "trainer.tasks_per_step=2",
     "trainer.group_size=2",
-]
-SMALL += [
     "trainer.steps=2",
     "trainer.validate_every=100",
     "evaluation.samples=1",
     "cold_start=null",
 ]
-LINES = [
-    line
-    for block in BLOCKS
-    if block.language == "sh" and block.page not in STORIES
-    for line in block.lines
-]
-COMMANDS = list(dict.fromkeys([*TABLE_COMMANDS, *LINES]))
-READING = r"mcore-mas (check|compare|doctor|explain|list|ls|show)\b"  # their lines are called by one process
-SERVERS = r"mcore-mas (studio|serve|ui)|make (ui|retriever)"  # they run until Ctrl-C
-ASKED = {"serve": "/v1/models", "retriever": "/health"}  # others by their first page
-WRITES = {  # by command, a file that it leaves
+
+
+def block_commands() -> list[str]:
+    """Return the commands of the shell blocks of all pages whose blocks no other test runs in their order."""
+    commands = []
+    for block in BLOCKS:
+        if block.language == "sh" and block.page not in STORIES:
+            commands.extend(block.lines)
+    return commands
+
+
+COMMANDS = list(dict.fromkeys([*TABLE_COMMANDS, *block_commands()]))
+# commands that only read; one process calls all of them
+READING = r"mcore-mas (check|compare|doctor|explain|list|ls|show)\b"
+# commands that run until Ctrl-C, and the path that each is asked for; "/" for the others
+SERVERS = r"mcore-mas (studio|serve|ui)|make (ui|retriever)"
+SERVER_PATHS = {"serve": "/v1/models", "retriever": "/health"}
+# by command, a file that it writes
+WRITES = {
     "mcore-mas new my_team": "my_team/my_team.yaml",
     "mcore-mas train results/demo_math": "results/demo_math/train/done.json",
     "mcore-mas evaluate results/demo_math --state trained": "results/demo_math/evaluation/trained.json",
@@ -72,7 +78,8 @@ WRITES = {  # by command, a file that it leaves
     "mcore-mas show results/demo_path/evaluation/trained --picture pictures/": "pictures",
     "mcore-mas show results/demo_math/evaluation/trained --html page.html": "page.html",
 }
-SAYS = {  # by command, words of what it prints; what lists, compares or draws says more in its own tests
+# by command, a pattern in its output; most commands have more tests of their own
+PRINTS = {
     "mcore-mas check my_suite.yaml": r"^ok: demo$",
     "mcore-mas ls": r"demo_math │ 2/2 done",
     "mcore-mas compare results/a results/b": r"^ seed +│ 1 +│ 2 +\n(.*\n)* trained +│ avg@1 .* \+0\.0 ",
@@ -87,7 +94,7 @@ SAYS = {  # by command, words of what it prints; what lists, compares or draws s
 
 
 class Folder:
-    """A checkout's files, in a folder of its own with small runs, and programs by their names."""
+    """A folder with a checkout's files, small runs, and the programs of the pages on its PATH."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,34 +118,38 @@ class Folder:
         (path / "my_results").mkdir()
         (path / "elsewhere").mkdir()
         self.env |= {"PATH": f"{path / 'bin'}:{os.environ['PATH']}", "NO_PROXY": "*"}
-        alone = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
-        few = ("trainer.steps=2", "evaluation.samples=1", "trainer.checkpoint_every=1")
-        model = make_run(path / "results", *alone, *few) / "base"
-        own = [
-            "experiment=demo_math",
-            *SMALL,
-            *(f"policies.{name}.model={model}" for name in ("solver", "verifier")),
-        ]
-        (path / "my_suite.yaml").write_text(
-            yaml.safe_dump({"suite": "mine", "experiments": {"demo": own}})
-        )
+        self._make_runs()
+
+    def _make_runs(self) -> None:
+        """Make results/demo_math, my_suite.yaml, and a played game in results/demo_path."""
+        one_policy = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
+        two_steps = ("trainer.steps=2", "evaluation.samples=1", "trainer.checkpoint_every=1")
+        model = make_run(self.path / "results", *one_policy, *two_steps) / "base"
+
+        models = [f"policies.{name}.model={model}" for name in ("solver", "verifier")]
+        overrides = ["experiment=demo_math", *SMALL_RUN, *models]
+        suite = {"suite": "mine", "experiments": {"demo": overrides}}
+        (self.path / "my_suite.yaml").write_text(yaml.safe_dump(suite))
+
         tasks = draw_puzzle_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
-        write_tasks(path / "results/demo_path/tasks/test.parquet", tasks)
-        game = [play_game(tasks[0], f"#### {tasks[0].answers[0]}")]
-        write_trajectories(path / "results/demo_path/evaluation/trained/part_0.parquet", game)
+        game = self.path / "results/demo_path"
+        write_tasks(game / "tasks/test.parquet", tasks)
+        played = play_game(tasks[0], f"#### {tasks[0].answers[0]}")
+        write_trajectories(game / "evaluation/trained/part_0.parquet", [played])
 
     def run(self, line: str) -> str:
-        """What a command prints that ends well."""
+        """Run a command, check that it succeeds, and return its output."""
         command = ["bash", "-euo", "pipefail", "-c", line]
-        done = subprocess.run(
+        completed = subprocess.run(
             command, cwd=self.path, env=self.env, capture_output=True, text=True, timeout=900
         )
-        assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
-        return done.stdout + done.stderr
+        output = f"{completed.stdout[-3000:]}{completed.stderr[-5000:]}"
+        assert completed.returncode == 0, f"{line}\n{output}"
+        return completed.stdout + completed.stderr
 
     @contextmanager
     def serving(self, line: str) -> Iterator[str]:
-        """The address that a server says it answers at; Ctrl-C ends it well."""
+        """Start a server, yield the address that it prints, and stop it by Ctrl-C."""
         log = self.path / "server.log"
         with log.open("w") as output:
             command = ["bash", "-c", f"exec {line}"]
@@ -148,9 +159,9 @@ class Folder:
         try:
             url = re.compile(r"http://[\w.:]+\d")
             until(lambda: process.poll() is not None or url.search(log.read_text()), 200)
-            found = url.search(log.read_text())
-            assert found and process.poll() is None, f"{line}\n{log.read_text()}"
-            yield found[0]
+            address = url.search(log.read_text())
+            assert address and process.poll() is None, f"{line}\n{log.read_text()}"
+            yield address[0]
         finally:
             os.killpg(process.pid, signal.SIGINT)
             try:
@@ -158,12 +169,12 @@ class Folder:
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode in (0, 2, 130, -signal.SIGINT), (
-            log.read_text()
-        )  # 2 and the signal are what make does
+        interrupted = (130, 2, -signal.SIGINT)  # the latter two by make
+        assert process.returncode in (0, *interrupted), log.read_text()
 
 
 def until(condition: Callable[[], object], seconds: float) -> None:
+    """Wait until a condition holds, and fail after some seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
@@ -172,18 +183,24 @@ def until(condition: Callable[[], object], seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    (path := tmp_path_factory.mktemp("documents") / "checkout").mkdir()
-    (path / "results").mkdir()
+    path = tmp_path_factory.mktemp("documents") / "checkout"
+    (path / "results").mkdir(parents=True)
     return Folder(path)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """When each step of a training was in its file and in the page, and how long the page waited between polls."""
+    """Times of a training that the studio showed.
+
+    Attributes:
+        written: by step, when it was in metrics.jsonl.
+        shown: by step, when the page showed it.
+        poll_interval: seconds between two polls of the page, at most.
+    """
 
     written: dict[int, float]
     shown: dict[int, float]
-    between: float
+    poll_interval: float
 
 
 WATCH = """window.seen = []; const facts = document.getElementById('facts');
@@ -196,7 +213,7 @@ POLLS = (
 
 @pytest.fixture(scope="module")
 def trained(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Watched | None:
-    """The README's training and evaluation; where there is Chromium, with the studio open in it meanwhile."""
+    """Train and evaluate demo_math; with Chromium, also watch the training in the studio."""
     watched = None
     if BINARY is None:
         folder.run("mcore-mas train results/demo_math")
@@ -206,28 +223,27 @@ def trained(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Watched
             Browser(f"{url}/#demo_math", tmp_path_factory.mktemp("profile")) as page,
         ):
             watched = watch(folder, page)
-            assert all(asked.startswith(f"{url}/") for asked in page.asked), page.asked
+            assert all(request.startswith(f"{url}/") for request in page.asked), page.asked
     folder.run("mcore-mas evaluate results/demo_math --state trained")
-    for run, seed in (("a", "seed: 1"), ("b", "seed: 2")):  # of another seed, with the same scores
+    # two copies with different seeds, for `compare`
+    for run, seed in (("a", "seed: 1"), ("b", "seed: 2")):
         copy = shutil.copytree(folder.path / "results/demo_math", folder.path / "results" / run)
-        (copy / "config.yaml").write_text(
-            re.sub("^seed: .*", seed, (copy / "config.yaml").read_text(), flags=re.M)
-        )
+        config = copy / "config.yaml"
+        config.write_text(re.sub("^seed: .*", seed, config.read_text(), flags=re.MULTILINE))
     return watched
 
 
 def watch(folder: Folder, page: Browser) -> Watched:
-    """Train while a page is open, and see when it shows what is written."""
-    journal = folder.path / "results/demo_math/train/metrics.jsonl"
+    """Train while the studio is open, and record when each step is written and shown."""
+    metrics_file = folder.path / "results/demo_math/train/metrics.jsonl"
     written: dict[int, float] = {}
     ended = threading.Event()
 
     def read() -> None:
         while not ended.wait(0.005):
-            lines = journal.read_text().splitlines() if journal.is_file() else []
-            written.update(
-                {json.loads(line)["step"]: time.time() for line in lines[len(written) :]}
-            )
+            lines = metrics_file.read_text().splitlines() if metrics_file.is_file() else []
+            for line in lines[len(written) :]:
+                written[json.loads(line)["step"]] = time.time()
 
     page.until("document.getElementById('title').textContent === 'demo_math'")
     page.value(WATCH)
@@ -239,24 +255,26 @@ def watch(folder: Folder, page: Browser) -> Watched:
     finally:
         ended.set()
         reader.join()
-    seen, polls = page.value("seen"), page.value(POLLS)
-    shown = {step: min(at for at, text in seen if int(text.split()[0]) > step) for step in (0, 1)}
-    return Watched(written, shown, max(b - a for a, b in itertools.pairwise(polls)) / 1000)
+    changes = page.value("seen")
+    shown = {}
+    for step in (0, 1):
+        shown[step] = min(time_ for time_, text in changes if int(text.split()[0]) > step)
+    polls_ms = page.value(POLLS)
+    intervals_ms = [later - earlier for earlier, later in itertools.pairwise(polls_ms)]
+    return Watched(written, shown, max(intervals_ms) / 1000)
 
 
 @needs_chromium
 def test_a_finished_step_is_in_the_page_within_two_seconds(trained: Watched) -> None:
-    """By the clock, while the team trains; where the machine is so busy that the page polls late, within two polls."""
-    late = {step: at - trained.written[step] for step, at in trained.shown.items()}
-    print(f"seconds from the file to the page: {late}, between polls at most {trained.between:.2f}")
-    assert all(-0.1 < seconds < max(2.0, 2 * trained.between) for seconds in late.values()), (
-        late,
-        trained.between,
-    )
+    """On a machine so busy that the page polls late, a step is shown within two polls."""
+    delays = {step: shown - trained.written[step] for step, shown in trained.shown.items()}
+    print(f"seconds from the file to the page: {delays}, poll interval {trained.poll_interval:.2f}")
+    bound = max(2.0, 2 * trained.poll_interval)
+    assert all(-0.1 < seconds < bound for seconds in delays.values()), (delays, bound)
 
 
-def answered(url: str) -> int:
-    """The status of an answer, 0 where nobody listens yet."""
+def status_of(url: str) -> int:
+    """Return the HTTP status of an address, or 0 if no server listens there yet."""
     try:
         return int(urllib.request.urlopen(url).status)
     except urllib.error.HTTPError as error:
@@ -266,42 +284,42 @@ def answered(url: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def said(folder: Folder, trained: Watched | None) -> dict[str, str]:
-    """What those of the lines print that only read, by line."""
+def outputs(folder: Folder, trained: Watched | None) -> dict[str, str]:
+    """Output of the commands that only read, by command."""
     lines = [line for line in COMMANDS if runner(line) == HERE and re.match(READING, line)]
     return dict(zip(lines, called(lines, folder.path, folder.env), strict=True))
 
 
 def run_and_check(line: str, folder: Folder) -> None:
-    if re.match(SERVERS, line):
-        path = next((path for word, path in ASKED.items() if word in line), "/")
-        with folder.serving(line) as url:
-            until(
-                lambda: answered(url + path) == 200, 120
-            )  # MLflow's address is told before it listens
+    """Run a command; a server must answer, and other commands must print and write what they should."""
+    if not re.match(SERVERS, line):
+        check(line, folder, folder.run(line))
         return
-    check(line, folder, folder.run(line))
+    path = next((path for word, path in SERVER_PATHS.items() if word in line), "/")
+    with folder.serving(line) as url:
+        until(lambda: status_of(url + path) == 200, 120)  # MLflow prints its address first
 
 
-def check(line: str, folder: Folder, said: str) -> None:
-    assert re.search(SAYS.get(line, ""), said, re.MULTILINE), said
-    assert line not in WRITES or (folder.path / WRITES[line]).exists(), said
+def check(line: str, folder: Folder, output: str) -> None:
+    """Check what a command printed and wrote."""
+    assert re.search(PRINTS.get(line, ""), output, re.MULTILINE), output
+    assert line not in WRITES or (folder.path / WRITES[line]).exists(), output
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if runner(line) == HERE])
-def test_a_command_runs(line: str, folder: Folder, said: dict[str, str]) -> None:
+def test_a_command_runs(line: str, folder: Folder, outputs: dict[str, str]) -> None:
     if re.match("mcore-mas (train|evaluate) ", line):
-        assert (folder.path / WRITES[line]).is_file()  # of `trained`
+        assert (folder.path / WRITES[line]).is_file()  # the fixture `trained` has run it
     elif line.startswith("mcore-mas chat "):
         talk(line, folder)
-    elif line in said:
-        check(line, folder, said[line])
+    elif line in outputs:
+        check(line, folder, outputs[line])
     else:
         run_and_check(line, folder)
 
 
 def talk(line: str, folder: Folder) -> None:
-    """Several lines at a terminal of 80 columns, and Ctrl-D; then Ctrl-C in the middle of a line."""
+    """Chat at a terminal of 80 columns, once ended by Ctrl-D and once by Ctrl-C in the middle of a line."""
     for end, status in ((pexpect.spawn.sendeof, 0), (pexpect.spawn.sendintr, 130)):
         chat = pexpect.spawn(
             "bash",
@@ -336,16 +354,15 @@ def test_a_command_that_takes_longer_runs(
         pytest.skip("takes minutes, or a port that may be taken; `make test-documents` runs it")
     if line.startswith("mcore-mas serve results/demo_math --port"):
         with folder.serving(line):
-            listed, answered = (folder.run(one) for one in COMMANDS if one.startswith("curl"))
-        assert (
-            '"demo_math"' in listed
-            and json.loads(answered)["choices"][0]["message"]["role"] == "assistant"
-        )
+            models, completion = (folder.run(one) for one in COMMANDS if one.startswith("curl"))
+        assert '"demo_math"' in models
+        assert json.loads(completion)["choices"][0]["message"]["role"] == "assistant"
         return
     if "retriever" in line:
-        facts = [Passage.compose(str(n), f"Town {n}", f"It has {n} mills.") for n in range(10, 19)]
-        write_corpus(folder.path / "towns.jsonl", facts)
-        write_bert(folder.path / "models/e5-base-v2", [passage.text for passage in facts], 1)
+        numbers = range(10, 19)
+        passages = [Passage.compose(str(n), f"Town {n}", f"It has {n} mills.") for n in numbers]
+        write_corpus(folder.path / "towns.jsonl", passages)
+        write_bert(folder.path / "models/e5-base-v2", [one.text for one in passages], 1)
         encoder = Encoder.of("e5", folder.path / "models/e5-base-v2")
         build_index(folder.path / "towns.jsonl", folder.path / "data/wiki-18", encoder)
     if "--store" in line:
@@ -354,14 +371,14 @@ def test_a_command_that_takes_longer_runs(
 
 
 def test_every_line_has_something_that_runs_it() -> None:
-    """What it names is there, and it is run nowhere only where the table says why."""
-    made = (ROOT / "Makefile").read_text()
+    """Each runner of tests/support/documents.py exists, and each of its patterns matches a command."""
+    makefile = (ROOT / "Makefile").read_text()
     for line in COMMANDS:
         by = runner(line)
         if by.startswith("make "):
-            assert f"\n{by.removeprefix('make ')}:" in made, by
-        elif by != "itself":
-            assert by == "nothing" or (ROOT / by).exists() or (ROOT / "tests" / by).is_file(), by
+            assert f"\n{by.removeprefix('make ')}:" in makefile, by
+        elif by not in ("itself", "nothing"):
+            assert (ROOT / by).exists() or (ROOT / "tests" / by).is_file(), by
     assert {line for line in COMMANDS if runner(line) == "nothing"} == {
         "conda env create -f environment.yml && conda activate mcore-mas",
         "conda env create -f retrieval/environment.yml",
