@@ -1,7 +1,7 @@
-"""Every code block of the documents is run, composed into a config, or read by the parser of its command.
+"""Every code block of the documents is run, composed into a config, or parsed by its program.
 
-Pages that tell one story have a test that takes their blocks in order. Commands of other pages are run in
-tests/workflow/test_shell_blocks.py, where they can run; all else is checked here, block by block.
+Some pages have a test of their own that runs their blocks in order. Commands of the others are run in
+tests/workflow/test_shell_blocks.py, as far as they can be run there; the rest is checked here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout.base.ownership import FolderError
 from tests.support.documents import BLOCKS, ROOT, STORIES
 from tests.support.own_engine import OWN_ENGINE
 
-LINES = [  # of shells: a command each
+LINES = [  # commands of shell blocks
     pytest.param(line, id=f"{block.name}: {line[:50]}")
     for block in BLOCKS
     if block.language == "sh" and block.page not in STORIES
@@ -55,7 +55,7 @@ def blocks(language: str) -> list[Any]:
 
 
 def test_no_block_is_left_out() -> None:
-    """What has no language is what somebody sees: files, messages, pictures of letters."""
+    """Blocks without a language show files, messages and diagrams."""
     assert {block.language for block in BLOCKS} == {"", "sh", "python", "yaml", "toml", "mermaid"}
     for page, test in STORIES.items():
         words = (
@@ -66,18 +66,18 @@ def test_no_block_is_left_out() -> None:
         assert any(word in (ROOT / "tests" / test).read_text() for word in words), page
 
 
-# A command is read by the parser of its own program.
+# Commands are parsed by their program.
 
 
-def of_ours(words: list[str]) -> None:
+def check_mcore_mas(words: list[str]) -> None:
     command = typer.main.get_command(app)
     while commands := getattr(command, "commands", None):
         command, words = commands[words[0]], words[1:]
-    with suppress(FolderError, UsageError):  # the runs that a page speaks of are not here
-        command.make_context(command.name, words)  # as far as running it
+    with suppress(FolderError, UsageError):  # the runs that a page names do not exist here
+        command.make_context(command.name, words)  # parse, and do not run
 
 
-def of_snakemake(words: list[str]) -> None:
+def check_snakemake(words: list[str]) -> None:
     given = get_argument_parser().parse_args(words)
     rules = "".join(
         file.read_text()
@@ -88,30 +88,30 @@ def of_snakemake(words: list[str]) -> None:
         assert target.startswith("results/") or named in rules or f"rule {target}:" in rules, target
 
 
-def of_make(words: list[str]) -> None:
+def check_make(words: list[str]) -> None:
     targets = [word for word in words if "=" not in word]
     assert targets and all(
         f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets
     ), targets
 
 
-def of_python(words: list[str]) -> None:
+def check_python(words: list[str]) -> None:
     # whoever looks for pip switches off setuptools' own distutils, in the whole process
     assert words[0] == "-m" and (words[1] == "pip" or find_spec(words[1])), words
 
 
-def of_others(words: list[str]) -> None:
-    """Programs that are not ours: files that they read are there."""
+def check_other_program(words: list[str]) -> None:
+    """Check that the files exist which another program reads."""
     files = [word for word in words if re.fullmatch(r"[\w/-]+\.(yml|sh|txt)", word)]
     assert all((ROOT / file).is_file() for file in files), files
 
 
 COMMANDS = {
-    "mcore-mas": of_ours,
-    "snakemake": of_snakemake,
-    "make": of_make,
-    "python": of_python,
-    "python3.12": of_python,
+    "mcore-mas": check_mcore_mas,
+    "snakemake": check_snakemake,
+    "make": check_make,
+    "python": check_python,
+    "python3.12": check_python,
 }
 OTHERS = {"curl", "ray", "export", "conda", "bash", "squeue", "tail", "scancel", "run"}  # .ci/run
 OTHERS |= {"cat", "cd", "rm", "sinfo", "job=$(squeue"}
@@ -123,7 +123,7 @@ def test_a_command_is_one_that_its_program_takes(line: str) -> None:
         words = shlex.split(command, comments=True)
         name = words[0].rpartition("/")[2]
         assert name in COMMANDS or name in OTHERS, name
-        COMMANDS.get(name, of_others)(words[1:])
+        COMMANDS.get(name, check_other_program)(words[1:])
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_command_that_no_program_takes_is_seen(line: str) -> None:
         test_a_command_is_one_that_its_program_takes(line)
 
 
-# A config is composed, with what the block leaves to its reader.
+# Configs are composed, with overrides for the settings that a block leaves out.
 
 BARE = ["+data={generator: arithmetic, train: 9, validation: 2, test: 2}", "+evaluation={}"]
 BARE += ["+trainer={steps: 1, tasks_per_step: 2, group_size: 2}"]
 MODEL = "policy_defaults={model: models/m, lr: 1e-6}"
-GIVEN = {  # what a block's page takes for granted, as overrides
+GIVEN = {  # overrides that a block needs besides its own settings
     "configuration-5": BARE,
     "configuration-6": ["cold_start=null"],
     "configuration-7": ["cold_start=null", "data.generator=null"],
@@ -168,12 +168,12 @@ GIVEN = {  # what a block's page takes for granted, as overrides
 }
 
 
-def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
+def test_overrides_are_of_blocks_that_exist() -> None:
     assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
 
 
 def composed(values: dict[str, Any], *given: str) -> None:
-    """Compose the sections of a block into the demo's experiment, or that of `given`."""
+    """Compose the sections of a block into the experiment demo_math, or into that of `given`."""
     chosen = [
         f"{group.removeprefix('override /')}={name}"
         for one in values.pop("defaults", ())
@@ -222,7 +222,7 @@ def test_entry_points_name_a_group_that_is_looked_up(name: str, body: str) -> No
     assert group.removeprefix("mcore_mas.") in (ROOT / "rollout/base/lookup.py").read_text()
 
 
-# Python runs, with what the block says is there already.
+# Python is run, with the names that the block expects.
 
 
 PRINTS = {"sandbox-0": "{'data/train.csv': 8}\n", "coaches-1": "", "gateway-2": ""}
