@@ -1,4 +1,4 @@
-"""Engines say which experts each token went to, as a trainer can repeat it."""
+"""Experts of each token in the completions of engines, for the router replay of trainers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 from base64 import b64encode
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
 
 
 def mixture(folder: Path, experts: int) -> Any:
-    """A random model of four layers, of which the second is dense."""
+    """Save a random model of four layers, of which the second is dense, and return it."""
     torch.manual_seed(3)
     sizes = SIZES | {"num_hidden_layers": 4, "num_experts": experts, "num_experts_per_tok": 3}
     config = Qwen3MoeConfig(**sizes, moe_intermediate_size=8, head_dim=16, mlp_only_layers=[1])
@@ -42,14 +43,15 @@ def mixture(folder: Path, experts: int) -> Any:
 
 @torch.no_grad()
 def chosen(model: Any, ids: list[int], k: int = 3) -> np.ndarray:
-    """[tokens, sparse layers, k] of all tokens but the last, by Hugging Face's routers."""
-    logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-    return torch.stack([own.topk(k).indices.sort().values for own in logits], 1)[:-1].numpy()
+    """Return the experts [tokens, sparse layers, k] of all tokens but the last, by transformers."""
+    router_logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    experts = [logits.topk(k).indices.sort().values for logits in router_logits]
+    return torch.stack(experts, 1)[:-1].numpy()
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(6, "u1"), (300, "<u2")])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_completions_name_the_experts_that_hugging_face_chooses(
+def test_completions_have_the_experts_that_transformers_chooses(
     tmp_path: Path, experts: int, dtype: str, deterministic: bool
 ) -> None:
     model = mixture(tmp_path, experts)
@@ -63,29 +65,29 @@ def test_completions_name_the_experts_that_hugging_face_chooses(
         done: dict[int, Completion] = drain(engine)
         for number, prompt in prompts.items():
             ids = prompt + list(done[number].token_ids)
-            said = np.frombuffer(done[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
-            assert (np.sort(said) == chosen(model, ids)).all()
+            experts = np.frombuffer(done[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
+            assert (np.sort(experts) == chosen(model, ids)).all()
         return done
 
     prompt = np.random.default_rng(0).integers(0, 64, 40).tolist()
-    # two of one prompt, one that leaves it after 30 tokens, one of its own
+    # Equal prompts, one that shares 30 tokens with them, and one that shares none.
     first = check({0: prompt, 1: prompt, 2: [*prompt[:30], 1, 2, 3], 3: prompt[::-1]})
     reused = engine.stats.cached_tokens
     assert reused >= 40
-    # turns that go on where they ended, and where another one did, in rows that are taken again
+    # Next turns of a chat, some of them in other rows than the first turn.
     longer = prompt + list(first[0].token_ids)
     check({4: [*longer, 5, 6], 5: [*longer, 7], 6: [*prompt[:35], 9], 7: [*prompt[::-1], 4]})
     assert engine.stats.cached_tokens > reused + 40
 
 
-def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
+def test_without_the_setting_completions_have_no_experts(tmp_path: Path) -> None:
     mixture(tmp_path, 6)
     engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
     engine.submit(0, [1, 2], Sampling(max_tokens=3))
     assert drain(engine)[0].routing == b""
 
 
-def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_left() -> None:
+def test_a_truncated_completion_has_the_experts_and_versions_of_its_tokens() -> None:
     spans = (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=5))
     whole = Completion(
         token_ids=(4, 5, 6, 7, 8),
@@ -93,7 +95,7 @@ def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_lef
         finish_reason="length",
         versions=spans,
         cached_tokens=1,
-        routing=bytes(range(14)),  # two of each of 3 tokens of the prompt and 4 of the reply
+        routing=bytes(range(14)),  # two for each of 3 tokens of the prompt and 4 of the reply
     )
     assert whole.truncated(2, prompt_length=3) == Completion(
         token_ids=(4, 5),
@@ -110,58 +112,56 @@ def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_lef
     assert whole.truncated(5, prompt_length=3) == replace(whole, finish_reason="stop")
 
 
-EXPERTS = Experts(
-    count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48
-)  # Qwen3-30B-A3B's
+# Experts of Qwen3-30B-A3B.
+EXPERTS = Experts(count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
 
 
-def answered(numbers: np.ndarray, reply: int) -> dict[str, Any]:
-    """As SGLang 0.5.23 answers `return_routed_experts`: int32, in base64, without a shape."""
+def sglang_reply(numbers: np.ndarray, tokens: int) -> dict[str, Any]:
+    """Return a reply of SGLang 0.5.23 with experts: int32 in base64, without a shape."""
     meta = {
         "routed_experts": b64encode(numbers.astype("<i4").tobytes()).decode(),
         "finish_reason": {"type": "stop"},
     }
-    return {"output_ids": [7] * reply, "meta_info": meta}
+    return {"output_ids": [7] * tokens, "meta_info": meta}
 
 
-def test_an_answer_of_sglang_is_read() -> None:
+def test_the_experts_in_a_reply_of_sglang_are_validated() -> None:
     numbers = np.random.default_rng(0).permuted(
         np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2
     )[..., :8]
-    assert parse_routing(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
+    assert parse_routing(sglang_reply(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
     many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
     assert (
-        parse_routing(answered(numbers + 300, 3), 5, many)
+        parse_routing(sglang_reply(numbers + 300, 3), 5, many)
         == (numbers + 300).astype("<u2").tobytes()
     )
     with pytest.raises(
         EngineError,
         match=r"SGLang gave 2688 routed experts between 0 and 127; expected 8 x 48 x 8 belo",
     ):
-        parse_routing(answered(numbers, 4), 5, EXPERTS)
+        parse_routing(sglang_reply(numbers, 4), 5, EXPERTS)
     with pytest.raises(EngineError, match=r"between 0 and 128; expected 7 x 48 x 8 below 128"):
-        parse_routing(answered(numbers + 1, 3), 5, EXPERTS)
+        parse_routing(sglang_reply(numbers + 1, 3), 5, EXPERTS)
     with pytest.raises(
         EngineError,
         match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r",
     ):
         parse_routing({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
-    with pytest.raises(
-        EngineError,
-        match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}",
-    ):
-        parse_routing(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
+    # A kernel that routes internally returns 0 for all experts.
+    message = r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}"
+    with pytest.raises(EngineError, match=message):
+        parse_routing(sglang_reply(0 * numbers, 3), 5, EXPERTS)
 
 
 def test_the_experts_of_a_long_reply_fit_into_an_answer() -> None:
-    """Of 131,072 tokens in 94 layers of 8 (Qwen3-235B-A22B): int32 in base64, which takes four bytes for three."""
+    """Check the size of int32 in base64 for 131,072 tokens of Qwen3-235B-A22B: 94 layers of 8."""
     client = SGLangClient("http://127.0.0.1:9", timeout_s=1, connections=1)
     assert client._http.max_reply_bytes > 131_072 * 94 * 8 * 4 * 4 / 3
 
 
-def test_a_stream_has_them_in_its_last_event() -> None:
+def test_the_last_event_of_a_stream_has_the_experts() -> None:
     numbers = np.arange(3 * 48 * 8).reshape(3, 48, 8) % 128
-    last = answered(numbers, 2)
+    last = sglang_reply(numbers, 2)
     events = [
         {"output_ids": [7], "meta_info": {"finish_reason": None, "completion_tokens": 1}},
         {"output_ids": [7, 7], "meta_info": last["meta_info"] | {"completion_tokens": 2}},
@@ -174,29 +174,24 @@ def test_a_stream_has_them_in_its_last_event() -> None:
     assert parse_routing(reply.result("/generate"), 2, EXPERTS) == numbers.astype("u1").tobytes()
 
 
-def test_servers_are_started_to_say_it(tmp_path: Path) -> None:
+def test_servers_are_started_with_the_arguments_for_routing(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path, mlp_only_layers=[])
     settings = SGLangSettings(folder=tmp_path, max_length=64, routing=True)
-    words = server_arguments(settings)
-    assert "--enable-return-routed-experts" in words
-    assert (
-        words[words.index("--moe-runner-backend") + 1] == "triton"
-    )  # not a kernel that routes by itself
+    arguments = server_arguments(settings)
+    assert "--enable-return-routed-experts" in arguments
+    assert ("--moe-runner-backend", "triton") in pairwise(arguments)
+    assert settings.experts is not None
+    assert settings.experts.per_token == 2
+
+    # SGLang chooses the kernels of a quantized model.
     quantized = replace(settings, options={"quantization": "fp8"})
-    assert "--moe-runner-backend" not in server_arguments(quantized)  # of which SGLang knows more
-    assert settings.experts is not None and settings.experts.per_token == 2
-    assert "--enable-return-routed-experts" not in server_arguments(
-        SGLangSettings(folder=tmp_path, max_length=64)
-    )
+    assert "--moe-runner-backend" not in server_arguments(quantized)
+    without_routing = replace(settings, routing=False)
+    assert "--enable-return-routed-experts" not in server_arguments(without_routing)
 
 
-def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
+def test_completions_of_sglang_have_experts(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
-    where = {
-        "weights_folder": tmp_path / "weights",
-        "log": tmp_path / "server.log",
-        "verify": False,
-    }
     engine = SGLangEngine(
         SGLangSettings(
             folder=tmp_path / "model",
@@ -204,20 +199,21 @@ def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
             python=str(FAKE),
             start_s=60.0,
             routing=True,
-            **where,
+            weights_folder=tmp_path / "weights",
+            log=tmp_path / "server.log",
+            verify=False,
         )
     )
 
     async def run() -> None:
-        said = await engine.generate([5, 6, 7], Sampling(max_tokens=2))
-        assert said.routing == bytes(
-            [0, 1] * 2 * 4
-        )  # of 4 tokens in two layers the pretended server's
-        cut = await engine.stream(
-            [5, 6, 7], Sampling(max_tokens=50), TokenCallback(lambda place, ids: False)
-        )
-        assert cut.finish_reason == "abort" and len(cut.token_ids) < 50
-        assert cut.routing == bytes([0, 1] * 2 * (3 + len(cut.token_ids) - 1))
+        completion = await engine.generate([5, 6, 7], Sampling(max_tokens=2))
+        # The stand-in of the server sends experts 0 and 1 for each of 4 tokens in two layers.
+        assert completion.routing == bytes([0, 1] * 2 * 4)
+        end_reply = TokenCallback(lambda position, token_ids: False)
+        aborted = await engine.stream([5, 6, 7], Sampling(max_tokens=50), end_reply)
+        assert aborted.finish_reason == "abort"
+        assert len(aborted.token_ids) < 50
+        assert aborted.routing == bytes([0, 1] * 2 * (3 + len(aborted.token_ids) - 1))
 
     try:
         asyncio.run(run())
