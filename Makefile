@@ -1,6 +1,7 @@
-# `make` lists what there is. Every target that needs the environment makes it first, once.
-# Of Pythons that run and can make an environment that of .venv, or the newest; each has a lock of its own, as its newest
-# megatron-core is another
+# `make` lists the targets. A target that needs the environment makes it first, if it is missing.
+
+# The Python of .venv, or else the newest one that can make an environment. Each version has a lock
+# file of its own, because the newest megatron-core differs between them.
 VENV   := .venv
 PYTHON ?= $(shell for python in $(VENV)/bin/python python3.12 python3.11; do \
 	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && exit; done; echo python3.12)
@@ -11,7 +12,8 @@ STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
 WORKERS ?= 3
 STORE  ?= sqlite:///results/mlflow.db
-# set, it makes every process compile all that it imports, which is two thirds of a job's start
+# If this variable is set, every process compiles all modules that it imports, which takes two thirds
+# of the start of a job.
 export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,11 +23,11 @@ SHELL  := /bin/bash
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with everything pinned, of Python 3.12 or, where that is not, 3.11 (PYTHON=python3.11)
+setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 (PYTHON=python3.11)
 
-# torch comes alone and first, so that the CPU build is chosen where an index offers one. The lock file is complete:
-# nothing is resolved, and bytecode is compiled for what gets imported, not for everything. A `.venv` that is a link
-# belongs to another checkout, and stays as it is.
+# torch is installed first, so that its CPU build is chosen if an index offers one. The lock file is
+# complete, so no dependencies are resolved, and modules are compiled when they are first imported.
+# A `.venv` that is a link belongs to another checkout and is not changed.
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -35,10 +37,10 @@ $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	$(BIN)/python -m pip check
 	@touch $@
 
-demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
+demo: $(STAMP) ## run the whole pipeline on two CPU cores, from data to report
 	$(BIN)/snakemake
 
-study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
+study: $(STAMP) ## compare estimators over seeds, in some hours on two CPU cores
 	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml
@@ -48,7 +50,7 @@ tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and a page a
 	@status=0; $(BIN)/snakemake tables --keep-going --config scale=tiny || status=$$?; \
 	$(BIN)/python -m docs.writers tables_tiny; exit $$status
 
-$(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
+$(VENV)/chromium: | $(STAMP) # browser for tests of pages, if none is installed
 	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
 	  $(BIN)/python -m tests.support.debian $@ chromium usr/lib/chromium/chromium
 
@@ -74,7 +76,7 @@ test-mlflow: $(STAMP) $(VENV)/chromium .venv-mlflow2/.stamp ## compare two runs 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --mlflow docs/pictures \
 	  tests/workflow/test_mlflow_pages.py tests/workflow/test_mlflow_2_server.py
 
-.venv-mlflow2/.stamp: # a server before MLflow 3, whose requirements are not ours
+.venv-mlflow2/.stamp: # a server of MLflow 2, whose requirements conflict with ours
 	$(PYTHON) -m venv .venv-mlflow2
 	.venv-mlflow2/bin/python -m pip install --quiet --no-compile mlflow==2.22.5 'sqlalchemy<2.1'
 	@touch $@
@@ -82,32 +84,32 @@ test-mlflow: $(STAMP) $(VENV)/chromium .venv-mlflow2/.stamp ## compare two runs 
 test-package: $(STAMP) ## build the package, check it, and use it in an empty environment and folder
 	tests/package.sh $(BIN)/python
 
-first-curve: $(STAMP) ## time it from pip install of the wheel to a risen curve, everything fetched (TORCH=torch==2.13.0+cpu)
+first-curve: $(STAMP) ## time the first curve from pip install of the wheel, with all downloads (TORCH=torch==2.13.0+cpu)
 	TORCH=$(TORCH) tests/package.sh $(BIN)/python timed
 
 test-container: $(STAMP) ## build containers/Dockerfile with buildah on Debian's packages, train in it, time the first curve in its base (as root)
 	TORCH=$(TORCH) tests/package.sh $(BIN)/python container
 
-test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
+test-gateway: $(STAMP) ## run a thousand random agent programs; check that no sampled token is lost and no call gets a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
 
 test-documents: $(STAMP) $(VENV)/chromium ## run every command of the documents that runs on a CPU, also those that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --documents tests/workflow/test_shell_blocks.py tests/workflow/test_scaffold.py
 
-kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a share of them (SHARE=1/4)
+kills: $(STAMP) ## kill a pipeline between any two writes, or between a share of them (SHARE=1/4)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills $(SHARE)
 
-chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; updates docs/reliability.json
+chaos: kills ## kill, stop and starve runs and damage their files, between writes and at random; update docs/reliability.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
 	status=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list) || status=$$?; \
 	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json; \
 	exit $$status
 
-test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
+test-nodes: $(STAMP) ## run trainings on several nodes, which are network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py
 
-notebooks: $(STAMP) ## execute docs/notebooks in two minutes and keep what they show
+notebooks: $(STAMP) ## execute docs/notebooks and store their outputs, in two minutes
 	$(BIN)/python -m tests.support.notebooks
 
 test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/gateway.md
@@ -134,7 +136,7 @@ lint: $(STAMP) ## check style, types and the workflow
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint
 
-format: $(STAMP) ## rewrite files in the house style
+format: $(STAMP) ## format all files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt --line-length 100 Snakefile workflow
@@ -158,7 +160,7 @@ gpu-kit: $(STAMP) results/demo_math/bootstrap/bootstrap.json ## pack a whole tra
 gpu-run: $(STAMP) .gpu/demo/config.yaml ## train two policies and measure on this machine's GPU, in eight minutes (results/gpu-run)
 	$(BIN)/python -m benchmarks.gpu.whole_run --kit .gpu --out results/gpu-run
 
-gpu-acceptance: $(STAMP) ## try NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
+gpu-acceptance: $(STAMP) ## check NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
 	$(BIN)/python -m benchmarks.gpu.acceptance --out results/gpu-acceptance
 
 exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md
@@ -167,25 +169,25 @@ exactness: $(STAMP) ## measure every layout against a Hugging Face model and wri
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
 
-# Serve an index until Ctrl-C or scancel. ARGS may have another port: the last one counts.
+# Serve an index until Ctrl-C or scancel. A port in ARGS replaces 8000, because the last one counts.
 SERVE_INDEX = $(CURDIR)/$(BIN)/python -m retrieval.server --index $(INDEX) --port 8000 $(ARGS)
-retriever: $(STAMP) ## serve an index to runs with retriever.urls (INDEX=data/wiki-18; SLURM=--mem=80G: as a job)
+retriever: $(STAMP) ## serve an index to runs with retriever.urls (INDEX=data/wiki-18; SLURM=--mem=80G submits a job)
 	$(if $(SLURM),sbatch --requeue $(SLURM) --wrap '$(SERVE_INDEX)',$(SERVE_INDEX))
 
-site: $(STAMP) ## write the generated pages of docs/, and build the documents as a site in build/site, every link checked
+site: $(STAMP) ## write the generated pages of docs/, build the site in build/site, and check every link
 	$(BIN)/python -W ignore -m docs.writers site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: then mkdocs counts no warnings
 	@echo "build/site/index.html"
 
-lock: $(STAMP) ## write requirements/lock.txt from .venv (PYTHON=python3.12, in one that was made so: lock-3.12.txt)
+lock: $(STAMP) ## write requirements/lock.txt from .venv (lock-3.12.txt from a .venv of Python 3.12)
 	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \
 	  | sed -E '/^(cuda|nvidia)-/d; s/\+(cpu|cu[0-9]+)$$//' | LC_ALL=C sort -f; } > requirements/lock.partial
 	@mv requirements/lock.partial $(LOCK)
 
-lock-nccl: $(STAMP) ## write requirements/nccl.txt from what SGLang's pinned release needs, by its metadata
+lock-nccl: $(STAMP) ## write requirements/nccl.txt from the metadata of SGLang's pinned release
 	$(BIN)/python -m tests.support.nccl_pins
 
-clean-results: ## remove what the pipeline made, checkpoints too
+clean-results: ## remove the results of the pipeline, with checkpoints
 	rm -rf results .snakemake
 
 clean-env: ## remove .venv
