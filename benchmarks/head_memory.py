@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.process import memory_bytes
 from benchmarks.support.result import print_result
-from mcore_mas.megatron.model.decoder import logprobs_and_entropy
+from mcore_mas.megatron.model.head import logprobs_and_entropy
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 
 _ROWS = 4096

@@ -171,7 +171,7 @@ def _norm_against_torch(tiny: bool) -> None:
 
 def _head_against_dense(tiny: bool) -> None:
     """Log-probabilities, entropies and gradients of a head in three chunks, of all logits at once in float32."""
-    from mcore_mas.megatron.model import decoder
+    from mcore_mas.megatron.model import head
     from mcore_mas.megatron.spec import init_process_groups
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
@@ -186,8 +186,8 @@ def _head_against_dense(tiny: bool) -> None:
         )
         weight.main_grad = torch.zeros(held, hidden, device=device())  # type: ignore[attr-defined]
         wanted = [y.detach().float().requires_grad_() for y in (x, weight)]
-        with patch.dict(decoder._CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), 4 * held * rows // 3)):
-            got = decoder.logprobs_and_entropy(
+        with patch.dict(head.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), 4 * held * rows // 3)):
+            got = head.logprobs_and_entropy(
                 x, weight, labels, temperatures, vocab, embeds=False, exact=False
             )
             torch.autograd.backward(got, slopes)

@@ -128,7 +128,7 @@ def attention(tiny: bool) -> None:
 
 def head(tiny: bool) -> None:
     """Log-probabilities of 14,336 rows and their gradients, in milliseconds by the size of a chunk of logits."""
-    from mcore_mas.megatron.model import decoder
+    from mcore_mas.megatron.model import head
     from mcore_mas.megatron.spec import init_process_groups
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
@@ -149,13 +149,13 @@ def head(tiny: bool) -> None:
             labels: Tensor = labels,
             t: Tensor = temperatures,
         ) -> None:
-            logprobs, _ = decoder.logprobs_and_entropy(
+            logprobs, _ = head.logprobs_and_entropy(
                 x, weight, labels, t, vocab, embeds=False, exact=False
             )
             logprobs.sum().backward()
 
         for mebibytes in (64, 512, 1024, 2048):
-            decoder._CHUNK_BYTES[device().type] = mebibytes << 20
+            head.CHUNK_BYTES[device().type] = mebibytes << 20
             say(hidden=hidden, chunk_mib=mebibytes, ms=round(1e3 * seconds(work, 3), 2))
     stop_trainer()
 

@@ -744,8 +744,9 @@ IN_LAYERS = ("attention", "projections", "mlp", "layer")
 
 def regions() -> None:
     """Say which function is of which region; what is inside is not of what is around it."""
-    decoder = importlib.import_module("mcore_mas.megatron.model.decoder")
-    transformer, trainer = "megatron.core.transformer", "mcore_mas.megatron.step.trainer"
+    decoder = "mcore_mas.megatron.model.decoder"
+    transformer = "megatron.core.transformer"
+    trainer = "mcore_mas.megatron.step.trainer"
     for module, owner, method, region in (
         ("mcore_mas.megatron.model.attention", "TreeAttention", "forward", "attention"),
         (
@@ -754,15 +755,15 @@ def regions() -> None:
             "forward",
             "projections",
         ),  # norms and rotations among them
-        (decoder.__name__, "GatedMLP", "forward", "mlp"),
+        ("mcore_mas.megatron.model.mlp", "GatedMLP", "forward", "mlp"),
         (f"{transformer}.moe.moe_layer", "MoELayer", "forward", "mlp"),
         (f"{transformer}.transformer_layer", "TransformerLayer", "forward", "layer"),
-        (decoder.__name__, "PackedGPTModel", "_preprocess", "embedding"),
-        (decoder.__name__, "PackedGPTModel", "_postprocess", "head"),
+        (decoder, "PackedGPTModel", "_preprocess", "embedding"),
+        (decoder, "PackedGPTModel", "_postprocess", "head"),
         ("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "_recompute", None),
         ("mcore_mas.megatron.step.pipeline", "Pipeline", "_train", "loss"),
         (trainer, "MegatronTrainer", "_step", "optimizer"),
-        (trainer, "MegatronTrainer", "_norm", "norms"),
+        (trainer, "MegatronTrainer", "_gradient_norm", "norms"),
     ):
         where = getattr(importlib.import_module(module), owner)
         setattr(where, method, METER.within(region, getattr(where, method)))
@@ -798,14 +799,24 @@ def before(function: Any, first: Callable[[], Any]) -> Any:
     return lambda *arguments, **keywords: (first(), function(*arguments, **keywords))[1]
 
 
-PIPELINE, DECODER = "mcore_mas.megatron.step.pipeline", "mcore_mas.megatron.model.decoder"
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Compute norms, SwiGLU and head without Triton's kernels."""
+    with contextlib.ExitStack() as stack:
+        for name in ("norm", "mlp", "head"):
+            module = importlib.import_module(f"mcore_mas.megatron.model.{name}")
+            stack.enter_context(mock.patch.object(module, "use_triton", lambda _: False))
+        yield
+
+
+PIPELINE = "mcore_mas.megatron.step.pipeline"
 # what would make an update slow or wrong on a GPU, and nobody would see on a CPU
 CHANGES: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
     "rotation not fused": worse(
         "mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False
     ),
-    "SwiGLU and head not fused": worse(DECODER, "use_triton", lambda _: lambda _: False),
+    "SwiGLU and head not fused": without_fused_layers,
     "pageable": worse(
         "torch", "empty", lambda empty: lambda *a, pin_memory=False, **k: empty(*a, **k)
     ),

@@ -21,7 +21,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.collectives import all_gather_json
-from mcore_mas.megatron.model import decoder
+from mcore_mas.megatron.model import decoder, head
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -322,7 +322,7 @@ def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
                 before = process.memory_info().rss
                 found[kind]["freed"].append(trainer.sleep())
                 found[kind]["resident"].append(process.memory_info().rss - before)
-                with pytest.raises(RuntimeError, match=r"asleep .* call wake\(\) first"):
+                with pytest.raises(RuntimeError, match=r"offloaded .* call wake\(\) first"):
                     trainer.update(batches)
                 trainer.wake()
         found[kind]["scores"] = trainer.score(batches)
@@ -408,17 +408,17 @@ def entropy(
     """
     vocab = len(weight)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
-    default = decoder._CHUNK_BYTES["cpu"]
+    default = head.CHUNK_BYTES["cpu"]
     for name, size in (
         ("chunks", 2 * 4 * len(padded) // dist.get_world_size()),
         ("whole", default),
     ):
-        decoder._CHUNK_BYTES["cpu"] = size
+        head.CHUNK_BYTES["cpu"] = size
         mine, shard = (
             hidden.clone().requires_grad_(),
             padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),
         )
-        found, entropies = decoder.logprobs_and_entropy(
+        found, entropies = head.logprobs_and_entropy(
             mine, shard, labels, temperatures, vocab, embeds=False, exact=False
         )
         factor = torch.arange(1.0, len(labels) + 1)

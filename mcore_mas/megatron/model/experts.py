@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.main_grad import add_product, placeholder_grad
-from mcore_mas.megatron.model.decoder import multiply_gated, product
+from mcore_mas.megatron.model.linear import linear_product
+from mcore_mas.megatron.model.mlp import gated_projection
 from rollout.models.architecture import Experts
 from rollout.models.exact import row_product
 
@@ -145,8 +146,8 @@ class GroupedExperts(torch.nn.Module):
         one_launch = use_triton(rows.device) and self._aligned and len(rows) > 0
         groups: Groups = counts.cumsum(0, dtype=torch.int32) if one_launch else counts.tolist()
         wide, _ = self.linear_fc1(rows, groups)
-        out: tuple[Tensor, None] = multiply_gated(
-            self.config, wide, weights, lambda x: self.linear_fc2(x, groups)
+        out: tuple[Tensor, None] = gated_projection(
+            self.config, wide, row_scale=weights, projection=lambda x: self.linear_fc2(x, groups)
         )
         return out
 
@@ -214,7 +215,7 @@ def _products(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
     """Each expert's rows of x [R, inputs] times its weight of stack [E, rows, inputs], transposed."""
     if isinstance(groups, Tensor):
         return F.grouped_mm(x, stack.transpose(1, 2), offs=groups)
-    multiply = row_product if exact else product
+    multiply = row_product if exact else linear_product
     return torch.cat(
         [multiply(part, weight) for part, weight in zip(x.split(groups), stack, strict=True)]
     )

@@ -143,7 +143,7 @@ class PackedTrees(PackedSeqParams):
     )
     longest: int = 0  # tokens of the longest segment
     positions: int = 0  # tokens of the longest sequence
-    asked: Tensor | None = (
+    predictors: Tensor | None = (
         None  # [n] this rank's tokens that predict something, where only they leave the last layer
     )
     routing: Tensor | None = None  # [tokens of this rank, sparse layers, k], see `RoutingReplay`

@@ -18,7 +18,8 @@ from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.device import rank_device
 from mcore_mas.megatron.host_memory import BlockMemory, flat_storages
 from mcore_mas.megatron.model.build import build_model
-from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
+from mcore_mas.megatron.model.decoder import PackedGPTModel
+from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, renumber
 from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state import weight_import
@@ -353,5 +354,5 @@ def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMap
     each = architecture.experts.count // ranks
     here = parallel_state.get_expert_model_parallel_rank()
     return weight_mappings(
-        renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks)
+        renumber(EXPERT_NUMBER, entry.parameter, (rank - here) * each) for rank in range(ranks)
     )

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER
 from mcore_mas.megatron.rank_watch import heartbeat
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
@@ -218,7 +218,7 @@ class WeightMapping:
     @property
     def expert(self) -> bool:
         """Whether it is of experts, of which expert-parallel ranks hold different ones."""
-        return EXPERT.search(self.parameter) is not None
+        return EXPERT_NUMBER.search(self.parameter) is not None
 
     def join(self, shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
         """The blocks of rows of each of its full tensors, from all ranks' shards."""
@@ -244,10 +244,12 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
     for name in parameters:
         copy = tied and name == "output_layer.weight"
         row = (
-            "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
+            "embedding.word_embeddings.weight"
+            if copy
+            else EXPERT_NUMBER.sub("{}", LAYER_NUMBER.sub("{}", name))
         )
         sharding, tensors = WEIGHT_MAP[row]
-        layer = [found[0] for found in LAYER.finditer(name)]
+        layer = [found[0] for found in LAYER_NUMBER.finditer(name)]
         held = tuple(
             tensor.format(*layer, expert) for expert in _experts(name) for tensor in tensors
         )
@@ -257,7 +259,7 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
 
 def _experts(name: str) -> range:
     """Which experts a Megatron parameter holds; one that is of none is once."""
-    if (found := EXPERT.search(name)) is None:
+    if (found := EXPERT_NUMBER.search(name)) is None:
         return range(1)
     first, _, last = found[0].partition("-")
     return range(int(first), int(last or first) + 1)

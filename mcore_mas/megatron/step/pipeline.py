@@ -1,12 +1,11 @@
-"""Forward and backward passes of micro-batches through Megatron's pipeline schedule, and statistics of their tokens."""
+"""Forward and backward passes of micro-batches through Megatron's pipeline schedule."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,348 +16,358 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
-from mcore_mas.equations.losses import TokenBatch
+from mcore_mas.equations.divergence import gap_statistics
+from mcore_mas.equations.losses import Tokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.statistics import TokenStatistics
 from mcore_mas.megatron.transfer import download, prefetch
 from rollout.models.architecture import Architecture
 
-# by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
-_Part: TypeAlias = dict[str, list[float]]
-
-
-def summarise(
-    rows: Sequence[dict[str, Tensor]],
-    exchange: Callable[[_Part], Iterable[_Part]] = lambda part: [part],
-) -> dict[str, float]:
-    """The number of tokens, the loss summed, and other statistics reduced as their names end, by the mean if not so.
-
-    `_count` is a sum, `_max` and `_min` are extremes, `_p99` is the 99th percentile, 5 % too large at most. Tokens
-    whose statistic is NaN do not have it, and a statistic that no token has is left out.
-
-    Args:
-        rows: of each micro-batch its statistics by name, each [N]; token weights are in the loss already.
-        exchange: gives the parts of all ranks for this one's, in the same order on each.
-    """
-    own = _merge({name: _part(name, column) for name, column in row.items()} for row in rows)
-    whole = _merge(exchange(own))
-    total, tokens, *_ = whole.pop("loss")
-    summary = {"loss": total, "tokens": tokens}
-    for name, numbers in whole.items():
-        if name.endswith("_p99"):
-            summary |= {name: histogram_quantile(numbers, 0.99)} if any(numbers) else {}
-            continue
-        total, count, smallest, largest = numbers
-        if count:
-            reduced = {"max": largest, "min": smallest, "count": total}
-            summary[name] = reduced.get(name.rpartition("_")[2], total / count)
-    return summary
-
-
-def _part(name: str, column: Tensor) -> list[float]:
-    known = column.double()
-    if name != "loss":
-        numbers = (
-            known.numpy()
-        )  # by a mask torch selects with all threads, which took 4 ms of a column on 16
-        known = torch.from_numpy(numbers[~np.isnan(numbers)])
-    if name.endswith("_p99"):
-        return log_histogram(known)
-    if not len(known):
-        return [0.0, 0.0, math.inf, -math.inf]
-    return [float(known.sum()), float(len(known)), float(known.min()), float(known.max())]
-
-
-def _merge(parts: Iterable[_Part]) -> _Part:
-    whole: _Part = {}
-    for part in parts:
-        for name, new in part.items():
-            known = whole.get(name)
-            if known is None:
-                whole[name] = new
-            elif name.endswith("_p99"):
-                whole[name] = [one + other for one, other in zip(known, new, strict=True)]
-            else:
-                whole[name] = [
-                    known[0] + new[0],
-                    known[1] + new[1],
-                    min(known[2], new[2]),
-                    max(known[3], new[3]),
-                ]
-    return whole
-
-
-TokenStatistics = dict[str, Tensor]  # statistics by name, each [N]
-_Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]
+# Output of the last stage: (log-probabilities, entropies), or (values,) of a critic, each [n].
+_Output: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """What a rank computes with of a micro-batch."""
+class _StageInput:
+    """A micro-batch as a rank computes with it.
 
-    whole: Microbatch
-    part: Microbatch  # of this context-parallel rank
-    rows: Tensor  # [n] which of the whole's rows those of the part are
-    layout: PackedTrees
-    entropy: bool  # whether a row's entropy is in the loss
-    kl: bool  # whether a row may have a KL term
-
-
-_Judge: TypeAlias = Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]]
-
-
-def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
-    """Those of Triton's attention, or None where torch's kernels attend."""
-    if spec.attention == "torch" or not use_triton(device):
-        return None
-    gpu: Any = torch.cuda.get_device_properties(device)
-    room = gpu.shared_memory_per_block_optin >> 10
-    if TileSizes.least_room(a.head_dim, spec.bf16) > room:
-        return None
-    # context-parallel ranks repeat the key/value heads that they lack
-    shared = a.heads // spec.tp // math.lcm(a.kv_heads // spec.tp, spec.cp)
-    return TileSizes.of(shared, a.head_dim, spec.bf16, room)
-
-
-class _KnownShapes(P2PCommunicator):
-    """Sends activations and gradients between pipeline stages, each rank knowing the shapes that come.
-
-    Where micro-batches differ in length, Megatron's stages send each other the shapes first, and wait for the GPU to
-    read them: twice for each micro-batch.
+    Attributes:
+        whole: the micro-batch with all of its tokens.
+        part: tokens and rows of this context-parallel rank.
+        rows: [n] index of each of the part's rows among the rows of `whole`.
+        layout: attention layout of all tokens.
+        has_entropy_loss: False if no row's loss uses the entropy.
+        has_kl_loss: False if no row's loss can have a KL term.
     """
 
-    def __init__(self, config: TransformerConfig, shapes: Sequence[tuple[int, int, int]]) -> None:
-        """`shapes` are those of all micro-batches, in order: [tokens of a rank, 1, hidden]."""
-        super().__init__(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
-        self._activations, self._gradients = iter(shapes), iter(shapes)
+    whole: Microbatch
+    part: Microbatch
+    rows: Tensor
+    layout: PackedTrees
+    has_entropy_loss: bool
+    has_kl_loss: bool
 
-    def _communicate_shapes(
-        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
-    ) -> tuple[object, object]:
-        return next(self._activations) if recv_prev else None, next(
-            self._gradients
-        ) if recv_next else None
+
+# Returns (loss, statistics) for the outputs of all rows of a micro-batch.
+_LossFunction: TypeAlias = Callable[[_Output, _StageInput], tuple[Tensor, TokenStatistics]]
 
 
 class Pipeline:
-    """One rank's part of the passes over micro-batches; all ranks of the process group make the same calls."""
+    """One rank's part of the passes; all ranks of the process group make the same calls."""
 
     def __init__(
         self, stages: Sequence[torch.nn.Module], spec: TrainerSpec, architecture: Architecture
     ) -> None:
-        """`stages` are this rank's parts of the model, as wrapped for training, first to last."""
+        """Prepare the passes.
+
+        Args:
+            stages: this rank's pipeline stages, wrapped for training, first to last.
+        """
         self._stages = list(stages)
         self._spec = spec
         self._cost = CostModel.of(spec, architecture)
-        self._run = get_forward_backward_func()
-        self._device = rank_device()
-        self._uploads = None if self._device.type == "cpu" else torch.cuda.Stream()
-        self._tiles = _tiles(spec, architecture, self._device)
         self._experts = architecture.experts
-        # into how many parts ranks cut a micro-batch's tokens
-        self._multiple = spec.cp * (spec.tp if spec.sp else 1)
+        self._run_schedule = get_forward_backward_func()
+        self._device = rank_device()
+        self._upload_stream = None if self._device.type == "cpu" else torch.cuda.Stream()
+        self._tiles = _tile_sizes(spec, architecture, self._device)
+        # Context and sequence parallelism split a micro-batch's tokens into this many equal parts.
+        self._token_parts = spec.cp * (spec.tp if spec.sp else 1)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
-        """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks (gradient accumulation).
+        """Accumulate the gradients of Σ weight · loss in `main_grad`, summed over ranks.
 
         Args:
             microbatches: those of all data-parallel ranks, at least one.
 
         Returns:
-            Statistics of this rank's micro-batches on the last pipeline stage, none on the others.
+            Statistics of this rank's micro-batches on the last pipeline stage; [] on other stages.
         """
         rows = self._pass(microbatches, forward_only=False).values()
-        there = iter(download([column for row in rows for column in row.values()]))
-        return [{name: next(there) for name in row} for row in rows]
+        columns = iter(download([column for row in rows for column in row.values()]))
+        return [{name: next(columns) for name in row} for row in rows]
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Each micro-batch's log-probabilities of its labels [N], on every rank; of a critic its values [N].
+        """Compute the log-probabilities of all labels, or a critic's values.
 
-        They are on the CPU.
+        Args:
+            microbatches: those of all data-parallel ranks.
+
+        Returns:
+            Of each micro-batch [N] on the CPU, on every rank.
         """
         if not microbatches:
             return []
         with torch.no_grad():
             rows = self._pass(microbatches, forward_only=True)
+
         lengths = [len(batch.labels) for batch in microbatches]
         scores = torch.zeros(sum(lengths), device=self._device)
-        if speaks():
-            places = scores.split(lengths)
-            for i, row in rows.items():
-                places[i].copy_(row["score"])
-        # every number is one rank's, and zero on the others: the sum is exact
+        if reports_outputs():
+            slots = scores.split(lengths)
+            for number, row in rows.items():
+                slots[number].copy_(row["score"])
+        # Every number is set by one rank and is zero on the others, so that the sum is exact.
         torch.distributed.all_reduce(scores)
         return list(scores.cpu().split(lengths))
 
     def _pass(
         self, microbatches: Sequence[Microbatch], *, forward_only: bool
     ) -> dict[int, TokenStatistics]:
-        """One pass over this data-parallel rank's micro-batches, of which there may be none.
+        """Run one pass over this data-parallel rank's micro-batches, of which there may be none.
 
         Returns:
-            What the last pipeline stage says of each by its place among all; the others say nothing.
+            Statistics by the micro-batch's index among all of them; {} before the last stage.
         """
-        ranks = balance_work([self._cost.work_of(batch) for batch in microbatches], self._spec.dp)
-        own = ranks[parallel_state.get_data_parallel_rank()]
-        # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
-        rounds = max(1, len(own)) if self._spec.ep == 1 else max(map(len, ranks))
-        turns = (
-            self._spec.pp if self._spec.vpp > 1 else 1
-        )  # interleaved stages take turns of pp each
-        batches = [microbatches[i] for i in own]
-        batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
-        lengths = self._lengths(batches)
+        costs = [self._cost.work_of(batch) for batch in microbatches]
+        assignment = balance_work(costs, self._spec.dp)
+        own_numbers = assignment[parallel_state.get_data_parallel_rank()]
+        batches = [microbatches[number] for number in own_numbers]
+        idle_count = self._passes(assignment, own_numbers) - len(batches)
+        batches += [microbatches[0].idle()] * idle_count
+
+        lengths = self._padded_lengths(batches)
         iterators = [
-            prefetch(map(self._planned, batches, lengths), self._device, self._uploads)
+            prefetch(map(self._prepare_input, batches, lengths), self._device, self._upload_stream)
             for _ in self._stages
         ]
-        ways = self._between_stages(lengths) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
-        rows: list[TokenStatistics] = self._run(
-            forward_step_func=partial(self._step, self._score if forward_only else self._train),
+        is_interleaved = self._spec.vpp > 1
+        communication = {}
+        if self._spec.pp > 1 and not is_interleaved:
+            communication = self._stage_communication(lengths)
+        loss_function = self._scores if forward_only else self._train
+        rows: list[TokenStatistics] = self._run_schedule(
+            forward_step_func=partial(self._step, loss_function),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
             num_microbatches=len(batches),
-            seq_length=lengths[0],  # read where lengths are equal: between interleaved stages
+            seq_length=lengths[0],  # used by interleaved stages only, where all lengths are equal
             micro_batch_size=1,
             forward_only=forward_only,
-            **ways,
+            **communication,
         )
-        return dict(zip(own, rows[: len(own)], strict=True)) if rows else {}
+        if not rows:
+            return {}
+        return dict(zip(own_numbers, rows[: len(own_numbers)], strict=True))
 
-    def _planned(self, batch: Microbatch, tokens: int) -> _Input:
+    def _passes(self, assignment: Sequence[Sequence[int]], own_numbers: Sequence[int]) -> int:
+        """Return the number of micro-batches that this rank must run, idle ones included.
+
+        Ranks exchange gradients during the pass, so each must run at least one. With expert
+        parallelism each micro-batch involves the experts of all ranks, so all run equally many.
+        Interleaved stages run them in groups of pp.
+        """
+        needed = max(1, len(own_numbers))
+        if self._spec.ep > 1:
+            needed = max(map(len, assignment))
+        group_size = self._spec.pp if self._spec.vpp > 1 else 1
+        return -(-needed // group_size) * group_size
+
+    def _prepare_input(self, batch: Microbatch, tokens: int) -> _StageInput:
+        """Pad a micro-batch to `tokens` and lay it out, on the CPU."""
         batch = batch.padded(tokens)
         part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
         layout = PackedTrees.of(batch.segments, self._device.type, self._tiles)
-        # what is asked of numbers is asked here: asking the GPU would wait for it
-        with_kl = batch.reference is not None or bool(batch.kl_coef.any())
-        return _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
+        # Values are tested here, because testing them on the GPU would make the host wait.
+        return _StageInput(
+            whole=batch,
+            part=part,
+            rows=rows,
+            layout=layout,
+            has_entropy_loss=bool(batch.entropy_coef.any()),
+            has_kl_loss=batch.reference is not None or bool(batch.kl_coef.any()),
+        )
 
-    def _between_stages(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """How stages that are not interleaved send each other micro-batches of these lengths, and Megatron's groups."""
+    def _stage_communication(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return arguments of Megatron's schedule for pipeline stages that are not interleaved."""
         config = get_model_config(self._stages[0])
-        shapes = [(tokens // self._multiple, 1, config.hidden_size) for tokens in lengths]
-        names = ["tp", "pp", "cp", "dp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
-        groups = ProcessGroupCollection.use_mpu_process_groups(names)
-        return {"p2p_communicator": _KnownShapes(config, shapes), "pg_collection": groups}
+        shapes = [(tokens // self._token_parts, 1, config.hidden_size) for tokens in lengths]
+        groups = ["tp", "pp", "cp", "dp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
+        return {
+            "p2p_communicator": _KnownShapes(config, shapes),
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(groups),
+        }
 
-    def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
-        """To how many tokens each micro-batch is padded."""
-        lengths = [-(-len(batch.token_ids) // self._multiple) * self._multiple for batch in batches]
-        # Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages
-        # about their lengths, unlike those with the data, do not keep the two apart: there all have one length.
-        return [max(lengths)] * len(lengths) if self._spec.vpp > 1 else lengths
+    def _padded_lengths(self, batches: Sequence[Microbatch]) -> list[int]:
+        """Return the number of tokens that each micro-batch is padded to."""
+        parts = self._token_parts
+        lengths = [-(-len(batch.token_ids) // parts) * parts for batch in batches]
+        if self._spec.vpp == 1:
+            return lengths
+        # Interleaved stages send activations and gradients between the same two ranks at once.
+        # Megatron keeps the data of the two apart, but not its messages about their lengths.
+        return [max(lengths)] * len(lengths)
 
     def _step(
-        self, judge: _Judge, batches: Iterator[_Input], model: torch.nn.Module
+        self, loss_function: _LossFunction, inputs: Iterator[_StageInput], model: torch.nn.Module
     ) -> tuple[Tensor | _Output, Any]:
-        """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
+        """Run the forward pass of a stage, as Megatron's schedule asks for it.
+
+        Returns:
+            The stage's output, and a function that computes (loss, number of rows, statistics) of
+            the last stage's output.
+        """
         heartbeat()
-        given = next(batches)
-        part, layout = given.part, given.layout
+        stage_input = next(inputs)
+        part = stage_input.part
+        layout = stage_input.layout
+        layout.routing = self._recorded_routing(part)
+
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
         decoder.rotary_pos_emb.positions = layout.positions
-        decoder.ask(part, layout)
-        layout.routing = self._routing(part)
+        decoder.prepare(part, layout)
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
-        def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
-            count = len(given.whole.labels)
-            whole = (
-                output
-                if self._spec.cp == 1
-                else tuple(_join(torch.stack(output), given.rows, count))
-            )
-            loss, statistics = judge(whole, given)
-            return loss, torch.full((), count, dtype=torch.int, device=loss.device), statistics
+        def compute_loss(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
+            count = len(stage_input.whole.labels)
+            if self._spec.cp > 1:
+                output = tuple(_gather_rows(torch.stack(output), stage_input.rows, count))
+            loss, statistics = loss_function(output, stage_input)
+            row_count = torch.full((), count, dtype=torch.int, device=loss.device)
+            return loss, row_count, statistics
 
-        return output, judged
+        return output, compute_loss
 
-    def _routing(self, part: Microbatch) -> Tensor | None:
-        """Which experts the sampler sent this rank's tokens to [tokens, sparse layers, k]."""
+    def _recorded_routing(self, part: Microbatch) -> Tensor | None:
+        """Return the experts of this rank's tokens on record [tokens, sparse layers, k]."""
         if part.routing is None or self._experts is None:
             return None
-        numbers = part.routing.view(torch.uint8 if self._experts.number_bytes == 1 else torch.int16)
-        parts = numbers.chunk(self._spec.tp if self._spec.sp else 1)
-        own = parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
-        routing: Tensor = own.unflatten(1, (-1, self._experts.per_token))
+        number_type = torch.uint8 if self._experts.number_bytes == 1 else torch.int16
+        parts = part.routing.view(number_type).chunk(self._spec.tp if self._spec.sp else 1)
+        own_part = parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
+        routing: Tensor = own_part.unflatten(1, (-1, self._experts.per_token))
         return routing
 
-    def _score(self, predicted: _Output, _: _Input) -> tuple[Tensor, TokenStatistics]:
-        return predicted[0].new_zeros(()), {"score": predicted[0]}
+    def _scores(self, output: _Output, _: _StageInput) -> tuple[Tensor, TokenStatistics]:
+        return output[0].new_zeros(()), {"score": output[0]}
 
-    def _train(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
-        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(
-            predicted, given
-        )
-        weights = given.whole.weights
-        rows["loss"] = per_token.detach() * weights
-        return (per_token * weights).sum(), rows
+    def _train(self, output: _Output, stage_input: _StageInput) -> tuple[Tensor, TokenStatistics]:
+        """Compute the weighted loss of a micro-batch and the statistics of its rows."""
+        if self._spec.head == "policy":
+            losses, statistics = self._policy_loss(output, stage_input)
+        else:
+            losses, statistics = self._value_loss(output, stage_input)
+        weights = stage_input.whole.weights
+        statistics["loss"] = losses.detach() * weights
+        return (losses * weights).sum(), statistics
 
-    def _policy_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
-        logprobs, entropy = predicted
-        batch = given.whole
-        tokens = TokenBatch(
+    def _policy_loss(
+        self, output: _Output, stage_input: _StageInput
+    ) -> tuple[Tensor, TokenStatistics]:
+        """Compute losses [N] and statistics of a policy."""
+        logprobs, entropy = output
+        batch = stage_input.whole
+        tokens = Tokens(
             logprobs=logprobs,
             behaviour=batch.behaviour,
             advantages=batch.advantages,
             sequences=batch.sequences,
-            entropy=entropy if given.entropy else entropy.detach(),
-            kl_coef=batch.kl_coef if given.kl else None,
+            entropy=entropy if stage_input.has_entropy_loss else entropy.detach(),
+            kl_coef=batch.kl_coef if stage_input.has_kl_loss else None,
             entropy_coef=batch.entropy_coef,
             proximal=batch.proximal,
             reference=batch.reference,
         )
-        loss, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
-        behaviour, started = batch.behaviour, logprobs
-        if (
-            batch.proximal is not None
-        ):  # earlier updates of the step have changed the weights that the sampler had
-            started = torch.where(batch.proximal.isnan(), logprobs, batch.proximal)
-        if (
-            batch.ages is not None
-        ):  # a reply of other weights, or begun on their keys, says nothing of an engine
-            behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
-        return loss, {
-            "entropy": entropy.detach(),
-            **gap_statistics(started, behaviour),
-            **statistics,
-        }
+        losses, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
 
-    def _value_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
-        batch = given.whole
+        # The gap between trainer and engine is measured with the weights at the start of the step,
+        # which earlier updates of the step have changed since.
+        logprobs_at_start = logprobs
+        if batch.proximal is not None:
+            logprobs_at_start = torch.where(batch.proximal.isnan(), logprobs, batch.proximal)
+        # Replies sampled with older weights, or begun on their KV cache, say nothing about the gap.
+        behaviour = batch.behaviour
+        if batch.ages is not None:
+            behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
+        gap = gap_statistics(logprobs_at_start, behaviour)
+        return losses, {"entropy": entropy.detach(), **gap, **statistics}
+
+    def _value_loss(
+        self, output: _Output, stage_input: _StageInput
+    ) -> tuple[Tensor, TokenStatistics]:
+        """Compute losses [N] and statistics of a critic."""
+        batch = stage_input.whole
         assert batch.values is not None and batch.returns is not None, (
             "a critic's samples carry values and returns"
         )
-        return self._spec.objective(predicted[0], batch.values, batch.returns)  # type: ignore[call-arg, arg-type]
+        return self._spec.objective(output[0], batch.values, batch.returns)  # type: ignore[call-arg, arg-type]
 
 
-def speaks() -> bool:
-    """Whether this rank knows what the head put out and no other of its data-parallel rank is to say it too."""
-    first = (
-        parallel_state.get_tensor_model_parallel_rank()
-        == parallel_state.get_context_parallel_rank()
-        == 0
-    )
-    return bool(first and parallel_state.is_pipeline_last_stage())
+class _KnownShapes(P2PCommunicator):
+    """Communicator between pipeline stages, each of which knows the shapes that it receives.
 
-
-def _join(values: Tensor, rows: Tensor, total: int) -> Tensor:
-    """All N = `total` rows [k, N] on every context-parallel rank, from each rank's `values` [k, n] of its `rows` [n].
-
-    Every rank goes on with the same numbers to the same loss, so the gradient of a row is already whole: each rank
-    takes that of its own.
+    If micro-batches differ in length, Megatron's stages send each other the shapes first, and wait
+    for the GPU to read them: twice for each micro-batch.
     """
-    whole = values.new_zeros(len(values), total).index_copy(1, rows, values)
-    # every number is one rank's, and zero on the others: the sum is exact
-    return cast(
-        Tensor,
-        reduce_from_tensor_model_parallel_region(
-            whole, parallel_state.get_context_parallel_group()
-        ),
+
+    def __init__(self, config: TransformerConfig, shapes: Sequence[tuple[int, int, int]]) -> None:
+        """Prepare for one pass.
+
+        Args:
+            shapes: [tokens of a rank, 1, hidden] of each micro-batch, in their order.
+        """
+        super().__init__(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+        self._activation_shapes = iter(shapes)
+        self._gradient_shapes = iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[object, object]:
+        activation_shape = next(self._activation_shapes) if recv_prev else None
+        gradient_shape = next(self._gradient_shapes) if recv_next else None
+        return activation_shape, gradient_shape
+
+
+def reports_outputs() -> bool:
+    """Return True on the one rank of each data-parallel rank that reports the head's outputs.
+
+    Other tensor-parallel and context-parallel ranks of the last stage have the same outputs.
+    """
+    is_first_copy = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
     )
+    return bool(is_first_copy and parallel_state.is_pipeline_last_stage())
+
+
+def _gather_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
+    """Gather the values of all context-parallel ranks, in the order of the micro-batch's rows.
+
+    Every rank computes the same loss from them, so that the gradient of a value is whole already,
+    and each rank takes the gradients of its own values.
+
+    Args:
+        values: [k, n] of this rank.
+        rows: [n] their index among all rows.
+        total: N, number of all rows.
+
+    Returns:
+        [k, N] on every rank.
+    """
+    gathered = values.new_zeros(len(values), total).index_copy(1, rows, values)
+    # Every number is set by one rank and is zero on the others, so that the sum is exact.
+    group = parallel_state.get_context_parallel_group()
+    return cast(Tensor, reduce_from_tensor_model_parallel_region(gathered, group))
+
+
+def _tile_sizes(
+    spec: TrainerSpec, architecture: Architecture, device: torch.device
+) -> TileSizes | None:
+    """Return the tile sizes of Triton's attention kernels; None if torch's kernels are used."""
+    if spec.attention == "torch" or not use_triton(device):
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    shared_memory_kib = gpu.shared_memory_per_block_optin >> 10
+    if TileSizes.least_room(architecture.head_dim, spec.bf16) > shared_memory_kib:
+        return None
+
+    # Context-parallel ranks repeat key/value heads if there are too few for all of them.
+    kv_heads = math.lcm(architecture.kv_heads // spec.tp, spec.cp)
+    heads_per_kv_head = architecture.heads // spec.tp // kv_heads
+    return TileSizes.of(heads_per_kv_head, architecture.head_dim, spec.bf16, shared_memory_kib)

@@ -1,13 +1,9 @@
-"""Trainer of one policy or critic: an update on micro-batches, its learning rate, scores, and its weights."""
+"""Trainer of one policy or critic: updates, scores, weights and checkpoints."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -31,221 +26,272 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
-from mcore_mas.megatron.step.pipeline import Pipeline, speaks, summarise
+from mcore_mas.megatron.step.pipeline import Pipeline, reports_outputs
+from mcore_mas.megatron.step.schedule import LearningRateSchedule
+from mcore_mas.megatron.step.spikes import SpikeMonitor
+from mcore_mas.megatron.step.statistics import summarise
+from rollout.base.digests import Digest
 
-_POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents
+# Name of the spike monitor of the whole gradient, among those of the agents.
+_WHOLE_GRADIENT = ""
 
 
 class MegatronTrainer:
-    """Trains one policy; every rank of the policy's process group holds one and makes the same calls."""
+    """Trains one policy.
+
+    Every rank of the policy's process group holds a trainer and makes the same calls.
+
+    Attributes:
+        spec: of the trainer.
+        updates: number of optimizer steps taken.
+    """
 
     def __init__(self, spec: TrainerSpec, base: MegatronTrainer | None = None) -> None:
-        """Load `spec.model` into this rank's shard. The process group must exist (`init_process_groups`).
+        """Load `spec.model` into this rank's shard. The process group must exist.
 
         Args:
-            base: trains adapters on the same model, whose frozen weights both then hold once (see `ShardedModel`).
+            base: trainer of adapters on the same model. Its frozen weights are shared, so that they
+                are in memory once; see `ShardedModel`.
 
         Raises:
-            ModelError: the folder is no supported model, or cannot be cut as `spec` says.
+            ModelError: the model is not supported, or its tensors cannot be split over the ranks as
+                `spec` says.
         """
         self.spec = spec
+        self.updates = 0
         self._model: ShardedModel = ShardedModel(spec, base._model if base else None)
         self._parameters = self._model.parameters
         self._stages = [
-            _wrap(stage, spec, first=i == 0) for i, stage in enumerate(self._model.stages)
+            _wrap_stage(stage, spec, is_first=number == 0)
+            for number, stage in enumerate(self._model.stages)
         ]
         self._optimizer = make_optimizer(self._stages, spec)
-        for stage in self._model.stages:
-            stage.config.finalize_model_grads_func = _finalize
-            stage.config.grad_scale_func = self._optimizer.scale_loss
-            if (
-                spec.overlap
-            ):  # gradients are exchanged in the backward pass of the last micro-batch only
-                without = [wrapped.no_sync for wrapped in self._stages]
-                stage.config.no_sync_func = without if len(without) > 1 else without[0]
+        self._connect_schedule()
+
         self._schedule = LearningRateSchedule(self._optimizer, spec)
+        self._spikes: dict[str, SpikeMonitor] = {}
         self._state = OptimizerState(self._optimizer, self._parameters)
         self._checkpoint = ShardedCheckpoint(
             self._state, self._parameters, self._model.architecture
         )
-        self.written = (
-            self._checkpoint.written
-        )  # waits until what `save` copied is on disk; digests by file
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
-        self._host = BlockMemory()  # of what is offloaded, and in an update of agents' gradients
+
+        # Holds offloaded tensors, and during an update the sum of the agents' gradients.
+        self._host_memory = BlockMemory()
         self._offload = Offload(
-            (
-                buffer.grad_data
-                for stage in self._stages
-                for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
-            ),
-            # on the CPU what is kept stays where it is
-            lambda: (
-                t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda
-            ),
-            self._host,
+            self._gradient_buffers(), self._offloaded_tensors, self._host_memory
         )
-        self._asleep = False
+        self._is_offloaded = False
+        # With lazy gathering, the parts that other ranks have stepped are old until the next
+        # forward pass.
         self._gathers_late = gathers_late(spec)
-        self._stale = (
-            False  # whether other ranks' parts of the weights are those before the last step
-        )
-        self._spikes: dict[str, SpikeMonitor] = {}
-        self.updates = 0  # optimizer steps taken
+        self._has_old_parts = False
+
+    def _connect_schedule(self) -> None:
+        """Tell Megatron's pipeline schedule how to scale the loss and reduce the gradients."""
+        for stage in self._model.stages:
+            stage.config.finalize_model_grads_func = _finalize_gradients
+            stage.config.grad_scale_func = self._optimizer.scale_loss
+            if self.spec.overlap:
+                # Ranks exchange gradients in the backward pass of the last micro-batch only.
+                no_sync = [wrapped.no_sync for wrapped in self._stages]
+                stage.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        for stage in self._stages:
+            for buffer in (*stage.buffers, *stage.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _offloaded_tensors(self) -> Iterator[Tensor]:
+        """Yield weights and optimizer state that are on a GPU; on the CPU they stay in place."""
+        for tensor in (*self._model.tensors.values(), *self._state.tensors()):
+            if tensor.is_cuda:
+                yield tensor
 
     @property
     def model(self) -> ShardedModel:
-        """This rank's shard of the weights after the last step, to be exported or written."""
-        self._settle()
+        """This rank's shard of the weights after the last step."""
+        self._gather_weights()
         return self._model
 
     def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
-        """Per micro-batch the log-probabilities [N] of its labels, after temperature; of a critic its values [N].
+        """Compute the log-probabilities of all labels, after temperature; of a critic its values.
 
-        float32 on the CPU, the same on every rank; nothing is trained. With `reference`, by the frozen weights of
-        `spec.model`, read from there on first use and kept as one copy of the shard; a
-        policy with adapters leaves them out, and keeps no copy.
+        Args:
+            microbatches: those of all data-parallel ranks.
+            reference: use the frozen weights of `spec.model` instead. They are read on first use
+                and kept as one copy of the shard in host memory; a policy with adapters leaves its
+                adapters out and needs no copy.
+
+        Returns:
+            Of each micro-batch [N] float32 on the CPU, the same on every rank.
         """
-        if (
-            reference
-        ):  # what is put back afterwards must be whole; and it sampled nothing that it could repeat
-            self._settle()
-            microbatches = [replace(batch, routing=None) for batch in microbatches]
-        self._check_awake()
-        with self._model.reference() if reference else nullcontext():
+        self._check_not_offloaded()
+        if not reference:
+            return self._pipeline.score(microbatches)
+
+        # The weights that are put back afterwards must be whole. The recorded routing is left out,
+        # because the engine did not sample with the reference.
+        self._gather_weights()
+        microbatches = [replace(batch, routing=None) for batch in microbatches]
+        with self._model.reference():
             return self._pipeline.score(microbatches)
 
     def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
-        """One optimizer step on all of `microbatches`; returns metrics, the same on every rank.
+        """Take one optimizer step on all micro-batches.
 
-        The learning rate is that of place `at` in its schedule; None: of the number of updates so far.
+        The gradient of each agent is computed by itself, so that its norm is known even if agents
+        share the policy. If the norm of the whole gradient is not finite, or with
+        `spec.skip_spikes` is a spike, the parameters and the optimizer stay as they are, on all
+        ranks.
 
-        Gradients are finished agent by agent, so each agent's own gradient norm is known even when agents share the
-        policy. A step whose gradient is not finite, or with `spec.skip_spikes` a spike, leaves every parameter and
-        the optimizer untouched, on all ranks alike.
+        Args:
+            microbatches: those of all data-parallel ranks, at least one.
+            at: position in the learning-rate schedule; None: the number of updates so far.
+
+        Returns:
+            Metrics, the same on every rank.
         """
-        self._check_awake()
-        agents = {
-            agent: list(own)
-            for agent, own in itertools.groupby(
-                sorted(microbatches, key=lambda m: m.agent), key=lambda m: m.agent
-            )
-        }
+        self._check_not_offloaded()
+        by_agent: dict[str, list[Microbatch]] = {}
+        for batch in sorted(microbatches, key=lambda batch: batch.agent):
+            by_agent.setdefault(batch.agent, []).append(batch)
+
+        # If a rank steps only its part of the gradient, the sum fits on the device. Otherwise it
+        # would be a second whole gradient there, and is kept in host memory.
+        steps_a_part = self.spec.distributed_optimizer and self.spec.dp * self.spec.cp > 1
+        sum_memory = BlockMemory(rank_device()) if steps_a_part else self._host_memory
+
         metrics: dict[str, float] = {}
-        shared = self.spec.distributed_optimizer and self.spec.dp * self.spec.cp > 1
-        sums = BlockMemory(rank_device()) if shared else self._host
-        for number, (agent, own) in enumerate(agents.items(), 1):
-            metrics |= {
-                f"agent/{agent}/{name}": value for name, value in self._accumulate(own).items()
-            }
-            metrics[f"agent/{agent}/grad_spikes"] = float(
-                self._spike(agent, metrics[f"agent/{agent}/grad_norm"])
-            )
-            self._add_up(sums, first=number == 1, last=number == len(agents))
-        # an only agent's gradient is the whole one
-        norm = self._norm() if len(agents) > 1 else metrics[f"agent/{next(iter(agents))}/grad_norm"]
+        for number, (agent, agent_batches) in enumerate(by_agent.items(), 1):
+            agent_metrics = self._compute_gradients(agent_batches)
+            norm = agent_metrics["grad_norm"]
+            agent_metrics["grad_spikes"] = float(self._is_spike(agent, norm))
+            metrics |= {f"agent/{agent}/{name}": value for name, value in agent_metrics.items()}
+            if len(by_agent) > 1:
+                self._accumulate_agents(
+                    sum_memory, is_first=number == 1, is_last=number == len(by_agent)
+                )
+        if len(by_agent) > 1:
+            norm = self._gradient_norm()
         return metrics | self._step(self.updates if at is None else at, norm)
 
-    def _accumulate(self, microbatches: list[Microbatch]) -> dict[str, float]:
-        """Gradients of one agent's micro-batches into `main_grad`, with its metrics."""
+    def _compute_gradients(self, microbatches: list[Microbatch]) -> dict[str, float]:
+        """Set `main_grad` to the gradients of one agent's micro-batches; return its metrics."""
         for stage in self._stages:
             stage.zero_grad_buffer()
         self._optimizer.zero_grad()
         rows = self._pipeline.backward(microbatches)
-        # one part for each data-parallel rank, and nothing from the others
-        return {"grad_norm": self._norm()} | summarise(
-            rows, lambda part: all_gather_json(part if speaks() else {})
+        metrics = {"grad_norm": self._gradient_norm()}
+        # Each data-parallel rank reports once; the other ranks send nothing.
+        return metrics | summarise(
+            rows, lambda partial: all_gather_json(partial if reports_outputs() else {})
         )
 
-    def _add_up(self, sums: BlockMemory, *, first: bool, last: bool) -> None:
-        """Add the gradient of the agents before to this one's, of what this rank steps; `sums` has it in between.
+    def _accumulate_agents(self, sums: BlockMemory, *, is_first: bool, is_last: bool) -> None:
+        """Add the sum of the earlier agents' gradients to the gradients of the current agent.
 
-        That is the host's memory where a rank steps all, which would be a second gradient on the device.
+        Args:
+            sums: holds the sum between the agents.
+            is_first: there is no sum yet.
+            is_last: the sum is not needed any more.
         """
-        for part, place in () if first and last else sums.slots(self._state.gradients()):
-            gradient, before = part.view(torch.float32), place.view(torch.float32)
-            if not first:
-                gradient += before.to(gradient.device, non_blocking=True)
-            if not last:
-                before.copy_(gradient, non_blocking=True)
+        for gradient_bytes, slot in sums.slots(self._state.gradients()):
+            gradient = gradient_bytes.view(torch.float32)
+            earlier_sum = slot.view(torch.float32)
+            if not is_first:
+                gradient += earlier_sum.to(gradient.device, non_blocking=True)
+            if not is_last:
+                earlier_sum.copy_(gradient, non_blocking=True)
 
-    def _norm(self) -> float:
+    def _gradient_norm(self) -> float:
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
-    def _spike(self, of: str, norm: float) -> bool:
-        return self._spikes.setdefault(of, SpikeMonitor(self.spec.spike_factor)).observe(norm)
+    def _is_spike(self, gradient_name: str, norm: float) -> bool:
+        if gradient_name not in self._spikes:
+            self._spikes[gradient_name] = SpikeMonitor(self.spec.spike_factor)
+        return self._spikes[gradient_name].observe(norm)
 
     def _step(self, at: int, norm: float) -> dict[str, float]:
         lr = self._schedule.set(at)
-        spike = self._spike(_POLICY, norm)
-        skipped = not math.isfinite(norm) or (spike and self.spec.skip_spikes)
-        if not skipped:
+        is_spike = self._is_spike(_WHOLE_GRADIENT, norm)
+        is_skipped = not math.isfinite(norm) or (is_spike and self.spec.skip_spikes)
+        if not is_skipped:
             self._optimizer.step()
-            self._stale = self._gathers_late
+            self._has_old_parts = self._gathers_late
             self.updates += 1
         return {
             "grad_norm": norm,
             "lr": lr,
-            "grad_spikes": float(spike),
-            "skipped_updates": float(skipped),
+            "grad_spikes": float(is_spike),
+            "skipped_updates": float(is_skipped),
         }
 
     def sleep(self) -> int:
-        """Give away the memory of gradients and, on a GPU, of weights and optimizer state; returns how many bytes.
+        """Free the gradients and, on a GPU, offload weights and optimizer state to the host.
 
-        Until `wake`, nothing but that can be asked of the trainer. What was kept comes back bit for bit.
+        Until `wake`, no other method may be called. Then all tensors have the same bits again.
+
+        Returns:
+            Bytes that became free.
         """
-        self._settle()
-        self._asleep = True
+        self._gather_weights()
+        self._is_offloaded = True
         return self._offload.sleep()
 
     def wake(self) -> None:
-        """Take back what `sleep` gave away."""
-        if self._asleep:
+        """Load to the GPU again, if `sleep` has been called, what `sleep` offloaded."""
+        if self._is_offloaded:
             self._offload.wake()
-            self._asleep = False
+            self._is_offloaded = False
 
-    def _check_awake(self) -> None:
-        if self._asleep:
+    def _check_not_offloaded(self) -> None:
+        if self._is_offloaded:
             raise RuntimeError(
-                "the trainer is asleep and holds no memory to work in; call wake() first"
+                "the trainer is offloaded and has no memory to work in; call wake() first"
             )
 
-    def _settle(self) -> None:
-        """Every rank's weights are those after the last step, also where they are gathered no sooner than needed."""
-        self._check_awake()
-        if self._stale:
+    def _gather_weights(self) -> None:
+        """Gather the weights after the last step, if they are gathered only when needed."""
+        self._check_not_offloaded()
+        if self._has_old_parts:
             for stage in self._stages:
                 stage.start_param_sync(force_sync=True)
-            self._stale = False
+            self._has_old_parts = False
 
     def save(self, folder: Path) -> None:
-        """Copy this rank's share of weights and optimizer state, which a thread then writes into `folder`.
+        """Copy this rank's weights and optimizer state, for a thread to write to `folder`.
 
-        The files name Hugging Face tensors and hold no layout: `restore` reads them in any other.
+        The files are in terms of Hugging Face's tensors: `restore` reads them in any layout.
         """
-        self._check_awake()
-        spikes = {of: {"norms": list(monitor.norms)} for of, monitor in self._spikes.items()}
+        self._check_not_offloaded()
+        spikes = {name: {"norms": list(monitor.norms)} for name, monitor in self._spikes.items()}
         self._checkpoint.save(folder, {"updates": self.updates, "spikes": spikes})
 
+    def written(self) -> dict[str, Digest]:
+        """Wait until the files of the last `save` are on disk; see `ShardedCheckpoint.written`."""
+        return self._checkpoint.written()
+
     def restore(self, folder: Path) -> None:
-        """Continue from what `save` wrote, in whatever layout it was written.
+        """Continue from the files that `save` wrote, in whatever layout.
 
         Raises:
-            ModelError: it is of another model, or not all there.
+            ModelError: they are of another model, or incomplete.
         """
-        self._settle()
-        saved = self._checkpoint.restore(folder)
-        self.updates = saved["updates"]
-        factor = self.spec.spike_factor
+        self._gather_weights()
+        record = self._checkpoint.restore(folder)
+        self.updates = record["updates"]
         self._spikes = {
-            of: SpikeMonitor(factor, norms=state["norms"]) for of, state in saved["spikes"].items()
+            name: SpikeMonitor(self.spec.spike_factor, norms=state["norms"])
+            for name, state in record["spikes"].items()
         }
 
 
-def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> DistributedDataParallel:
-    """One stage of this rank, with its gradients in float32 buffers that data-parallel ranks sum."""
+def _wrap_stage(
+    stage: PackedGPTModel, spec: TrainerSpec, *, is_first: bool
+) -> DistributedDataParallel:
+    """Wrap a pipeline stage so that data-parallel ranks sum its gradients in float32 buffers."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=spec.distributed_optimizer,
@@ -254,67 +300,9 @@ def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> Distribut
         bucket_size=spec.bucket,
     )
     module = Float16Module(stage.config, stage) if spec.bf16 else stage
-    return DistributedDataParallel(stage.config, config, module, disable_bucketing=not first)
+    return DistributedDataParallel(stage.config, config, module, disable_bucketing=not is_first)
 
 
-def _finalize(model: list[torch.nn.Module], _num_tokens: Tensor, **groups: Any) -> None:
-    # the denominator is already in the token weights: reduce over ranks, do not divide
+def _finalize_gradients(model: list[torch.nn.Module], _num_tokens: Tensor, **groups: Any) -> None:
+    """Sum the gradients over ranks, undivided: the token weights are normalised already."""
     finalize_model_grads(model, None, **groups)
-
-
-class LearningRateSchedule:
-    """Sets an optimizer's rates from the number of updates alone: a run that resumes has nothing to restore."""
-
-    def __init__(self, optimizer: Any, spec: TrainerSpec) -> None:
-        """Drive `optimizer`, as `get_megatron_optimizer` gives it or anything with its `param_groups`."""
-        self._warmup = spec.warmup_steps
-        self._megatron = OptimizerParamScheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=spec.lr,
-            min_lr=spec.min_lr,
-            lr_warmup_steps=spec.warmup_steps,
-            # Megatron asserts so much, though a constant rate reads nothing of it
-            lr_decay_steps=max(spec.decay_steps or 0, spec.warmup_steps + 1),
-            lr_decay_style=spec.schedule,
-            start_wd=spec.weight_decay,
-            end_wd=spec.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
-    def set(self, updates: int) -> float:
-        """Set and return the learning rate of the update that follows `updates` others.
-
-        Warm-up rises by lr / warmup_steps, so that no update has a rate of 0, and its last has lr; so has the first
-        after it, from which `schedule` falls to min_lr at decay_steps. Weight decay is 0 for what has one dimension.
-        """
-        self._megatron.num_steps = updates + 1 if updates < self._warmup else updates
-        self._megatron.step(0)
-        lr: float = self._megatron.get_lr({})
-        return lr
-
-
-class SpikeMonitor:
-    """Finds a gradient spike: judges gradient norms one by one against the running median of those before.
-
-    A spike is a norm that is not finite, or more than `factor` times the median of the last `window` finite norms.
-    Spikes enter the window too: if norms stay high, the median follows and the verdict ends.
-    """
-
-    def __init__(
-        self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()
-    ) -> None:
-        """No finite norm is a spike before `warmup` have been seen, `norms` among them."""
-        self.factor, self.warmup = factor, warmup
-        self.norms = deque(norms, maxlen=window)  # oldest first
-
-    def observe(self, norm: float) -> bool:
-        """Whether `norm` is a spike; a finite one is remembered."""
-        if not math.isfinite(norm):
-            return True
-        spike = len(self.norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(
-            self.norms
-        )
-        self.norms.append(norm)
-        return spike

@@ -13,7 +13,7 @@ from mcore_mas.equations.divergence import (
     is_gap_metric,
     log_histogram,
 )
-from mcore_mas.megatron.step.pipeline import summarise
+from mcore_mas.megatron.step.statistics import summarise
 
 
 def metrics_of(*gaps: float) -> dict[str, float]:

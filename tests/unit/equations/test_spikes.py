@@ -2,7 +2,7 @@
 
 import math
 
-from mcore_mas.megatron.step.trainer import SpikeMonitor
+from mcore_mas.megatron.step.spikes import SpikeMonitor
 
 
 def test_a_norm_far_above_the_median_is_a_spike() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.gpu.shapes import make_batch
-from mcore_mas.megatron.model import decoder, experts
+from mcore_mas.megatron.model import experts, head, mlp, norm
 from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, swiglu
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -101,7 +101,7 @@ def test_an_update_by_kernels_is_that_by_expert(
     found, launched = [], list[str]()
     for kernels in (False, True):
         if kernels:
-            for module in (decoder, experts):
+            for module in (experts, head, mlp, norm):
                 monkeypatch.setattr(module, "use_triton", lambda _: True)
             monkeypatch.setattr(
                 experts, "add_grouped", lambda *given: (launched.append(""), add_grouped(*given))

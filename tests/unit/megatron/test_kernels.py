@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model.attention import _TreeAttention
-from mcore_mas.megatron.model.decoder import _Head
+from mcore_mas.megatron.model.head import ChunkedHead
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
@@ -201,7 +201,7 @@ def test_the_head_in_float32_is_the_cpu_head(with_entropy: bool, one_rank: None)
         leaf, weights = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         given = (leaf, weights, labels, temperatures, vocab)
         if parts is None:
-            logprobs, entropy = _Head.apply(*given, False, False)
+            logprobs, entropy = ChunkedHead.apply(*given, False, False)
         else:
             weights.main_grad = torch.ones(width, hidden)  # type: ignore[attr-defined]  # of a micro-batch before
             logprobs, entropy = KernelHead.apply(*given, False, parts)
@@ -245,7 +245,7 @@ def test_torch_attends_where_tiles_do_not_fit(
 
     def tiles(dim: int, **spec: bool) -> TileSizes | None:
         shape = SimpleNamespace(heads=8, kv_heads=2, head_dim=dim)
-        return pipeline._tiles(TrainerSpec(model="", **spec), shape, torch.device("meta"))  # type: ignore[arg-type]
+        return pipeline._tile_sizes(TrainerSpec(model="", **spec), shape, torch.device("meta"))  # type: ignore[arg-type]
 
     heads = (64, 80, 128, 256, 512)
     assert {dim for dim in heads if tiles(dim)} == fits

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.trainer import LearningRateSchedule, MegatronTrainer
+from mcore_mas.megatron.step.schedule import LearningRateSchedule
+from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 
 SPEC = TrainerSpec(model="m", lr=8.0, min_lr=2.0, warmup_steps=2, decay_steps=6)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
 from mcore_mas.config.policy import LoraConfig
-from mcore_mas.megatron.model import decoder
+from mcore_mas.megatron.model import mlp
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 from tests.support.gradients import gradients_of
@@ -30,10 +30,14 @@ def test_gradients_are_the_same_whatever_is_computed_again(
     reference.make_model(family, tmp_path / family)
     batch = make_batch(LAYOUTS["small"], vocab=64)
     products: list[Tensor] = []
-    once = decoder.gated
-    monkeypatch.setattr(
-        decoder, "gated", lambda *given: (products.append(out := once(*given)), out)[1]
-    )
+    gated = mlp.gated
+
+    def recording_gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
+        product = gated(gate_and_up, row_scale)
+        products.append(product)
+        return product
+
+    monkeypatch.setattr(mlp, "gated", recording_gated)
     found, calls = {}, {}
     for way in ("none", "selective", "full"):
         trainer = MegatronTrainer(

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from mcore_mas.megatron.step.pipeline import summarise
+from mcore_mas.megatron.step.statistics import summarise
 
 
 def test_statistics_of_all_microbatches_by_hand() -> None:

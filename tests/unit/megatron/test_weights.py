@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
@@ -247,7 +247,7 @@ def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
         numbers = parameter.count("{}")
         assert [tensor.count("{}") for tensor in tensors] == [numbers] * len(tensors)
         named = parameter.replace("{}", "7")
-        assert EXPERT.sub("{}", LAYER.sub("{}", named)) == parameter
+        assert EXPERT_NUMBER.sub("{}", LAYER_NUMBER.sub("{}", named)) == parameter
 
 
 def test_transformer_engine_that_is_not_there_is_refused(

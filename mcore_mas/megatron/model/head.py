@@ -1,0 +1,256 @@
+"""Heads of the model: log-probabilities and entropies of a policy, and values of a critic."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_mas.megatron.device import use_triton
+from mcore_mas.megatron.main_grad import add_product, head_weight_grad
+from mcore_mas.megatron.model.cpu_ops import exponential
+from mcore_mas.megatron.model.layer_ops import KernelHead
+from mcore_mas.megatron.model.linear import linear_product
+from rollout.models.exact import row_product
+
+
+class OutputWeight(torch.nn.Module):
+    """Weight of the output layer; a call returns it.
+
+    The weight is read through a call, so that the forward hooks of the distributed optimizer first
+    wait until all of it has been gathered.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter | None) -> None:
+        """Register the weight of Megatron's output layer.
+
+        Args:
+            weight: None where it is tied to the embedding of this stage.
+        """
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def forward(self) -> Tensor:
+        """Return the weight, [padded vocabulary / tp, hidden]."""
+        return self.weight  # type: ignore[return-value]  # registered as a parameter
+
+
+class ValueHead(torch.nn.Module):
+    """Linear layer of a critic, with one output; the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        # Small weights make values start near 0 at any width. The fixed seed makes them equal on
+        # all ranks.
+        generator = torch.Generator().manual_seed(0)
+        initial = torch.randn(1, config.hidden_size, generator=generator) / (config.hidden_size + 1)
+        self.value = torch.nn.Parameter(initial.to(config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return float32 values [N] of hidden states [N, hidden]."""
+        return (hidden @ self.value.t())[:, 0].float()
+
+
+# Bytes of float32 logits that exist at a time. On a GPU a chunk needs 1.5 times as much memory, and
+# each chunk reads the whole weight three times and its gradient twice, so that few large chunks are
+# faster.
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+
+# On the CPU a chunk should fit into the cache of a core, unless the matrix products would then have
+# too few rows. The chunks that fit into CHUNK_BYTES are kept for the backward pass.
+_CPU_CACHE_BYTES = 4 << 20
+_MIN_CPU_ROWS = 128
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    vocab: int,
+    *,
+    embeds: bool,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities of `labels` and entropies of the policy, in float32.
+
+    The policy is softmax(hidden · weightᵀ / temperature). Both are differentiable; an entropy that
+    no loss uses costs nothing in the backward pass. Logits are computed in chunks of rows, and most
+    of them again in the backward pass, so that they never exist for all rows at once.
+
+    Args:
+        hidden: [N, hidden], the same on every tensor-parallel rank. So is its gradient.
+        weight: [padded vocabulary / tp, hidden], this rank's rows.
+        labels: [N] global token ids.
+        temperatures: [N], all > 0.
+        vocab: tokens of the vocabulary; padding rows beyond it get no probability.
+        embeds: True if the weight is also the embedding of this rank's tokens.
+        exact: True if the bits of a row's logits must not depend on the other rows.
+
+    Returns:
+        Natural log-probabilities [N]; entropies [N] in nats.
+    """
+    first_column = len(weight) * parallel_state.get_tensor_model_parallel_rank()
+    columns = max(0, min(len(weight), vocab - first_column))
+    local_labels = labels - first_column
+    if use_triton(weight.device):
+        chunks = list(_chunks(len(labels), weight))
+        logprobs, entropy = KernelHead.apply(
+            hidden, weight, local_labels, temperatures, columns, embeds, chunks
+        )
+    else:
+        logprobs, entropy = ChunkedHead.apply(
+            hidden, weight, local_labels, temperatures, columns, embeds, exact
+        )
+    return logprobs, entropy
+
+
+class ChunkedHead(torch.autograd.Function):
+    """Log-probabilities and entropies, in chunks of rows; see `logprobs_and_entropy`.
+
+    `apply(hidden, weight, labels, temperatures, columns, embeds, exact)`: `labels` are counted from
+    this rank's first column; a label outside its columns belongs to another rank. `columns` is the
+    number of this rank's columns without padding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        columns: int,
+        embeds: bool,
+        exact: bool,
+    ) -> tuple[Tensor, Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        # Of each row: the largest logit; after its subtraction the sum of exponentials Z, the
+        # expected logit E[z] and the label's logit.
+        peak, z, expected_logit, label_logit = torch.zeros(4, len(labels), device=hidden.device)
+
+        chunks = list(_chunks(len(labels), weight))
+        chunk_rows = max((chunk.stop - chunk.start for chunk in chunks), default=1)
+        # Exponentials of the last chunks, as many as may exist at a time.
+        max_retained = max(1, _chunk_bytes(weight) // (4 * len(weight) * chunk_rows))
+        exponentials: deque[Tensor] = deque(maxlen=max_retained)
+        for chunk in chunks:
+            if len(exponentials) == max_retained:
+                exponentials.popleft()  # free the memory before the next chunk needs it
+
+            logits = _logits(hidden[chunk], weight, temperatures[chunk], columns, exact)
+            peak[chunk] = logits.amax(dim=-1)
+            dist.all_reduce(peak[chunk], op=dist.ReduceOp.MAX, group=group)
+            logits.sub_(peak[chunk, None])
+            exponentials.append(exponential(logits, exact))
+
+            is_local, column = _local_columns(labels[chunk], len(weight))
+            chunk_label_logit = torch.where(is_local, logits.gather(1, column)[:, 0], 0.0)
+            sum_of_exponentials = exponentials[-1].sum(-1)
+            weighted_sum_of_logits = logits.mul_(exponentials[-1]).sum(-1)
+            sums = torch.stack([sum_of_exponentials, weighted_sum_of_logits, chunk_label_logit])
+            del logits
+            dist.all_reduce(sums, group=group)
+            z[chunk] = sums[0]
+            expected_logit[chunk] = sums[1] / sums[0]
+            label_logit[chunk] = sums[2]
+
+        log_z = z.log()
+        entropy = log_z - expected_logit  # H = log Z − E[z]
+
+        ctx.set_materialize_grads(False)
+        ctx.columns = columns
+        ctx.embeds = embeds
+        ctx.exact = exact
+        ctx.exponentials = exponentials
+        ctx.total = getattr(weight, "main_grad", None)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, z, entropy)
+        return label_logit - log_z, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, temperatures, peak, z, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.total
+            if grad_weight is None:
+                grad_weight = torch.zeros(weight.shape, device=weight.device)
+
+        # d log p_l/dz_j = [j = l] − p_j;  dH/dz_j = −p_j log p_j − p_j H
+        label_factor: Any = 0.0 if grad_logprobs is None else grad_logprobs / temperatures
+        entropy_factor: Any = 0.0 if grad_entropy is None else grad_entropy / temperatures
+        probability_factor = -(label_factor + entropy_factor * entropy)
+
+        chunks = list(_chunks(len(labels), weight))
+        recomputed_chunks = len(chunks) - len(ctx.exponentials)
+        for number, chunk in enumerate(chunks):
+            # `gradient` holds exponentials first, and is turned into the gradient of the logits in
+            # place.
+            if number >= recomputed_chunks:
+                gradient = ctx.exponentials.popleft()
+            else:
+                logits = _logits(hidden[chunk], weight, temperatures[chunk], ctx.columns, ctx.exact)
+                gradient = exponential(logits.sub_(peak[chunk, None]), ctx.exact)
+                del logits
+
+            if grad_entropy is None:
+                gradient.mul_((probability_factor[chunk] / z[chunk])[:, None])
+            else:
+                minus_p_log_p = torch.special.entr(gradient.div_(z[chunk, None]))
+                gradient.mul_(probability_factor[chunk, None])
+                gradient.add_(minus_p_log_p.mul_(entropy_factor[chunk, None]))
+                del minus_p_log_p
+            if grad_logprobs is not None:
+                is_local, column = _local_columns(labels[chunk], len(weight))
+                gradient.scatter_add_(1, column, (label_factor[chunk] * is_local)[:, None])
+
+            grad_logits = gradient.to(weight.dtype)
+            grad_hidden[chunk] = linear_product(grad_logits, weight.t())
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits.t(), hidden[chunk])
+            del gradient, grad_logits  # free the memory before the next chunk needs it
+
+        # Every rank has computed the part of its own columns.
+        dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
+        grad_weight = head_weight_grad(weight, grad_weight, ctx)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
+    """Yield the row ranges whose logits are computed together."""
+    row_bytes = 4 * len(weight)
+    size = max(1, _chunk_bytes(weight) // row_bytes)
+    if weight.device.type == "cpu":
+        size = min(size, max(_MIN_CPU_ROWS, _CPU_CACHE_BYTES // row_bytes))
+    for first in range(0, rows, size):
+        yield slice(first, min(first + size, rows))
+
+
+def _chunk_bytes(weight: Tensor) -> int:
+    return CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"]
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool
+) -> Tensor:
+    """Compute float32 logits after temperature; padding columns are -1e30."""
+    multiply = row_product if exact else linear_product
+    logits = multiply(hidden, weight).float()
+    # On a GPU the test for 1 would make the host wait.
+    if logits.device.type != "cpu" or (temperatures != 1).any():
+        logits.div_(temperatures[:, None])
+    logits[:, columns:] = -1e30
+    return logits
+
+
+def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return which labels are columns of this rank [rows], and their clamped columns [rows, 1]."""
+    is_local = (labels >= 0) & (labels < width)
+    return is_local, labels.clamp(0, width - 1)[:, None]

@@ -1,0 +1,74 @@
+"""MLP with a SwiGLU activation (arXiv 2002.05202), for dense layers and for experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_mas.megatron.device import use_triton
+from mcore_mas.megatron.model.cpu_ops import Gated
+from mcore_mas.megatron.model.layer_ops import swiglu
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with gate and up projection, SwiGLU and no biases."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        """Return (output, None) for hidden states [..., hidden]; the output has their shape."""
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        return gated_projection(
+            self.config, gate_and_up, row_scale=None, projection=self.linear_fc2
+        )
+
+
+def gated_projection(
+    config: TransformerConfig,
+    gate_and_up: Tensor,
+    *,
+    row_scale: Tensor | None,
+    projection: Callable[[Tensor], Any],
+) -> Any:
+    """Apply SwiGLU and the projection that follows it.
+
+    With selective recomputation the product of SwiGLU is freed after the projection, and computed
+    again in the backward pass.
+
+    Args:
+        gate_and_up: [..., 2 f], see `gated`.
+        row_scale: [...], see `gated`.
+        projection: returns (output, bias) for the product [..., f] of SwiGLU.
+
+    Returns:
+        (output, bias) of `projection`.
+    """
+    if config.recompute_granularity != "selective":
+        return projection(gated(gate_and_up, row_scale))
+
+    checkpoint = CheckpointWithoutOutput()
+    result = projection(checkpoint.checkpoint(gated, gate_and_up, row_scale))
+    checkpoint.discard_output_and_register_recompute(result[0])
+    return result
+
+
+def gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
+    """Compute silu(gate) · up.
+
+    Args:
+        gate_and_up: [..., 2 f], the gate first.
+        row_scale: [...] factor of each row; None: 1.
+
+    Returns:
+        [..., f]
+    """
+    out: Tensor
+    if use_triton(gate_and_up.device):
+        out = swiglu(gate_and_up, row_scale)
+        return out
+
+    out = Gated.apply(gate_and_up)
+    if row_scale is None:
+        return out
+    return (out * row_scale.unsqueeze(-1)).to(out.dtype)

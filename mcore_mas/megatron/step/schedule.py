@@ -1,0 +1,51 @@
+"""Learning rate and weight decay of each update."""
+
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mcore_mas.megatron.spec import TrainerSpec
+
+
+class LearningRateSchedule:
+    """Sets an optimizer's learning rate from the number of updates alone.
+
+    It has no state, so that a resumed run has none to restore.
+    """
+
+    def __init__(self, optimizer: Any, spec: TrainerSpec) -> None:
+        """Prepare Megatron's scheduler.
+
+        Args:
+            optimizer: result of `make_optimizer`, or any object with its `param_groups`.
+        """
+        self._warmup_steps = spec.warmup_steps
+        self._scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=spec.lr,
+            min_lr=spec.min_lr,
+            lr_warmup_steps=spec.warmup_steps,
+            # Megatron asserts that this exceeds the warm-up, though a constant rate does not use
+            # it.
+            lr_decay_steps=max(spec.decay_steps or 0, spec.warmup_steps + 1),
+            lr_decay_style=spec.schedule,
+            start_wd=spec.weight_decay,
+            end_wd=spec.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def set(self, updates: int) -> float:
+        """Set and return the learning rate of the update that follows `updates` others.
+
+        During the warm-up the rate rises by lr / warmup_steps with each update. The first update
+        has lr / warmup_steps, so that no update has a rate of 0; the last one of the warm-up and
+        the first one after it have lr. Then the rate follows `schedule` to min_lr at `decay_steps`.
+        Weight decay is 0 for parameters with one dimension.
+        """
+        in_warmup = updates < self._warmup_steps
+        self._scheduler.num_steps = updates + 1 if in_warmup else updates
+        self._scheduler.step(0)
+        lr: float = self._scheduler.get_lr({})
+        return lr
