@@ -1,4 +1,4 @@
-"""The gradients of a trainer's last update, whole: no training asks for them."""
+"""Full gradients of a trainer's last update, which training itself never gathers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from rollout.models.tensors import whole
 
 
 def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face or PEFT name, full gradient) of the last update, clipped; every rank must drain it."""
+    """Yield (Hugging Face or PEFT name, full clipped gradient) of the last update.
+
+    Every rank must iterate to the end.
+    """
     model = trainer._model
     local = {name: _whole_shard(trainer, parameter) for name, parameter in model.parameters.items()}
     plan = plan_export(local, model.architecture)
@@ -27,15 +30,16 @@ def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:
-    """A shard's gradient, from the parts of all data- and context-parallel ranks."""
+    """Sum a shard's gradient over the data- and context-parallel ranks."""
     mine: Tensor = parameter.main_grad.detach()
-    if not trainer._state._distributed:
+    if not trainer._state.is_distributed:
         return mine
     found = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-    if here := trainer._state._stepped(parameter):
-        own = slice(*here[1:])
+    part = trainer._state.stepped_part(parameter)
+    if part is not None:
+        own = slice(part.first, part.last)
         found.view(-1)[own] = mine.reshape(-1)[own]
-    # every element is one rank's, and zero on the others: the sum is exact
+    # Every element is set by one rank and is zero on the others, so that the sum is exact.
     if getattr(parameter, "allreduce", True):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:  # an expert's

@@ -23,7 +23,9 @@ from mcore_mas.megatron.device import rank_device
 from mcore_mas.megatron.host_memory import BlockMemory
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
+from mcore_mas.megatron.state.host_moments import keep_moments_on_host
+from mcore_mas.megatron.state.offload import Offload
+from mcore_mas.megatron.state.optimizer import OptimizerState, gathers_late, make_optimizer
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
 from mcore_mas.megatron.step.pipeline import Pipeline, reports_outputs
@@ -66,11 +68,12 @@ class MegatronTrainer:
             for number, stage in enumerate(self._model.stages)
         ]
         self._optimizer = make_optimizer(self._stages, spec)
+        host_moments = keep_moments_on_host(self._optimizer) if spec.host_moments else None
         self._connect_schedule()
 
         self._schedule = LearningRateSchedule(self._optimizer, spec)
         self._spikes: dict[str, SpikeMonitor] = {}
-        self._state = OptimizerState(self._optimizer, self._parameters)
+        self._state = OptimizerState(self._optimizer, self._parameters, host_moments)
         self._checkpoint = ShardedCheckpoint(
             self._state, self._parameters, self._model.architecture
         )

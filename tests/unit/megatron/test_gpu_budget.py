@@ -332,7 +332,9 @@ def test_what_other_agents_gradients_add_up_to_is_on_the_host(
 def test_the_host_waits_for_no_moment(metered: dict[str, dict[str, Any]]) -> None:
     found = metered["moments"]
     # once, for all that goes back
-    assert found["waits"] == WAITS | {"optimizer.py _step_by_weight": 1} and found["copies"] == {}
+    assert (
+        found["waits"] == WAITS | {"host_moments.py _step_by_weight": 1} and found["copies"] == {}
+    )
     moments = 2 * 4 * found["trained"]
     assert moments < found["crossed"]["down"] < found["crossed"]["up"] < 1.01 * moments + 2e4
 

@@ -1,0 +1,88 @@
+"""Optimizer state: moments in host memory, and state that is restored."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_mas.megatron.state import host_moments
+from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
+from mcore_mas.megatron.state.optimizer import OptimizerState
+
+
+class CountingAdam:
+    """An optimizer like Transformer Engine's Adam.
+
+    A group counts its steps, and a weight has moments from its first step on.
+    """
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": weights[:2], "lr": 1.0},
+            {"params": weights[2:], "lr": 2.0},
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                if weight not in self.state:
+                    self.state[weight] = {name: torch.zeros_like(weight) for name in MOMENTS}
+                moments = self.state[weight]
+                moments["exp_avg"] += 1
+                weight -= group["lr"] * group["step"] * moments["exp_avg"]
+
+
+def test_weights_are_stepped_one_by_one_with_their_moments_on_the_host() -> None:
+    weights = [torch.zeros(2), torch.zeros(3), torch.zeros(4)]
+    whole = CountingAdam([weight.clone() for weight in weights])
+    by_weight = CountingAdam(weights)
+    on_host = {
+        weight: {name: torch.full_like(weight, 7.0) for name in MOMENTS} for weight in weights[:2]
+    }
+    groups = by_weight.param_groups
+    for _ in range(2):
+        whole.step()
+        host_moments._step_by_weight(by_weight, by_weight.step, on_host)
+
+    assert by_weight.param_groups is groups
+    assert [group["step"] for group in groups] == [2, 2]
+    # 1 · 1 + 2 · 2, and twice as much at twice the learning rate
+    assert [weight.tolist() for weight in weights] == [[-5.0] * 2, [-5.0] * 3, [-10.0] * 4]
+    assert all(map(torch.equal, weights, whole.state))
+    for weight, moments in on_host.items():
+        assert all(by_weight.state[weight][name] is moments[name] for name in MOMENTS)
+        assert moments["exp_avg"].unique().tolist() == [2]
+        assert moments["exp_avg_sq"].unique().tolist() == [0]
+
+
+def load_threes(
+    weight: Tensor, group: dict[str, Any], moments: HostMoments | None = None
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Load a state of 7 steps whose numbers are all 3; return Adam's state."""
+    adam = SimpleNamespace(param_groups=[group], state={})
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
+    state = OptimizerState(optimizer, {"weight": weight}, moments)
+    state.load(lambda name, kind, first, last: torch.full((last - first,), 3.0), steps=7)
+    return adam.state
+
+
+def test_moments_on_the_host_are_restored_in_place() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    on_host = {name: torch.zeros(2) for name in MOMENTS}
+    adam_state = load_threes(weight, {"params": [weight]}, {weight: on_host})
+    for name, moment in on_host.items():
+        assert adam_state[weight][name] is moment
+        assert moment.tolist() == [3.0, 3.0]
+
+
+def test_steps_are_restored_for_transformer_engine_and_for_torch() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    group = {"params": [weight], "lr": 0.1}
+    adam_state = load_threes(weight, group)
+    assert group["step"] == 7  # Transformer Engine's Adam counts by group
+    assert float(adam_state[weight]["step"]) == 7  # torch's counts by tensor
+    assert weight.tolist() == [3.0, 3.0]
+    assert adam_state[weight]["exp_avg"].tolist() == [3.0, 3.0]
