@@ -85,7 +85,7 @@ def _apart(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 
 def _attention_against_torch(tiny: bool) -> None:
-    from mcore_mas.megatron.model.attention import _TreeAttention
+    from mcore_mas.megatron.model.block_attention import BlockAttention
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
     shape = (4, 2, 16) if tiny else (HEADS, KV_HEADS, DIM)
@@ -99,7 +99,7 @@ def _attention_against_torch(tiny: bool) -> None:
                 for _ in "12"
             )
             want = gradients(
-                lambda *x, layout=theirs: _TreeAttention.apply(*x, layout, DIM**-0.5),
+                lambda *x, layout=theirs: BlockAttention.apply(*x, layout, DIM**-0.5),
                 [x.float() for x in given],
             )
             worst, same = _apart(got, want), all(map(torch.equal, got, again))

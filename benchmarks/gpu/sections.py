@@ -105,7 +105,7 @@ def _update(folder: Path, case: dict[str, Any]) -> None:
 
 def attention(tiny: bool) -> None:
     """One layer's attention, forward and backward, in milliseconds: Triton's kernels, torch's calls."""
-    from mcore_mas.megatron.model.attention import _TreeAttention
+    from mcore_mas.megatron.model.block_attention import BlockAttention
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
     dtype, shape = (torch.float32, (4, 2, 16)) if tiny else (torch.bfloat16, (HEADS, KV_HEADS, DIM))
@@ -117,7 +117,7 @@ def attention(tiny: bool) -> None:
         ways = {
             "triton_ms": lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5),
             "wide_ms": lambda *x, plan=wide.plan: KernelAttention.apply(*x, plan, DIM**-0.5),
-            "torch_ms": lambda *x, layout=theirs: _TreeAttention.apply(*x, layout, DIM**-0.5),
+            "torch_ms": lambda *x, layout=theirs: BlockAttention.apply(*x, layout, DIM**-0.5),
         }
         took = {
             name: round(1e3 * seconds(partial(gradients, way, given), 3), 3)

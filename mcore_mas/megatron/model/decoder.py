@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import rank_device
-from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.head import OutputWeight, ValueHead, logprobs_and_entropy
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER, renumber
+from mcore_mas.megatron.model.rotary import TreeRotary
 
 
 class PackedGPTModel(GPTModel):

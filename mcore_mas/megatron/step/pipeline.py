@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics
-from mcore_mas.equations.losses import Tokens
+from mcore_mas.equations.losses import TokenBatch
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.decoder import PackedGPTModel
@@ -263,7 +263,7 @@ class Pipeline:
         """Compute losses [N] and statistics of a policy."""
         logprobs, entropy = output
         batch = stage_input.whole
-        tokens = Tokens(
+        tokens = TokenBatch(
             logprobs=logprobs,
             behaviour=batch.behaviour,
             advantages=batch.advantages,

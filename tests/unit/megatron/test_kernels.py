@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.model.attention import _TreeAttention
+from mcore_mas.megatron.model.block_attention import BlockAttention
 from mcore_mas.megatron.model.head import ChunkedHead
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.layout import BlockPlan, PackedTrees, TileSizes
@@ -122,7 +122,7 @@ def both(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     scale = dim**-0.5
     got = results(lambda *x: KernelAttention.apply(*x, plan, scale), given, slope.to(dtype))
     want = results(
-        lambda *x: _TreeAttention.apply(*x, layout, scale), [x.float() for x in given], slope
+        lambda *x: BlockAttention.apply(*x, layout, scale), [x.float() for x in given], slope
     )
     return got, want
 
@@ -341,7 +341,7 @@ def test_kernels_compute_what_torch_does_on_a_gpu(dtype: torch.dtype, tolerance:
             slope.to(device, dtype),
         )
         want = results(
-            lambda *x, layout=layout: _TreeAttention.apply(*x, layout, 0.1), [q, k, v], slope
+            lambda *x, layout=layout: BlockAttention.apply(*x, layout, 0.1), [q, k, v], slope
         )
         for mine, theirs in zip(got, want, strict=True):
             assert float((mine.cpu().float() - theirs).abs().max()) <= tolerance * float(

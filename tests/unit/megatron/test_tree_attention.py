@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.model import attention
-from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
+from mcore_mas.megatron.model import block_attention
+from mcore_mas.megatron.model.attention import TreeAttention
+from mcore_mas.megatron.model.block_attention import attend, attend_backward
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.megatron.transfer import upload
 from tests.support.precision import FACTOR
@@ -220,7 +221,7 @@ def test_log_sum_exps_lie_side_by_side_for_the_kernel_of_a_gpu(
             None,
         )
     )
-    monkeypatch.setattr(attention, "_aten", kernel)
+    monkeypatch.setattr(block_attention, "_aten", kernel)
     lse = torch.empty(tokens, HEADS, device="meta").t()[None]  # as a layout's are stored
     attend_backward(q, q, k, k, q, lse, causal=False, scale=1.0)
     assert [x.stride(-1) for x in seen] == [1]

@@ -1,0 +1,37 @@
+"""Rotary position embedding (RoPE, arXiv 2104.09864) at the positions of prefix trees."""
+
+from typing import cast
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+
+class TreeRotary(RotaryEmbedding):
+    """Rotary embedding at explicit positions, because a segment continues its parent's positions.
+
+    Attributes:
+        position_ids: [T], set for each micro-batch.
+        positions: an upper bound of `position_ids`. It is a number, because reading it from the GPU
+            would make the host wait.
+    """
+
+    position_ids: Tensor
+    positions: int
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None
+    ) -> Tensor:
+        """Return the angles of the current micro-batch; Megatron's arguments are not used.
+
+        Returns:
+            [T, 1, 1, head_dim], the angles of one half twice; on a CPU the cosines and sines
+            [T, 1, 1, 2 head_dim] that `turned` takes.
+        """
+        angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
+        if angles.device.type != "cpu":
+            return angles
+        half = angles[..., : angles.shape[-1] // 2]
+        cos = half.cos()
+        sin = half.sin()
+        return torch.cat([cos, cos, -sin, sin], dim=-1)
