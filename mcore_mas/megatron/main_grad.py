@@ -1,7 +1,5 @@
 """Gradients of weights that are accumulated directly in Megatron's float32 buffer (`main_grad`)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,24 +23,27 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def placeholder_grad(weight: Tensor) -> Tensor:
     """Return an empty gradient for a weight whose gradient is in `main_grad` already.
 
-    Megatron's hooks need some tensor as the gradient, and skip it because of `grad_added_to_main_grad`.
+    Megatron's hooks need some tensor as the gradient, and skip it because of
+    `grad_added_to_main_grad`.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
 
 
-def head_weight_grad(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
+def head_weight_grad(
+    weight: Tensor, total: Tensor | None, *, main_grad: Tensor | None, embeds: bool
+) -> Tensor | None:
     """Return what the backward pass of a head hands to autograd as the gradient of its weight.
 
     Args:
         total: the gradient of the weight; None: the weight is frozen.
-        ctx: context of the autograd function. `ctx.total` is the buffer that `total` was accumulated in, or None.
-            `ctx.embeds` says that the embedding shares the weight and passes a gradient on itself.
+        main_grad: buffer that `total` was accumulated in; None: `total` is a tensor of its own.
+        embeds: the embedding shares the weight and passes on a gradient itself.
     """
     if total is None:
         return None
-    if ctx.total is None:
+    if main_grad is None:
         return total.to(weight.dtype)
-    if ctx.embeds:
+    if embeds:
         return None
     return placeholder_grad(weight)

@@ -113,8 +113,8 @@ def head_kernels() -> list[dict[str, int]]:
             torch.zeros(8, dtype=torch.int64),
             torch.zeros(5, 8),
         )
-        layer_ops._rows(logits, labels, numbers[0], 151_669)
-        layer_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
+        layer_ops.head_row_statistics(logits, labels, numbers[0], 151_669)
+        layer_ops.head_logits_gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
     return compiled(rows)
 

@@ -27,11 +27,12 @@ from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.cpu_ops import turned
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher, replay_routing
+from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
 from mcore_mas.megatron.model.layer_ops import rotated
 from mcore_mas.megatron.model.linear import ColumnLinear, RowLinear
 from mcore_mas.megatron.model.mlp import GatedMLP
 from mcore_mas.megatron.model.norm import RMSNorm
+from mcore_mas.megatron.model.router_replay import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
 

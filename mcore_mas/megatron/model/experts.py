@@ -1,14 +1,11 @@
-"""A layer's experts as one product each way, and tokens sorted by expert without the host, with torch and Triton alone.
+"""Experts of a layer as one matrix product per direction, in torch and Triton alone.
 
-Megatron without Transformer Engine computes one expert after the other, as soon as the host knows how many tokens each
-has. Here a layer's experts are two stacks of weights: torch multiplies every expert's tokens by its weight in one
-launch, and a kernel adds the gradients of a stack to Megatron's float32 buffer in another.
-
-Router replay (R3, arXiv 2510.11370): a trainer sends each token to the experts that the engine sampled it with.
+Without Transformer Engine, Megatron computes one expert after the other, once the host knows how
+many tokens each has. Here the weights of a layer's experts are stacked: torch multiplies the tokens
+of all experts in one launch, and a kernel adds the gradients of the stack to Megatron's float32
+buffer in another. Tokens are sorted by expert without the host (`SortedDispatcher`).
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +13,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -25,55 +21,74 @@ from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.main_grad import add_product, placeholder_grad
 from mcore_mas.megatron.model.linear import linear_product
 from mcore_mas.megatron.model.mlp import gated_projection
-from rollout.models.architecture import Experts
 from rollout.models.exact import row_product
 
-# Groups of rows that are sorted by expert: on a GPU the end index of each group, [E] int32; on a CPU their sizes.
+# Groups of rows that are sorted by expert: on a GPU the end index of each group, [E] int32; on a
+# CPU their sizes.
 Groups = Tensor | list[int]
-_ALIGNED = 8  # torch's grouped product needs rows that are a multiple of this number of elements
+
+# torch's grouped product needs rows that are a multiple of this number of elements.
+_ROW_MULTIPLE = 8
+
 # Tile of the gradient kernel: rows and columns of a gradient, tokens per iteration, and warps.
-_BLOCK, _TERMS, _WARPS = 128, 64, 8
+_TILE_SIZE = 128
+_TOKENS_PER_ITERATION = 64
+_WARPS = 8
 
 
 @torch.library.custom_op("mcore_mas::add_grouped", mutates_args={"total"})
 def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """total [E, rows, columns] float32 += leftᵀ right of each expert, of left [R, rows] and right [R, columns]."""
+    """Add the product leftᵀ right of each expert's rows to `total`, in float32.
+
+    Args:
+        total: [E, rows, columns] float32, changed in place.
+        left: [R, rows], sorted by expert.
+        right: [R, columns], sorted by expert.
+        ends: [E] int32, end index of each expert's rows.
+    """
     from mcore_mas.megatron.model.layer_kernels import add_grouped_kernel
 
     experts, rows, columns = total.shape
-    tiles = -(-columns // _BLOCK), -(-rows // _BLOCK), experts
-    terms = 2 * _TERMS // left.element_size()  # as much shared memory for float32
-    add_grouped_kernel[tiles](
-        total, left, right, ends, (rows, columns), _BLOCK, terms, num_warps=_WARPS
+    grid = (-(-columns // _TILE_SIZE), -(-rows // _TILE_SIZE), experts)
+    # Half as many tokens in float32 take the same amount of shared memory.
+    tokens = 2 * _TOKENS_PER_ITERATION // left.element_size()
+    add_grouped_kernel[grid](
+        total, left, right, ends, (rows, columns), _TILE_SIZE, tokens, num_warps=_WARPS
     )
 
 
 add_grouped.register_fake(lambda *_: None)
 
 
-class _Moved(torch.autograd.Function):
-    """If `spread`, rows `tokens` [R] of x [T, h]; else of R rows the sum of each token's, at `places` [T, k]."""
+class _MoveRows(torch.autograd.Function):
+    """Copies tokens to the rows of their experts, or sums the rows of each token.
+
+    `apply(x, to_rows, token_of_row, rows_of_token)`: with `to_rows`, x is [T, h], and the result is
+    row `token_of_row` [R] of it for each row. Without, x is [R, h], and the result is the sum of
+    the rows `rows_of_token` [T, k] for each token. Each direction is the gradient of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spread: bool, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.spread = spread
-        ctx.save_for_backward(tokens, places)
-        return (
-            x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")
-        )  # float32, by one launch
+    def forward(
+        ctx: Any, x: Tensor, to_rows: bool, token_of_row: Tensor, rows_of_token: Tensor
+    ) -> Tensor:
+        ctx.to_rows = to_rows
+        ctx.save_for_backward(token_of_row, rows_of_token)
+        if to_rows:
+            return x.index_select(0, token_of_row)
+        return F.embedding_bag(rows_of_token, x, mode="sum")  # sums in float32, in one launch
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None, None, None]:
-        return (
-            _Moved.apply(of_out.contiguous(), not ctx.spread, *ctx.saved_tensors),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_x = _MoveRows.apply(grad_out.contiguous(), not ctx.to_rows, *ctx.saved_tensors)
+        return grad_x, None, None, None
 
 
 class SortedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher without host syncs on one rank, and with one host sync on several."""
+    """Megatron's all-to-all dispatcher with at most one synchronisation with the host.
+
+    On one rank there is none.
+    """
 
     def __init__(self, layer: MoELayer) -> None:
         """Make a dispatcher for a layer, in place of the one that the layer has made itself."""
@@ -84,189 +99,176 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
             pg_collection=get_default_pg_collection(),
         )
         if self.tp_size * self.ep_size == 1:
-            # All rows belong to this rank and are sorted already, so Megatron need not sort them again.
+            # All rows belong to this rank and are sorted already, so Megatron need not sort them
+            # again.
             self.num_local_experts = 1
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows [T k, h] and their weights [T k] sorted by expert, of tokens [..., h] with maps and weights [T, E]."""
+        """Sort the tokens by expert.
+
+        Args:
+            hidden_states: [..., h], T tokens in all.
+            routing_map: [T, E] bool, the experts of each token.
+            probs: [T, E], their weights.
+
+        Returns:
+            Rows [T k, h] and their weights [T k], sorted by expert.
+        """
+        # The attribute is detached: the layer would otherwise hold the graph, which leads back to
+        # the model, and neither would ever be freed.
         if not use_triton(hidden_states.device):
             sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(
                 hidden_states, routing_map, probs
             )
-            self.probs = (
-                probs.detach()
-            )  # else the graph behind it, which leads to the model, would keep both for good
+            self.probs = probs.detach()
             return sorted_rows
-        self.hidden_shape, self.probs = hidden_states.shape, probs.detach()
+
+        self.hidden_shape = hidden_states.shape
+        self.probs = probs.detach()
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
-        size = len(probs) * self.config.moe_router_topk  # none is dropped
-        experts, tokens = torch.nonzero_static(routing_map.t(), size=size).unbind(1)
-        self._order = tokens, tokens.argsort(stable=True).view(len(probs), -1)
-        weights = probs.flatten().gather(0, tokens * probs.shape[1] + experts)
-        return _Moved.apply(hidden_states.flatten(0, -2), True, *self._order), weights
+
+        row_count = len(probs) * self.config.moe_router_topk  # no token is dropped
+        routes = torch.nonzero_static(routing_map.t(), size=row_count)
+        expert_of_row, token_of_row = routes.unbind(1)
+        rows_of_token = token_of_row.argsort(stable=True).view(len(probs), -1)
+        self._order = token_of_row, rows_of_token
+        weights = probs.flatten().gather(0, token_of_row * probs.shape[1] + expert_of_row)
+        rows = _MoveRows.apply(hidden_states.flatten(0, -2), True, token_of_row, rows_of_token)
+        return rows, weights
 
     def combine_postprocess(self, rows: Tensor) -> Any:
-        """Tokens [..., h], each the sum of its rows."""
+        """Return tokens [..., h], each the sum of its rows."""
         if not use_triton(rows.device):
             return super().combine_postprocess(rows)
-        return _Moved.apply(rows.contiguous(), False, *self._order).view(self.hidden_shape)
+        return _MoveRows.apply(rows.contiguous(), False, *self._order).view(self.hidden_shape)
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Tell the host how many rows go from rank to rank; how many an expert has stays on the device."""
+        """Copy the number of rows between ranks to the host, but not those of the experts."""
         if self.tp_size * self.ep_size > 1:
             super()._maybe_dtoh_and_synchronize(point)
         return tokens_per_expert
 
 
 class GroupedExperts(torch.nn.Module):
-    """A layer's experts on this rank, as Megatron's SequentialMLP: of each two halves of a gate, SwiGLU, a way back."""
+    """This rank's experts of a layer, with SwiGLU and no biases; see Megatron's SequentialMLP."""
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__()
         self.config = config
-        ffn, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
-        self._aligned = ffn % _ALIGNED == hidden % _ALIGNED == 0
+        hidden = config.hidden_size
+        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self._is_aligned = ffn % _ROW_MULTIPLE == 0 and hidden % _ROW_MULTIPLE == 0
         self.linear_fc1 = GroupedLinear(config, num_local_experts, 2 * ffn, hidden, cut=0)
         self.linear_fc2 = GroupedLinear(config, num_local_experts, hidden, ffn, cut=1)
 
     def forward(self, rows: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """(Each row's output times its weight [R, h], None) of rows [R, h] sorted by expert.
+        """Apply each expert to its rows.
 
         Args:
-            counts: [E] of them, by expert.
-            weights: [R].
+            rows: [R, h], sorted by expert.
+            counts: [E] rows of each expert.
+            weights: [R] factor of each row's output.
+
+        Returns:
+            Outputs [R, h], and None for the bias.
         """
-        one_launch = use_triton(rows.device) and self._aligned and len(rows) > 0
-        groups: Groups = counts.cumsum(0, dtype=torch.int32) if one_launch else counts.tolist()
-        wide, _ = self.linear_fc1(rows, groups)
-        out: tuple[Tensor, None] = gated_projection(
-            self.config, wide, row_scale=weights, projection=lambda x: self.linear_fc2(x, groups)
+        groups: Groups
+        if use_triton(rows.device) and self._is_aligned and len(rows) > 0:
+            groups = counts.cumsum(0, dtype=torch.int32)
+        else:
+            groups = counts.tolist()
+        gate_and_up, _ = self.linear_fc1(rows, groups)
+        result: tuple[Tensor, None] = gated_projection(
+            self.config,
+            gate_and_up,
+            row_scale=weights,
+            projection=lambda product: self.linear_fc2(product, groups),
         )
-        return out
+        return result
 
 
 class GroupedLinear(torch.nn.Module):
-    """The weights [rows, inputs] of a layer's experts, one below the other in a parameter that says which they are."""
+    """Linear layer of several experts, whose weights [rows, inputs] are stacked in one parameter.
+
+    The parameter's name has the numbers of the first and the last expert.
+    """
 
     def __init__(
         self, config: TransformerConfig, experts: int, rows: int, inputs: int, *, cut: int
     ) -> None:
-        """`rows` and `inputs` are of this rank; tensor parallelism cuts dimension `cut`."""
+        """Allocate the parameter.
+
+        Args:
+            rows, inputs: of an expert's weight on this rank.
+            cut: dimension that tensor parallelism splits.
+        """
         super().__init__()
-        weight: Any = torch.empty(
-            experts * rows, inputs, dtype=config.params_dtype, device=rank_device()
+        weight: Any = torch.nn.Parameter(
+            torch.empty(experts * rows, inputs, dtype=config.params_dtype, device=rank_device())
         )
-        weight = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(weight, True, cut, 1)
-        weight.allreduce = (
-            config.expert_model_parallel_size == 1
-        )  # else it is summed over fewer ranks
-        self._name, self._exact = f"weight0-{experts - 1}", config.deterministic_mode
+        # With expert parallelism, gradients are summed over fewer ranks.
+        weight.allreduce = config.expert_model_parallel_size == 1
+        self._name = f"weight0-{experts - 1}"
+        self._exact = config.deterministic_mode
         self.register_parameter(self._name, weight)
 
     def forward(self, x: Tensor, groups: Groups) -> tuple[Tensor, None]:
-        """(Products [R, rows], None) of x [R, inputs], as Megatron's linear layers; the bias is nothing."""
+        """Return products [R, rows] for x [R, inputs] sorted by expert, and None for the bias."""
         return _GroupedProduct.apply(x, self.get_parameter(self._name), groups, self._exact), None
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`apply(x, weight, groups, exact)`: [R, rows] of sorted x [R, inputs] and a weight [E · rows, inputs]."""
+    """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
+
+    x is [R, inputs], sorted by expert; the weight [E · rows, inputs]; the result [R, rows].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, exact: bool) -> Tensor:
+        # A frozen weight needs no inputs in the backward pass.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.groups, ctx.total = groups, getattr(weight, "main_grad", None)
-        return _products(x, weight.unflatten(0, (len(groups), -1)), groups, exact)
+        ctx.groups = groups
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return _multiply_groups(x, weight.unflatten(0, (len(groups), -1)), groups, exact)
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        of_out, groups = of_out.contiguous(), ctx.groups
-        of_x = _products(
-            of_out, weight.unflatten(0, (len(groups), -1)).transpose(1, 2), groups, exact=False
-        )
+        groups = ctx.groups
+        grad_out = grad_out.contiguous()
+        transposed = weight.unflatten(0, (len(groups), -1)).transpose(1, 2)
+        grad_x = _multiply_groups(grad_out, transposed, groups, exact=False)
         if x is None:
-            return of_x, None, None, None
-        total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+            return grad_x, None, None, None
+
+        total = ctx.main_grad
+        if total is None:
+            total = torch.zeros(weight.shape, device=weight.device)
         stack = total.unflatten(0, (len(groups), -1))
         if isinstance(groups, Tensor):
-            add_grouped(stack, of_out, x, groups)
+            add_grouped(stack, grad_out, x, groups)
         else:
-            for part, rows, inputs in zip(
-                stack, of_out.split(groups), x.split(groups), strict=True
-            ):
-                add_product(part, rows.t(), inputs)
-        return (
-            of_x,
-            total.to(weight.dtype) if ctx.total is None else placeholder_grad(weight),
-            None,
-            None,
-        )
+            expert_rows = zip(stack, grad_out.split(groups), x.split(groups), strict=True)
+            for expert_total, expert_grad, expert_x in expert_rows:
+                add_product(expert_total, expert_grad.t(), expert_x)
+
+        if ctx.main_grad is None:
+            return grad_x, total.to(weight.dtype), None, None
+        return grad_x, placeholder_grad(weight), None, None
 
 
-def _products(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
-    """Each expert's rows of x [R, inputs] times its weight of stack [E, rows, inputs], transposed."""
+def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
+    """Compute x weightᵀ of x [R, inputs], with each expert's weight of stack [E, rows, inputs]."""
     if isinstance(groups, Tensor):
         return F.grouped_mm(x, stack.transpose(1, 2), offs=groups)
     multiply = row_product if exact else linear_product
-    return torch.cat(
-        [multiply(part, weight) for part, weight in zip(x.split(groups), stack, strict=True)]
-    )
-
-
-class RoutingReplay(RouterReplay):
-    """What Megatron's router asks for its top-k experts: those on record, weighed by the trainer's own logits.
-
-    Where nothing is on record, as of padding, they are the trainer's own. Megatron's class takes turns between forward
-    passes and recomputed ones, with all micro-batches in a queue; here a layer's input says which experts it goes with,
-    so that pipelines and recomputation need no turns.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is on record. Megatron's list of all replays is left alone: it would outlive the model."""
-        self.recorded: Tensor | None = None  # [T, k] of the tokens that the router sees next
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers [T, k] of the experts that each token goes to, of `scores` [T, E]."""
-        assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.recorded is None:
-            return values, own
-        there = self.recorded.to(own.dtype)
-        chosen = torch.where((there >= 0) & (there < scores.shape[1]), there, own)
-        return scores.gather(1, chosen), chosen
-
-
-def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
-    """Have the sparse ones of a stage's layers take their experts from the layout of what they are given.
-
-    They read it when they are called, so a layer that is computed again in the backward pass reads the same.
-    """
-    for layer in layers:
-        number = int(layer.layer_number) - 1  # of the whole model
-        if experts.sparse[number]:
-            replay = layer.mlp.router.router_replay = RoutingReplay()
-            hook = partial(_read, replay, sum(experts.sparse[:number]))
-            layer.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _read(
-    replay: RoutingReplay, place: int, _layer: torch.nn.Module, _: Any, given: dict[str, Any]
-) -> None:
-    """Take the layer's part, its `place` among the sparse ones, of what is on record."""
-    routing = given["packed_seq_params"].routing
-    replay.recorded = None if routing is None else routing[:, place]
+    expert_rows = zip(x.split(groups), stack, strict=True)
+    return torch.cat([multiply(expert_x, weight) for expert_x, weight in expert_rows])

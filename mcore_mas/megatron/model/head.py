@@ -167,7 +167,7 @@ class ChunkedHead(torch.autograd.Function):
         ctx.embeds = embeds
         ctx.exact = exact
         ctx.exponentials = exponentials
-        ctx.total = getattr(weight, "main_grad", None)
+        ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.save_for_backward(hidden, weight, labels, temperatures, peak, z, entropy)
         return label_logit - log_z, entropy
 
@@ -179,7 +179,7 @@ class ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.total
+            grad_weight = ctx.main_grad
             if grad_weight is None:
                 grad_weight = torch.zeros(weight.shape, device=weight.device)
 
@@ -219,7 +219,9 @@ class ChunkedHead(torch.autograd.Function):
 
         # Every rank has computed the part of its own columns.
         dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        grad_weight = head_weight_grad(weight, grad_weight, ctx)
+        grad_weight = head_weight_grad(
+            weight, grad_weight, main_grad=ctx.main_grad, embeds=ctx.embeds
+        )
         return grad_hidden, grad_weight, None, None, None, None, None
 
 

@@ -60,7 +60,7 @@ def test_a_tokens_rows_are_summed_in_float32_and_its_gradient_is_theirs() -> Non
         torch.tensor([[1.0, 2.0], [256.0, 0.0], [1.0, 5.0], [4.0, 4.0]]).bfloat16().requires_grad_()
     )
     tokens, places = torch.tensor([0, 0, 0, 1]), torch.tensor([[1, 0, 2], [3, 3, 3]])
-    out = experts._Moved.apply(rows, False, tokens, places)
+    out = experts._MoveRows.apply(rows, False, tokens, places)
     assert out.tolist() == [[258.0, 7.0], [12.0, 12.0]]  # in bfloat16 256 + 1 is 256
     out.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16())
     assert rows.grad is not None and rows.grad.tolist() == [[1.0, 2.0]] * 3 + [[3.0, 4.0]]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.model.experts import RoutingReplay
+from mcore_mas.megatron.model.router_replay import RoutingReplay
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack

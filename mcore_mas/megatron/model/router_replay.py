@@ -1,0 +1,73 @@
+"""Router replay (R3, arXiv 2510.11370): the trainer uses the experts that the engine used."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor
+
+from rollout.models.architecture import Experts
+
+
+class RoutingReplay(RouterReplay):
+    """Top-k choice of Megatron's router that takes experts on record, with the trainer's scores.
+
+    Tokens without a record, such as padding, go to the trainer's own choice. Megatron's class keeps
+    a queue of micro-batches, and has to be told which pass is a recomputation. Here the experts
+    come with a layer's input, so that pipelines and recomputation need no such state.
+    """
+
+    def __init__(self) -> None:
+        """Start without a record.
+
+        Megatron's constructor is not called: it would add this object to a global list, where it
+        would outlive the model.
+        """
+        self.recorded: Tensor | None = None  # [T, k] of the tokens that the router gets next
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and numbers [T, k] of each token's experts, for `scores` [T, E]."""
+        assert default_compute_topk is not None
+        values, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.recorded is None:
+            return values, own_choice
+        recorded = self.recorded.to(own_choice.dtype)
+        is_known = (recorded >= 0) & (recorded < scores.shape[1])
+        experts = torch.where(is_known, recorded, own_choice)
+        return scores.gather(1, experts), experts
+
+
+def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
+    """Make the sparse layers of a pipeline stage take their experts from the layout of their input.
+
+    They read them when they are called, so that a layer reads the same when it is recomputed.
+    """
+    for layer in layers:
+        number = int(layer.layer_number) - 1  # in the whole model
+        if experts.sparse[number]:
+            replay = RoutingReplay()
+            layer.mlp.router.router_replay = replay
+            sparse_number = sum(experts.sparse[:number])
+            hook = partial(_read_record, replay, sparse_number)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _read_record(
+    replay: RoutingReplay,
+    sparse_number: int,
+    _layer: torch.nn.Module,
+    _args: Any,
+    kwargs: dict[str, Any],
+) -> None:
+    """Forward pre-hook of the sparse layer with this number among the sparse ones."""
+    routing = kwargs["packed_seq_params"].routing
+    replay.recorded = None if routing is None else routing[:, sparse_number]
