@@ -232,7 +232,8 @@ def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:
 
 def _sum_repeated_heads(grad: Tensor, kv: Tensor) -> Tensor:
     """Sum the gradients of keys or values over the query heads that share them."""
-    return grad.unflatten(1, (kv.shape[1], -1)).sum(dim=2)
+    summed: Tensor = grad.unflatten(1, (kv.shape[1], -1)).sum(dim=2)
+    return summed
 
 
 def attend_exactly(

@@ -32,11 +32,8 @@ def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
     warps = min(32, block_rows * padded_width // 512)
     blocks = -(-rows // block_rows)
     gradient_programs = min(blocks, _NORM_WARPS // warps)
-    return (
-        blocks,
-        gradient_programs,
-        {"rows": block_rows, "width": padded_width, "num_warps": warps},
-    )
+    options = {"rows": block_rows, "width": padded_width, "num_warps": warps}
+    return blocks, gradient_programs, options
 
 
 @torch.library.custom_op("mcore_mas::norm", mutates_args=())
