@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -14,28 +13,16 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from rollout.base.errors import EnvError
+from rollout.environments.fenced_programs import last_program, without_programs
 from rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from rollout.environments.running import SandboxedEnv
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
 from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
-_THOUGHT_END = "</think>"
-_FENCED_PROGRAM = re.compile(
-    r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
-)
 SOLUTION = '{"solution":'  # prefix of an answer that is a program and no test
 _SHOWN_CHARS = 400  # most characters of an input or output in a report to an agent
 VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
-
-
-def last_program(text: str) -> str | None:
-    """Return the last closed fenced block after any thought; None if there is none, or if blank."""
-    blocks = _FENCED_PROGRAM.findall(text.rpartition(_THOUGHT_END)[2])
-    if not blocks or not blocks[-1].strip():
-        return None
-    program: str = blocks[-1]
-    return program
 
 
 def pack_test(test: Test, *, visible: bool) -> str:
@@ -235,9 +222,9 @@ class CodeEnv(SandboxedEnv):
 
 def _program_to_try(action: str) -> str | None:
     """Return the program of the last `<run>` tag; None if there is no tag outside of programs."""
-    text = action.rpartition(_THOUGHT_END)[2]
+    text = action.rpartition("</think>")[2]
     tagged = last_tag(text, "run")
-    outside_of_programs = last_tag(_FENCED_PROGRAM.sub("", text), "run")
+    outside_of_programs = last_tag(without_programs(text), "run")
     if tagged is None or outside_of_programs is None:
         return None
     return last_program(tagged) or last_program(text) or tagged

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.environments.code import last_program
+from rollout.environments.fenced_programs import last_program
 from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.environments.protocol import AgentMistake, Step, ToolCall
 from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox

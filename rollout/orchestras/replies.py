@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from rollout.base.errors import Undecided
-from rollout.environments.code import last_program
+from rollout.environments.fenced_programs import last_program
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.patches import BadPatch, parse_patch
 from rollout.environments.protocol import PlayedEnv, after_thought, last_tag

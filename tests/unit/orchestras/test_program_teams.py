@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.environments.code import last_program
+from rollout.environments.fenced_programs import last_program
 from rollout.environments.math import MathEnv
 from rollout.records.trajectory import Group, Status, Trajectory
 from rollout.rewards.turn_scores import local_team

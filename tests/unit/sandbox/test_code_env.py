@@ -10,7 +10,8 @@ import pytest
 from rollout.base.errors import EnvError
 from rollout.config.environment import EnvConfig
 from rollout.environments import ENVS
-from rollout.environments.code import VERDICT_TEXTS, CodeEnv, last_program, pack_test, unpack_test
+from rollout.environments.code import VERDICT_TEXTS, CodeEnv, pack_test, unpack_test
+from rollout.environments.fenced_programs import last_program
 from rollout.environments.protocol import Step
 from rollout.environments.running import Tier
 from rollout.records.trajectory import Task
@@ -145,6 +146,19 @@ def test_tasks_without_tests_are_errors(answers: tuple[str, ...], message: str) 
         ("<think>```python\na\n```</think>\n```Python\nb\n```\n", "b\n"),
         ("text", None),
         ("```python\ns = '''```'''\n```", "s = '''```'''\n"),
+        ("The sample is\n```text\n4\n```\nand so:\n```python\na\n```\n", "a\n"),
+        ("```sh\npip list\n```\n\n```python\na\n```\n```json\n{}\n```\n", "a\n"),
+        ("Here:\r\n```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
+        ("1. So:\n\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+        ("> ```python\n> a\n> ```\n", "a\n"),
+        ("``` python\na\n```\n", "a\n"),
+        ("````python\ns = '''\n```\n'''\n````\n", "s = '''\n```\n'''\n"),
+        ("~~~python\na\n~~~\n", "a\n"),
+        ('```python title="main.py"\na\n```\n', "a\n"),
+        ("```{.python .numberLines}\na\n```\n", "a\n"),
+        ("<answer>\n```python\na\n```\n</answer>", "a\n"),
+        ("```c++\nint a;\n```\n", None),
+        ("```pycon\n>>> a\n```\n", None),
     ],
 )
 def test_last_program(text: str, program: str | None) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from rollout.environments.code import last_program, unpack_test
+from rollout.environments.code import unpack_test
+from rollout.environments.fenced_programs import last_program
 from rollout.environments.protocol import last_tag
 from rollout.sandbox.judge import StdinTest
 from rollout.tasks.formula_programs import FORMULAS, program_tasks

@@ -1,0 +1,76 @@
+"""Fenced blocks of Markdown in a reply, and the program among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from markdown_it import MarkdownIt
+
+_THOUGHT_END = "</think>"
+_PYTHON_LABELS = ("", "python", "py", "python3")
+_LABEL = re.compile(r"[\s{.]*([\w+-]*)")  # of "python", "{.python}" or `python title="main.py"`
+_MARKDOWN = MarkdownIt("commonmark").disable("html_block")  # a tag before a fence hides it
+_MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedBlock:
+    """A closed fenced block.
+
+    Attributes:
+        label: first word after the opening fence in lower case, such as "python"; "" without one.
+        content: text between the fences, without the indentation of a list or a quotation.
+        first_line: number of the line of the opening fence.
+        end_line: number of the line that follows the closing fence.
+    """
+
+    label: str
+    content: str
+    first_line: int
+    end_line: int
+
+
+def fenced_blocks(text: str) -> Iterator[FencedBlock]:
+    """Yield the closed fenced blocks of a Markdown text, also those in lists and quotations."""
+    lines = _lines(text)
+    for token in _MARKDOWN.parse(text):
+        if token.type != "fence" or token.map is None:
+            continue
+        first_line, end_line = token.map
+        closing = lines[end_line - 1].strip(" \t>")
+        is_closed = end_line - first_line > 1 and closing.startswith(token.markup)
+        if is_closed and not closing.strip(token.markup[0]):
+            match = _LABEL.match(token.info)
+            label = match[1].lower() if match else ""
+            yield FencedBlock(
+                label=label, content=token.content, first_line=first_line, end_line=end_line
+            )
+
+
+def last_program(text: str) -> str | None:
+    """Return the last fenced program after any thought; None if there is none, or if it is blank.
+
+    A program is a closed block that is labelled as Python, or that has no label.
+    """
+    blocks = fenced_blocks(text.rpartition(_THOUGHT_END)[2])
+    programs = [block.content for block in blocks if block.label in _PYTHON_LABELS]
+    if not programs or not programs[-1].strip():
+        return None
+    return programs[-1]
+
+
+def without_programs(text: str) -> str:
+    """Return a text without its fenced programs."""
+    lines = _lines(text)
+    for block in fenced_blocks(text):
+        if block.label in _PYTHON_LABELS:
+            for number in range(block.first_line, block.end_line):
+                lines[number] = ""
+    return "\n".join(lines)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text as the Markdown parser counts them."""
+    return re.split(r"\r\n|\r|\n", text)
