@@ -1,4 +1,4 @@
-"""A policy may be a frozen model behind an API; an engine is chosen by name."""
+"""Policies that are frozen models behind an API, and settings of policies that are impossible."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from tests.support.chat_server import ChatServer, chat_server, says
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run, metrics_of
 
+APPROVAL = "<verify>approve</verify>"
 
-def with_remote(run: Path, url: str, **trainer: int) -> Path:
-    """The run with a remote verifier."""
+
+def use_remote_verifier(run: Path, url: str, **trainer: int) -> Path:
+    """Let a remote model be the verifier of a run; return its config file.
+
+    Args:
+        run: folder of the run.
+        url: of the model's server.
+        trainer: settings of the section `trainer`.
+    """
     path = run / "config.yaml"
     config = yaml.safe_load(path.read_text())
     config["policies"]["verifier"] = {"remote": {"model": "big", "url": url}}
@@ -31,24 +39,27 @@ def with_remote(run: Path, url: str, **trainer: int) -> Path:
     return path
 
 
-def asked(server: ChatServer) -> int:
-    assert all(body["model"] == "big" for body in server.bodies)
+def count_requests(server: ChatServer) -> int:
+    """Return the number of requests, all of which must be for the model."""
+    assert {body["model"] for body in server.bodies} == {"big"}
     return len(server.bodies)
 
 
 def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
-    with chat_server(says("<verify>approve</verify>")) as server:
+    with chat_server(says(APPROVAL)) as server:
         run = make_run(tmp_path, "data.test=2", "evaluation.samples=2")
-        out = run / "evaluation" / "base.json"
-        out.parent.mkdir()
-        evaluate(with_remote(run, server.url), "base", out)
-        assert asked(server) >= 1
-    assert json.loads(out.read_text())["commit"] == code_commit()
-    turns = [turn for t in read_trajectories(out.with_suffix("")) for turn in t.turns]
-    remote = [turn for turn in turns if turn.policy == "verifier"]
-    assert remote
-    assert {turn.text for turn in remote} == {"<verify>approve</verify>"}
-    assert {turn.completion_ids for turn in remote} == {()}
+        scores = run / "evaluation" / "base.json"
+        scores.parent.mkdir()
+        evaluate(use_remote_verifier(run, server.url), "base", scores)
+        assert count_requests(server) >= 1
+    assert json.loads(scores.read_text())["commit"] == code_commit()
+
+    trajectories = read_trajectories(scores.with_suffix(""))
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    remote_turns = [turn for turn in turns if turn.policy == "verifier"]
+    assert {turn.text for turn in remote_turns} == {APPROVAL}
+    # the tokens of a remote model are not known
+    assert {turn.completion_ids for turn in remote_turns} == {()}
     assert all(turn.completion_ids for turn in turns if turn.policy == "solver")
 
 
@@ -56,15 +67,17 @@ def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
 def test_a_remote_policy_plays_in_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with chat_server(says("<verify>approve</verify>")) as server, training_here(monkeypatch):
+    with chat_server(says(APPROVAL)) as server, training_here(monkeypatch):
         run = make_run(tmp_path, "data.validation=1")
-        train(with_remote(run, server.url, steps=2, checkpoint_every=2, validate_every=2))
-        assert asked(server) >= 2
+        config = use_remote_verifier(run, server.url, steps=2, checkpoint_every=2, validate_every=2)
+        train(config)
+        assert count_requests(server) >= 2
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == [-1, 0, 1]
     assert sum(row.get("policy/verifier/calls", 0) for row in rows) >= 1
     done = json.loads((run / "train" / "done.json").read_text())
-    assert (list(done["policies"]), done["commit"]) == (["solver"], code_commit())
+    assert list(done["policies"]) == ["solver"]
+    assert done["commit"] == code_commit()
 
 
 @pytest.mark.parametrize(
@@ -101,14 +114,16 @@ def test_a_remote_policy_plays_in_a_training(
         ({"engine.urls": ["http://127.0.0.1:1"]}, "set name: sglang"),
     ],
 )
-def test_what_cannot_be_is_one_line(change: dict[str, object], message: str) -> None:
+def test_impossible_policies_and_engines_are_refused_in_one_line(
+    change: dict[str, object], message: str
+) -> None:
     values = resolve(["experiment=demo_math"])
-    for place, value in change.items():
-        *parents, last = place.split(".")
+    for path, value in change.items():
+        *parents, key = path.split(".")
         section = values
         for parent in parents:
             section = section[parent]
-        section[last] = value
+        section[key] = value
     with pytest.raises(ConfigError, match=message) as raised:
         RunConfig.check(values, "here")
     assert "\n" not in str(raised.value)
