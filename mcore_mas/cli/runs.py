@@ -112,7 +112,7 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
         numbers = [run.reward, run.accuracy, *(run.scores.get(name) for name in evaluations)]
         table.add_row(
             Text(escape_line(run.run)),
-            f"{run.steps}/{run.of}{' done' if run.done else ''}",
+            f"{run.steps}/{run.total_steps}{' done' if run.done else ''}",
             *("" if number is None else f"{number:.3f}" for number in numbers),
         )
     Console(highlight=False).print(table)

@@ -12,11 +12,11 @@ from rollout.base.yaml_files import read_yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """How far a run has come, and how well it does."""
+    """Progress of a run, and its newest reward and accuracy."""
 
     run: str
-    steps: int  # training steps done
-    of: int  # training steps in all
+    steps: int  # finished training steps
+    total_steps: int
     done: bool
     reward: float | None  # of the last step that has one
     accuracy: float | None  # of the last validation
@@ -66,7 +66,7 @@ def _read_run_state(run: Path) -> RunState:
     return RunState(
         run=run.name,
         steps=1 + max((row["step"] for row in rows), default=-1),
-        of=read_run_config(run)["trainer"]["steps"],
+        total_steps=read_run_config(run)["trainer"]["steps"],
         done=(run / "train" / "done.json").is_file(),
         reward=_last_value(rows, "reward/mean"),
         accuracy=_last_value(rows, "validation/accuracy"),

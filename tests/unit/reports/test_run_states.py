@@ -21,13 +21,13 @@ def test_runs_of_a_folder_have_their_steps_and_scores(tmp_path: Path) -> None:
     assert first == RunState(
         run="a",
         steps=2,
-        of=4,
+        total_steps=4,
         done=False,
         reward=0.75,
         accuracy=0.25,
         scores={"trained": 0.5},
     )
-    assert (second.run, second.of, second.done) == ("b", 2, True)
+    assert (second.run, second.total_steps, second.done) == ("b", 2, True)
     assert read_run_states(tmp_path / "a") == [first]
     with pytest.raises(FolderError, match="none: no such folder"):
         read_run_states(tmp_path / "none")

@@ -46,7 +46,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_runs_and_files_are_those_of_the_folder(results: Path) -> None:
     studio = Studio(results)
-    runs = [(run["run"], run["steps"], run["of"], run["reward"]) for run in studio.runs()]
+    runs = [(run["run"], run["steps"], run["total_steps"], run["reward"]) for run in studio.runs()]
     assert runs == [("a", 2, 4, 0.75), ("b", 2, 4, 0.75)]
     part = results / "a" / "evaluation" / "trained" / "part_000000.parquet"
     write_trajectories(part, [trajectory(turn(0))])
