@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_mas.megatron.state.sharded import TensorBlock, tensor_blocks
+from mcore_mas.megatron.state.tensor_blocks import TensorBlock, tensor_blocks
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
     VOCAB,

@@ -1,0 +1,169 @@
+"""Rectangles of Hugging Face tensors in a flat shard, for checkpoints of any layout."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping
+from rollout.models.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBlock:
+    """Rectangle of a Hugging Face tensor whose elements are contiguous in a flat shard, row by row.
+
+    Attributes:
+        tensor: name of the tensor.
+        shape: of the whole tensor.
+        start: first index of the rectangle, by dimension.
+        size: of the rectangle, by dimension.
+        offset: index of the first element in the flat shard.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+
+    @property
+    def key(self) -> str:
+        """The rectangle as text, `tensor[rows,columns]`."""
+        ranges = (
+            f"{first}:{first + length}" for first, length in zip(self.start, self.size, strict=True)
+        )
+        return f"{self.tensor}[{','.join(ranges)}]"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """Return the rectangle as a view of `flat`, the shard's elements from `first` on."""
+        begin = self.offset - first
+        return flat[begin : begin + self.numel].view(self.size)
+
+    def common(self, other: TensorBlock) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Return the intersection with another rectangle of the tensor.
+
+        It is a pair of indices into the two rectangles, and None if they do not intersect.
+        """
+        own_ranges = []
+        other_ranges = []
+        dimensions = zip(self.start, self.size, other.start, other.size, strict=True)
+        for own_start, own_size, other_start, other_size in dimensions:
+            low = max(own_start, other_start)
+            high = min(own_start + own_size, other_start + other_size)
+            if low >= high:
+                return None
+            own_ranges.append(slice(low - own_start, high - own_start))
+            other_ranges.append(slice(low - other_start, high - other_start))
+        return tuple(own_ranges), tuple(other_ranges)
+
+
+def tensor_blocks(
+    mapping: WeightMapping,
+    shard_shape: Sequence[int],
+    architecture: Architecture,
+    tp: int,
+    rank: int,
+    span: tuple[int, int],
+) -> list[TensorBlock]:
+    """Return the rectangles that a span of a flat shard holds; padding is in none of them.
+
+    Args:
+        mapping: of the parameter.
+        shard_shape: of tensor-parallel rank `rank`'s shard of the parameter.
+        tp: number of tensor-parallel ranks.
+        span: first element, and the one after the last.
+    """
+    first, last = span
+    return [
+        part
+        for block in _shard_blocks(mapping, shard_shape, architecture, tp, rank)
+        for part in _clip_block(block, first, last)
+    ]
+
+
+def _shard_blocks(
+    mapping: WeightMapping,
+    shard_shape: Sequence[int],
+    architecture: Architecture,
+    tp: int,
+    rank: int,
+) -> Iterator[TensorBlock]:
+    """Yield the blocks of neighbouring rows of a whole shard.
+
+    They are found by sharding small tensors of numbers in the way that the real tensors are
+    sharded. Each row of the tensors is `parts` numbers, 1 or the number of parts that a row of a
+    matrix may be cut into, and the numbers count through all tensors from 1 on; 0 is padding.
+    """
+    shapes = list(mapping.shapes(shard_shape, architecture, tp).values())
+    is_matrix = len(shapes[0]) == 2
+    parts = tp if is_matrix else 1
+    # First row of each tensor, if the rows of all tensors are counted through.
+    first_rows = list(accumulate((shape[0] for shape in shapes), initial=0))
+    numbers = []
+    for first_row, shape in zip(first_rows, shapes, strict=False):
+        count = torch.arange(first_row * parts + 1, (first_row + shape[0]) * parts + 1)
+        numbers.append(count.view(-1, *[parts] * (len(shape) - 1)))
+
+    shard_parts = shard_shape[1] * parts // shapes[0][1] if len(shard_shape) == 2 else 1
+    sharded = torch.zeros(shard_shape[0], shard_parts, dtype=torch.int64)
+    target = sharded if len(shard_shape) == 2 else sharded[:, 0]
+    sources = [LazyTensor.of(tensor) for tensor in numbers]
+    mapping.sharding.fill(target, sources, architecture, tp, rank)
+
+    rows = (sharded[:, 0] - 1) // parts  # -1 is padding
+    column_part = int(sharded[0, 0] - 1) % parts
+    is_break = (rows[1:] != rows[:-1] + 1) | torch.isin(rows[1:], torch.tensor(first_rows))
+    breaks = (is_break.nonzero()[:, 0] + 1).tolist()
+    for first, last in pairwise([0, *breaks, len(rows)]):
+        row = int(rows[first])
+        if row < 0:
+            continue
+        number = bisect_right(first_rows, row) - 1
+        shape = shapes[number]
+        width = math.prod(shape[1:]) * shard_parts // parts
+        yield TensorBlock(
+            tensor=mapping.tensors[number],
+            shape=shape,
+            start=(row - first_rows[number], column_part * width)[: len(shape)],
+            size=(last - first, width)[: len(shape)],
+            offset=first * width,
+        )
+
+
+def _clip_block(block: TensorBlock, first: int, last: int) -> Iterator[TensorBlock]:
+    """Yield the parts of a block within [first, last) of the flat shard.
+
+    They are rectangles: the end of a row, whole rows, the beginning of a row.
+    """
+    width = block.size[1] if len(block.size) == 2 else 1
+    low = max(first - block.offset, 0)
+    high = min(last - block.offset, block.numel)
+    while low < high:
+        row, column = divmod(low, width)
+        has_whole_rows = column == 0 and high - low >= width
+        if has_whole_rows:
+            end = high // width * width
+            size = ((end - low) // width, *block.size[1:])
+        else:
+            end = min(high, (row + 1) * width)
+            size = (1, end - low)
+        yield TensorBlock(
+            tensor=block.tensor,
+            shape=block.shape,
+            start=(block.start[0] + row, *(start + column for start in block.start[1:])),
+            size=size,
+            offset=block.offset + low,
+        )
+        low = end
