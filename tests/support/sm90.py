@@ -92,7 +92,7 @@ def tree_kernels(
     group: int, head_dim: int, capability: int = 90, room: int = 227
 ) -> list[dict[str, int]]:
     """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
-    sizes = TileSizes.of(group, head_dim, bf16=True, room=room)
+    sizes = TileSizes.of(group, head_dim, bf16=True, shared_memory_kib=room)
     plan = PackedTrees.of([Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes).plan
 
     def attend() -> None:

@@ -109,18 +109,18 @@ def _read_range(x: Tensor, tokens: slice) -> Tensor:
 
 def _read_blocks(x: Tensor, blocks: CausalBlocks) -> Tensor:
     """Return blocks of x [T, heads, ...] as [B, heads, L, ...]; a view if they lie end to end."""
-    if blocks.place is None:
-        result: Tensor = x[blocks.rows]
+    if blocks.token_range is None:
+        result: Tensor = x[blocks.block_tokens]
     else:
-        result = x[blocks.place].unflatten(0, (-1, blocks.length))
+        result = x[blocks.token_range].unflatten(0, (-1, blocks.length))
     return result.transpose(1, 2)
 
 
 def _write_blocks(x: Tensor, blocks: CausalBlocks, values: Tensor) -> None:
     """Write values [B, heads, L, ...] to the tokens of x that `_read_blocks` reads."""
     values = values.transpose(1, 2)
-    if blocks.place is not None:
-        x[blocks.place].unflatten(0, (-1, blocks.length)).copy_(values)
+    if blocks.token_range is not None:
+        x[blocks.token_range].unflatten(0, (-1, blocks.length)).copy_(values)
     else:
         x[blocks.tokens] = values.flatten(0, 1)[blocks.filled].to(x.dtype)
 

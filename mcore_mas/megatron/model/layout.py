@@ -1,10 +1,10 @@
-"""Layout of tree attention for a micro-batch: blocks for torch's kernels, or a plan of tiles for Triton's."""
+"""Layout of attention over a micro-batch, for torch's kernels or for Triton's."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -14,243 +14,340 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment, depths
 
-# torch's causal kernel on the CPU computes every pair of 128 queries and their keys and drops half of them: a longer
-# segment is cut into blocks, and each half of them sees the other without a mask (512 tokens: half the time)
+# torch's causal kernel on the CPU computes every pair of 128 queries and their keys, and drops half
+# of them. A longer segment is therefore cut into blocks, and one half of them attends to the other
+# without a mask (512 tokens take half the time).
 _CPU_BLOCK = 128
-_CPU_MULTIPLE = 32  # of the kernel's blocks of queries
-# attended to by a call of their own, tokens cost more than the call; fewer are padded together
-_WORTH_A_CALL = 64
+
+# Blocks of queries in the CPU's kernel are a multiple of this number of tokens.
+_CPU_MULTIPLE = 32
+
+# From this number of tokens on, a call of their own costs less than padding them with others.
+_MIN_CALL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CausalBlocks:
-    """Blocks of equal length, each of which attends to itself, causally.
+    """B blocks of equal length L, each of which attends to itself causally, in one call.
 
-    Either they lie one after the other at `place`, or `rows` says where the tokens of each are: shorter ones are padded
-    by their last token, which `present` leaves out.
+    Either the blocks lie end to end at `token_range`, or shorter blocks are padded by their last
+    token: then `block_tokens` and the following attributes are set.
+
+    Attributes:
+        length: L.
+        token_range: the tokens of all blocks.
+        block_tokens: [B, L] token of each element.
+        present: [B, L] bool, False for padding.
+        filled: [tokens] indices of the elements of the flat [B · L] that are not padding.
+        tokens: [tokens] their tokens.
     """
 
-    length: int  # L
-    place: slice | None = None
-    rows: Tensor | None = None  # [B, L]
-    present: Tensor | None = None  # [B, L] bool
-    filled: Tensor | None = None  # [tokens] which elements of the flat [B · L] are present
-    tokens: Tensor | None = None  # [tokens] and their tokens
+    length: int
+    token_range: slice | None = None
+    block_tokens: Tensor | None = None
+    present: Tensor | None = None
+    filled: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """Sizes of a Triton kernel's tiles, and how many heads share a key/value head: tokens · `group` are rows."""
+    """Sizes of the tiles of Triton's attention kernels.
+
+    A tile of queries has a row for each token and each of the `group` heads that share a key/value
+    head.
+
+    Attributes:
+        group: heads that share a key/value head.
+        rows: of the forward pass and the gradient of queries, at least `group`.
+        keys: of the same kernels.
+        rows_kv: of the gradients of keys and values.
+        keys_kv: of the same kernel.
+    """
 
     group: int
-    rows: int  # of the forward pass and the gradient of queries, at least as many as `group`
+    rows: int
     keys: int
-    rows_kv: int  # of the gradients of keys and values
+    rows_kv: int
     keys_kv: int
 
     @classmethod
-    def of(cls, group: int, head_dim: int, bf16: bool, room: int = 227) -> TileSizes:
-        """What compiles for an H200 without spilled registers, or nearly (tests/unit/megatron/test_kernels.py).
+    def of(cls, group: int, head_dim: int, bf16: bool, shared_memory_kib: int = 227) -> TileSizes:
+        """Return sizes that compile for an H200 with no or almost no spilled registers.
+
+        tests/unit/megatron/test_kernels.py checks this.
 
         Args:
-            room: KiB of a GPU's shared memory, of which wide heads have few keys at a time where there is little.
+            shared_memory_kib: of the GPU; wide heads have fewer keys in a tile where it is small.
         """
+        padded_group = _next_power(group)
         if bf16 and head_dim <= 128:
-            return cls(group, max(128, _above(group)), 64, max(64, _above(group)), 64)
-        keys = 16 if bf16 and room <= 129 * _above(head_dim) // 256 else 32
-        return cls(group, max(64, _above(group)), keys, max(32, _above(group)), 32)
+            return cls(
+                group,
+                rows=max(128, padded_group),
+                keys=64,
+                rows_kv=max(64, padded_group),
+                keys_kv=64,
+            )
+        is_small = shared_memory_kib <= 129 * _next_power(head_dim) // 256
+        return cls(
+            group,
+            rows=max(64, padded_group),
+            keys=16 if bf16 and is_small else 32,
+            rows_kv=max(32, padded_group),
+            keys_kv=32,
+        )
 
     @staticmethod
-    def least_room(head_dim: int, bf16: bool) -> int:
-        """KiB of shared memory that tiles of such heads want, as compiled for GPUs with little of it (sm_80, sm_89)."""
-        width = max(64, _above(head_dim))
-        return (160 if not bf16 else 97 if width <= 128 else 49) * width // 128
+    def min_shared_memory_kib(head_dim: int, bf16: bool) -> int:
+        """Return the KiB of shared memory that the kernels need for heads of this width.
+
+        The numbers are those of kernels compiled for GPUs with little shared memory (sm_80, sm_89).
+        """
+        width = max(64, _next_power(head_dim))
+        if not bf16:
+            return 160 * width // 128
+        return (97 if width <= 128 else 49) * width // 128
 
 
-def _above(count: int) -> int:
+def _next_power(count: int) -> int:
+    """Return the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Which blocks of queries and keys meet; made once for all layers, on the host, from T ends alone.
+    """Pairs of a block of queries and a block of keys that Triton's kernels compute.
 
-    Read by keys, a key is seen by the one stretch of queries up to its end, and a block of keys by the stretch up to
-    its farthest. Read by queries, the blocks of keys are scattered, and listed.
+    The plan is made on the host, once for all layers. A key is attended to by one range of queries,
+    from itself to its end, and so is a block of keys. A block of queries attends to scattered
+    blocks of keys, which are listed.
+
+    Attributes:
+        sizes: of the tiles.
+        ends: [T] int32, first token after the subtree of each token's segment.
+        seen: [pairs] int32, blocks of keys of each block of queries; those without a mask first.
+        begin: [blocks of queries + 1] int32, first index into `seen` of each block of queries.
+        masked: [blocks of queries] int32, first index into `seen` of a block that needs the mask.
+        nearest: [blocks of keys] int32, the smallest end in each.
+        farthest: [blocks of keys] int32, the largest end in each.
     """
 
     sizes: TileSizes
-    ends: Tensor  # [T] int32, the first token behind the subtree of each token's segment
-    seen: Tensor  # [meetings] int32, the blocks of keys of each block of queries, first those that need no mask
-    begin: Tensor  # [blocks of queries + 1] int32, into `seen`
-    masked: Tensor  # [blocks of queries] int32, into `seen`: from here on blocks need the mask
-    nearest: Tensor  # [blocks of keys] int32, the smallest end in each
-    farthest: Tensor  # [blocks of keys] int32, the largest
+    ends: Tensor
+    seen: Tensor
+    begin: Tensor
+    masked: Tensor
+    nearest: Tensor
+    farthest: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], ends: Sequence[int], sizes: TileSizes) -> BlockPlan:
-        """Of segments depth first: their lengths, and the first token behind the subtree of each."""
-        end = np.repeat(np.asarray(ends, dtype=np.int32), lengths)
-        near, far = _extremes(end, sizes.keys)
-        first = np.arange(0, len(end), sizes.rows // sizes.group)[:, None]
-        stop = np.minimum(first + sizes.rows // sizes.group, len(end))
-        key = sizes.keys * np.arange(len(near))
-        visible = (key < stop) & (far > first)
-        full = visible & (key + sizes.keys - 1 <= first) & (near >= stop)
-        block, column = np.nonzero(visible)
-        order = np.lexsort((column, ~full[block, column], block))
-        begin = np.concatenate([[0], np.cumsum(visible.sum(1))])
-        columns = (
-            end,
-            column[order],
-            begin,
-            begin[:-1] + full.sum(1),
-            *_extremes(end, sizes.keys_kv),
-        )
+        """Plan the attention over segments in depth-first order.
+
+        Args:
+            lengths: tokens of each segment.
+            ends: first token after the subtree of each segment.
+        """
+        token_ends = np.repeat(np.asarray(ends, dtype=np.int32), lengths)
+        nearest, farthest = _extreme_ends(token_ends, sizes.keys)
+
+        # A row of these matrices is a block of queries, a column a block of keys.
+        tokens_per_block = sizes.rows // sizes.group
+        first_query = np.arange(0, len(token_ends), tokens_per_block)[:, None]
+        stop_query = np.minimum(first_query + tokens_per_block, len(token_ends))
+        first_key = sizes.keys * np.arange(len(nearest))
+        is_visible = (first_key < stop_query) & (farthest > first_query)
+        is_before = first_key + sizes.keys - 1 <= first_query
+        is_unmasked = is_visible & is_before & (nearest >= stop_query)
+
+        query_block, key_block = np.nonzero(is_visible)
+        order = np.lexsort((key_block, ~is_unmasked[query_block, key_block], query_block))
+        begin = np.concatenate([[0], np.cumsum(is_visible.sum(1))])
+        nearest_kv, farthest_kv = _extreme_ends(token_ends, sizes.keys_kv)
         return cls(
-            sizes, *(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in columns)
+            sizes=sizes,
+            ends=_int32_tensor(token_ends),
+            seen=_int32_tensor(key_block[order]),
+            begin=_int32_tensor(begin),
+            masked=_int32_tensor(begin[:-1] + is_unmasked.sum(1)),
+            nearest=_int32_tensor(nearest_kv),
+            farthest=_int32_tensor(farthest_kv),
         )
 
 
-def _extremes(end: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest and the largest end of each block of keys; a key missing in the last ends at 0."""
-    blocks = np.pad(end, (0, -len(end) % keys)).reshape(-1, keys)
+def _int32_tensor(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32))
+
+
+def _extreme_ends(ends: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smallest and the largest end in each block of keys; missing keys end at 0."""
+    blocks = np.pad(ends, (0, -len(ends) % keys)).reshape(-1, keys)
     return blocks.min(1), blocks.max(1)
 
 
 @dataclass
 class PackedTrees(PackedSeqParams):
-    """The layout of one micro-batch, handed through Megatron to `TreeAttention`.
+    """Layout of a micro-batch, which Megatron hands to `TreeAttention`.
 
-    `qkv_format` stays "sbhd" (one row of T tokens), which keeps Megatron from re-shaping for its own packed kernels.
+    `qkv_format` stays "sbhd" (one row of T tokens), so that Megatron does not reshape for its own
+    packed kernels. Megatron reads `max_seqlen_q` and `max_seqlen_kv` for the length of the rotary
+    embedding, which `TreeRotary` does not need.
+
+    Attributes:
+        own: blocks that attend to themselves; every token is in one of them.
+        seen: pairs of a range of queries and a range of keys, all of which these queries attend to.
+        paths: of each segment, the token ranges from its root to itself; on a CPU only.
+        plan: for Triton's kernels, in the place of `own` and `seen`.
+        starts: [sequences + 1] int32, first token of each sequence, and T; None if sequences share
+            tokens.
+        longest: tokens of the longest segment.
+        positions: tokens of the longest sequence.
+        predictors: [n] tokens of this rank that predict something, if only they leave the last
+            layer.
+        routing: [tokens of this rank, sparse layers, k] experts on record, see `RoutingReplay`.
     """
 
     qkv_format: str = "sbhd"
-    max_seqlen_q: int = (
-        0  # Megatron takes the larger of these two for the rotary length; TreeRotary needs neither
-    )
+    max_seqlen_q: int = 0
     max_seqlen_kv: int = 0
-    own: tuple[CausalBlocks, ...] = field(default_factory=tuple)  # every token is in one of them
-    seen: tuple[tuple[slice, slice], ...] = field(
-        default_factory=tuple
-    )  # queries, and keys that all of them see
-    paths: tuple[tuple[slice, ...], ...] = field(
-        default_factory=tuple
-    )  # on a CPU, of each segment from its root
-    plan: BlockPlan | None = None  # in place of both, for Triton's kernel
-    starts: Tensor | None = (
-        None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
-    )
-    longest: int = 0  # tokens of the longest segment
-    positions: int = 0  # tokens of the longest sequence
-    predictors: Tensor | None = (
-        None  # [n] this rank's tokens that predict something, where only they leave the last layer
-    )
-    routing: Tensor | None = None  # [tokens of this rank, sparse layers, k], see `RoutingReplay`
+    own: tuple[CausalBlocks, ...] = ()
+    seen: tuple[tuple[slice, slice], ...] = ()
+    paths: tuple[tuple[slice, ...], ...] = ()
+    plan: BlockPlan | None = None
+    starts: Tensor | None = None
+    longest: int = 0
+    positions: int = 0
+    predictors: Tensor | None = None
+    routing: Tensor | None = None
 
     @classmethod
     def of(
         cls, segments: Sequence[Segment], kind: str = "cpu", sizes: TileSizes | None = None
     ) -> PackedTrees:
-        """The layout of `segments` end to end, depth first: what continues a segment lies right behind it.
-
-        Its tensors are on the CPU.
+        """Lay out segments end to end; the tensors are on the CPU.
 
         Args:
-            kind: of device that torch's kernels will run on.
-            sizes: of the tiles of Triton's kernel, if that is to attend.
+            segments: depth first, so that the segments that continue one follow it directly.
+            kind: type of the device that torch's kernels will run on.
+            sizes: of the tiles of Triton's kernels; None: torch's kernels are used.
         """
         lengths = [segment.tokens for segment in segments]
-        ends = list(accumulate(lengths))
-        places = [slice(end - tokens, end) for tokens, end in zip(lengths, ends, strict=True)]
-        paths: list[tuple[slice, ...]] = []
-        for segment, place in zip(segments, places, strict=True) if kind == "cpu" else ():
-            paths.append((*(paths[segment.parent] if segment.parent >= 0 else ()), place))
-        for i in reversed(range(len(segments))):
-            if segments[i].parent >= 0:
-                ends[segments[i].parent] = max(ends[segments[i].parent], ends[i])
-        alone = all(segment.parent < 0 for segment in segments)
-        own, seen = (
-            ((), ())
-            if sizes
-            else _calls(places, ends, _CPU_BLOCK if kind == "cpu" else max(lengths))
-        )
-        return cls(
-            own=own,
-            seen=seen,
-            paths=tuple(paths),
-            plan=BlockPlan.of(lengths, ends, sizes) if sizes else None,
-            starts=torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32)
-            if alone
-            else None,
+        stops = list(accumulate(lengths))
+        ranges = [slice(stop - tokens, stop) for tokens, stop in zip(lengths, stops, strict=True)]
+        subtree_ends = _subtree_ends(segments, stops)
+
+        layout = cls(
             longest=max(lengths),
             positions=max(map(sum, zip(depths(segments), lengths, strict=True))),
         )
+        if kind == "cpu":
+            layout.paths = _paths(segments, ranges)
+        if sizes is not None:
+            layout.plan = BlockPlan.of(lengths, subtree_ends, sizes)
+        else:
+            longest_block = _CPU_BLOCK if kind == "cpu" else max(lengths)
+            layout.own, layout.seen = _attention_calls(ranges, subtree_ends, longest_block)
+        if all(segment.parent < 0 for segment in segments):
+            starts = [0, *(tokens.stop for tokens in ranges)]
+            layout.starts = torch.tensor(starts, dtype=torch.int32)
+        return layout
 
 
-def _calls(
-    places: Sequence[slice], ends: Sequence[int], longest: int
+def _paths(segments: Sequence[Segment], ranges: Sequence[slice]) -> tuple[tuple[slice, ...], ...]:
+    """Return the token ranges from the root to each segment."""
+    paths: list[tuple[slice, ...]] = []
+    for segment, tokens in zip(segments, ranges, strict=True):
+        parent_path = paths[segment.parent] if segment.parent >= 0 else ()
+        paths.append((*parent_path, tokens))
+    return tuple(paths)
+
+
+def _subtree_ends(segments: Sequence[Segment], stops: Sequence[int]) -> list[int]:
+    """Return the first token after the subtree of each segment."""
+    ends = list(stops)
+    for number in reversed(range(len(segments))):
+        parent = segments[number].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+    return ends
+
+
+def _attention_calls(
+    ranges: Sequence[slice], subtree_ends: Sequence[int], longest_block: int
 ) -> tuple[tuple[CausalBlocks, ...], tuple[tuple[slice, slice], ...]]:
-    """`own` and `seen` of a layout, for kernels that attend from one block of queries to one of keys."""
+    """Return `own` and `seen` of a layout."""
     blocks: list[slice] = []
     seen: list[tuple[slice, slice]] = []
-    for place, end in zip(places, ends, strict=True):
-        cut = _cut(place, longest)
-        blocks += cut
-        seen += _halves(cut)
-        if end > place.stop:
-            seen.append((slice(place.stop, end), place))
-    return tuple(_own(blocks)), tuple(seen)
+    for tokens, end in zip(ranges, subtree_ends, strict=True):
+        segment_blocks = _cut_range(tokens, longest_block)
+        blocks += segment_blocks
+        seen += _pair_halves(segment_blocks)
+        if end > tokens.stop:  # the segments below attend to this one
+            seen.append((slice(tokens.stop, end), tokens))
+    return tuple(_group_blocks(blocks)), tuple(seen)
 
 
-def _cut(place: slice, longest: int) -> list[slice]:
-    """A stretch in as few blocks as possible, about equally long."""
-    tokens = place.stop - place.start
-    if tokens <= longest:
-        return [place]
-    length = -(-tokens // -(-tokens // longest))
+def _cut_range(tokens: slice, longest_block: int) -> list[slice]:
+    """Cut a range into as few blocks as possible, of about the same length."""
+    count = tokens.stop - tokens.start
+    if count <= longest_block:
+        return [tokens]
+    blocks = -(-count // longest_block)
+    length = -(-count // blocks)
     length += -length % _CPU_MULTIPLE
     return [
-        slice(start, min(start + length, place.stop))
-        for start in range(place.start, place.stop, length)
+        slice(start, min(start + length, tokens.stop))
+        for start in range(tokens.start, tokens.stop, length)
     ]
 
 
-def _halves(blocks: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
-    """What the blocks of a segment see of it besides themselves: each half the one before it."""
+def _pair_halves(blocks: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Yield queries and keys so that each block attends to all earlier blocks of its segment.
+
+    The second half attends to the first; then the same is done within each half.
+    """
     if len(blocks) > 1:
-        half = (len(blocks) + 1) // 2
-        yield (
-            slice(blocks[half].start, blocks[-1].stop),
-            slice(blocks[0].start, blocks[half - 1].stop),
-        )
-        yield from _halves(blocks[:half])
-        yield from _halves(blocks[half:])
+        middle = (len(blocks) + 1) // 2
+        queries = slice(blocks[middle].start, blocks[-1].stop)
+        keys = slice(blocks[0].start, blocks[middle - 1].stop)
+        yield queries, keys
+        yield from _pair_halves(blocks[:middle])
+        yield from _pair_halves(blocks[middle:])
 
 
-def _own(blocks: Sequence[slice]) -> Iterator[CausalBlocks]:
-    """Neighbours of equal length in one call; what is too little for one is padded together with its like."""
-    short: dict[int, list[slice]] = defaultdict(list)
-    for length, run in groupby(blocks, key=lambda place: place.stop - place.start):
-        members = list(run)
-        place = slice(members[0].start, members[-1].stop)
-        if place.stop - place.start >= _WORTH_A_CALL:
-            yield CausalBlocks(length, place=place)
+def _group_blocks(blocks: Sequence[slice]) -> Iterator[CausalBlocks]:
+    """Group blocks into calls.
+
+    Neighbours of equal length share a call. Blocks that are too small for one are padded, together
+    with others of about their length.
+    """
+    short_blocks: dict[int, list[slice]] = defaultdict(list)
+    for length, run in groupby(blocks, key=lambda tokens: tokens.stop - tokens.start):
+        neighbours = list(run)
+        token_range = slice(neighbours[0].start, neighbours[-1].stop)
+        if token_range.stop - token_range.start >= _MIN_CALL_TOKENS:
+            yield CausalBlocks(length, token_range=token_range)
         else:
-            short[length.bit_length()] += members
-    for members in short.values():
-        yield _padded(members)
+            short_blocks[length.bit_length()] += neighbours
+    for similar_blocks in short_blocks.values():
+        yield _pad_blocks(similar_blocks)
 
 
-def _padded(blocks: Sequence[slice]) -> CausalBlocks:
+def _pad_blocks(blocks: Sequence[slice]) -> CausalBlocks:
+    """Pad blocks to the longest one; a single block needs no padding."""
     if len(blocks) == 1:
-        return CausalBlocks(blocks[0].stop - blocks[0].start, place=blocks[0])
-    starts = torch.tensor([place.start for place in blocks])
-    lengths = torch.tensor([place.stop - place.start for place in blocks])
+        return CausalBlocks(blocks[0].stop - blocks[0].start, token_range=blocks[0])
+    starts = torch.tensor([tokens.start for tokens in blocks])
+    lengths = torch.tensor([tokens.stop - tokens.start for tokens in blocks])
     column = torch.arange(int(lengths.max()))
-    rows = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+    block_tokens = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
     present = column < lengths[:, None]
     filled = present.flatten().nonzero()[:, 0]
     return CausalBlocks(
-        len(column), rows=rows, present=present, filled=filled, tokens=rows.flatten()[filled]
+        len(column),
+        block_tokens=block_tokens,
+        present=present,
+        filled=filled,
+        tokens=block_tokens.flatten()[filled],
     )

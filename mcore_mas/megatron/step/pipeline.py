@@ -364,7 +364,7 @@ def _tile_sizes(
         return None
     gpu: Any = torch.cuda.get_device_properties(device)
     shared_memory_kib = gpu.shared_memory_per_block_optin >> 10
-    if TileSizes.least_room(architecture.head_dim, spec.bf16) > shared_memory_kib:
+    if TileSizes.min_shared_memory_kib(architecture.head_dim, spec.bf16) > shared_memory_kib:
         return None
 
     # Context-parallel ranks repeat key/value heads if there are too few for all of them.

@@ -305,7 +305,7 @@ def test_kernels_for_an_h200_keep_to_their_registers(
 def test_heads_of_256_fit_an_l40s(measured: dict[str, list[dict[str, int]]]) -> None:
     assert (
         max(kernel["shared"] for kernel in measured["wide heads"])
-        <= TileSizes.least_room(256, bf16=True)
+        <= TileSizes.min_shared_memory_kib(256, bf16=True)
         <= 99
     )
     assert [kernel["spilled"] for kernel in measured["wide heads"]] == [0, 0, 0]

@@ -174,7 +174,7 @@ def test_a_long_stem_and_its_replies_are_few_calls() -> None:
     segments = [Segment(tokens=512), *(Segment(tokens=64, parent=0) for _ in range(8))]
     layout = PackedTrees.of(segments)
     # four blocks of the stem in one call, the replies in another
-    assert [(own.place, own.length) for own in layout.own] == [
+    assert [(own.token_range, own.length) for own in layout.own] == [
         (slice(0, 512), 128),
         (slice(512, 1024), 64),
     ]
@@ -192,9 +192,9 @@ def test_short_segments_are_padded_together_with_their_like() -> None:
     layout = PackedTrees.of(segments)
     own = {own.length: own for own in layout.own}
     assert sorted(own) == [3, 20, 100]
-    assert own[3].rows.tolist() == [[0, 1, 2], [23, 24, 24]]
+    assert own[3].block_tokens.tolist() == [[0, 1, 2], [23, 24, 24]]
     assert own[3].present.tolist() == [[True, True, True], [True, True, False]]
-    assert (own[20].place, own[100].place) == (slice(3, 23), slice(25, 125))
+    assert (own[20].token_range, own[100].token_range) == (slice(3, 23), slice(25, 125))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
