@@ -1,1 +1,1 @@
-"""What a GPU does with the trainer: `python -m benchmarks.gpu --help`."""
+"""Measurements and checks of the trainer on a GPU: `python -m benchmarks.gpu --help`."""

@@ -1,11 +1,12 @@
-"""Measures the trainer on one GPU, the most important first, each section in a process of its own with a deadline.
+"""Measure the trainer on one GPU, in sections that are processes with a deadline, the most important first.
 
     python -m benchmarks.gpu --budget 540 --out DIR [--only probe,attention] [--tiny]
     python -m benchmarks.gpu --page            docs/gpu.md from benchmarks/gpu/results.jsonl
 
-Every figure is a line of DIR/results.jsonl as soon as it is known. What is missing here (a GPU, Triton, time) is a line
-that says so. The last line names what failed, and what was computed wrong; the exit status is 1 if anything did. It
-needs torch, triton and requirements/gpu-kit.txt.
+Every figure is written to DIR/results.jsonl as soon as it is known. A section that cannot run (without
+a GPU, Triton or time) writes a line with the reason. The last line names the sections that failed or
+computed something wrong; the exit status is then 1. The kit needs torch, triton and
+requirements/gpu-kit.txt.
 """
 
 from __future__ import annotations
@@ -19,43 +20,46 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-RESULTS, PAGE = HERE / "results.jsonl", ROOT / "docs" / "gpu.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().with_name("results.jsonl")
+PAGE = ROOT / "docs" / "gpu.md"
+# Keys of a result line that say which check or case it is of.
+_CASE_KEYS = ("what", "layout", "dtype", "model", "transport")
+_SHOWN_ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the kit: how long it may take, and the program that prints its lines."""
+    """Part of the kit: its deadline in seconds, and the command that prints its result lines."""
 
     seconds: float
     command: tuple[str, ...]
 
 
-def _own(name: str) -> tuple[str, ...]:
-    return (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.sections", name)
-
-
-SECTIONS: dict[str, Section] = {  # the most important first
-    "probe": Section(40, _own("probe")),
-    "correctness": Section(180, _own("correctness")),
-    "updates": Section(240, _own("updates")),
-    "attention": Section(90, _own("attention")),
-    "head": Section(60, _own("head")),
-    "hand_over": Section(90, _own("hand_over")),
-    "engine": Section(90, _own("engine")),
-    "profile": Section(60, _own("profile")),
-    "meter": Section(90, _own("meter")),
+_SECTION_SECONDS = {  # the most important sections first
+    "probe": 40,
+    "correctness": 180,
+    "updates": 240,
+    "attention": 90,
+    "head": 60,
+    "hand_over": 90,
+    "engine": 90,
+    "profile": 60,
+    "meter": 90,
+}
+SECTIONS: dict[str, Section] = {
+    name: Section(seconds, (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.sections", name))
+    for name, seconds in _SECTION_SECONDS.items()
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections that were asked for; the exit status is 1 if one failed."""
+    """Run sections, or write the page; return 1 if a section failed or computed something wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
@@ -66,60 +70,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", metavar="NAMES", help=f"of {', '.join(SECTIONS)}, separated by commas"
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="small shapes, on whatever device is here"
-    )
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a GPU or on the CPU")
     parser.add_argument("--page", action="store_true", help="write docs/gpu.md instead")
-    given = parser.parse_args(arguments)
-    if given.page:
+    options = parser.parse_args(arguments)
+    if options.page:
         from benchmarks.gpu.page import page
 
         PAGE.write_text(page(read(RESULTS)), encoding="utf-8")
         return 0
-    names = [name for name in given.only.split(",") if name] or list(SECTIONS)
-    if unknown := [name for name in names if name not in SECTIONS]:
-        parser.error(f"--only: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if given.out is None:
+
+    sections = select_sections(parser, options.only, SECTIONS)
+    if options.out is None:
         parser.error("--out: a folder for results.jsonl is needed")
-    if not given.budget > 0:
-        parser.error(f"--budget: {given.budget:g} seconds; it must be above 0")
-    if given.tiny and not Path("/dev/nvidiactl").exists():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in its interpreter
-    given.out.mkdir(parents=True, exist_ok=True)
-    sections = {name: SECTIONS[name] for name in SECTIONS if name in names}
-    with (given.out / "results.jsonl").open("a", encoding="utf-8") as out:
-        wrong = run(sections, given.budget, out, ("--tiny",) if given.tiny else ())
+    if not options.budget > 0:
+        parser.error(f"--budget: {options.budget:g} seconds; it must be above 0")
+    if options.tiny and not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # runs Triton's kernels on the CPU
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "results.jsonl").open("a", encoding="utf-8") as out:
+        wrong = run(sections, options.budget, out, ("--tiny",) if options.tiny else ())
         note(out, {"section": "", "wrong": wrong})
     return 1 if wrong else 0
+
+
+def select_sections(
+    parser: argparse.ArgumentParser, only: str, sections: Mapping[str, Section]
+) -> dict[str, Section]:
+    """Return the sections that `only` names, separated by commas, or all; exit for an unknown name."""
+    names = [name for name in only.split(",") if name] or list(sections)
+    unknown = [name for name in names if name not in sections]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)}; there are {', '.join(sections)}")
+    return {name: section for name, section in sections.items() if name in names}
 
 
 def run(
     sections: dict[str, Section], budget: float, out: TextIO, options: Sequence[str] = ()
 ) -> list[str]:
-    """Write the lines of all sections, flushed one by one; says which of them failed or told of something wrong."""
+    """Run sections one after the other, and write each result line at once.
+
+    Args:
+        sections: by name.
+        budget: seconds for all sections together.
+        out: the results file.
+        options: further arguments of every section.
+
+    Returns:
+        Name of each section that failed, and name and case of each wrong result.
+    """
     end = time.monotonic() + budget
-    wrong: dict[str, None] = {}
+    wrong: list[str] = []
     for name, section in sections.items():
-        began, left = time.monotonic(), end - time.monotonic()
-        if left < 1:
+        began = time.monotonic()
+        remaining = end - began
+        if remaining < 1:
             note(out, {"section": name, "skipped": f"the budget of {budget:g} s is spent"})
             continue
-        deadline = min(section.seconds, left)
+        deadline = min(section.seconds, remaining)
         for line in lines_of((*section.command, *options), deadline):
             note(out, {"section": name, **line})
             if "failed" in line or line.get("ok") is False:
-                of = (
-                    str(line[key])
-                    for key in ("what", "layout", "dtype", "model", "transport")
-                    if key in line
-                )
-                wrong[": ".join([name, *filter(None, [" ".join(of)])])] = None
+                case = " ".join(str(line[key]) for key in _CASE_KEYS if key in line)
+                label = f"{name}: {case}" if case else name
+                if label not in wrong:
+                    wrong.append(label)
         note(out, {"section": name, "seconds": round(time.monotonic() - began, 1)})
-    return list(wrong)
+    return wrong
 
 
 def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
-    """What a program prints as JSON objects, as it comes; and how it failed, if it did."""
+    """Yield the JSON objects that a program prints, and a last one with its failure if it fails or is late."""
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -129,46 +149,45 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
         start_new_session=True,
     )
     assert child.stdout is not None and child.stderr is not None
-    said: list[str] = []
-    listener = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
-    late = threading.Event()
+    error_lines: list[str] = []
+    error_reader = threading.Thread(target=error_lines.extend, args=(child.stderr,), daemon=True)
+    is_late = threading.Event()
 
-    def end_late() -> None:
-        late.set()
+    def end_late_child() -> None:
+        is_late.set()
         end_group(child)
 
-    timer = threading.Timer(deadline, end_late)
-    listener.start()
+    timer = threading.Timer(deadline, end_late_child)
+    error_reader.start()
     timer.start()
     try:
         for line in child.stdout:
             with contextlib.suppress(json.JSONDecodeError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
+                value = json.loads(line)
+                if isinstance(value, dict):
+                    yield value
         child.wait()
-    finally:  # also where the reader is interrupted
+    finally:  # also if the caller stops reading
         timer.cancel()
         end_group(child)
         child.wait()
-    listener.join(5)
-    if late.is_set():
+    error_reader.join(5)
+    if is_late.is_set():
         yield {"failed": f"not done after {deadline:.0f} s"}
     elif child.returncode:
-        last = [line.strip() for line in said if line.strip()] or [
-            f"exit status {child.returncode}"
-        ]
-        yield {"failed": last[-1][:500]}
+        messages = [line.strip() for line in error_lines if line.strip()]
+        message = messages[-1] if messages else f"exit status {child.returncode}"
+        yield {"failed": message[:_SHOWN_ERROR_CHARS]}
 
 
 def end_group(child: subprocess.Popen[str]) -> None:
-    """End a child and what it started."""
+    """Kill the process group of a child."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def note(out: TextIO, line: dict[str, Any]) -> None:
-    """Write a line where it stays, and show it."""
+    """Write a result line to disk, and print it."""
     text = json.dumps({"date": time.strftime("%Y-%m-%d"), **line})
     out.write(text + "\n")
     out.flush()
@@ -177,7 +196,7 @@ def note(out: TextIO, line: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; none if it is not there."""
+    """Return the lines of a results file; [] if there is no file."""
     if not path.is_file():
         return []
     return [

@@ -1,10 +1,11 @@
-"""Acceptance of a machine with several GPUs: NCCL, layouts, Transformer Engine, SGLang, a training by every transport.
+"""Acceptance test of several GPUs: NCCL, layouts, Transformer Engine, SGLang, a training by every transport.
 
     python -m benchmarks.gpu.acceptance --out DIR [--sglang PYTHON] [--only nccl,layouts] [--cpu]
 
-Each section is a process with a deadline, and every finding a line of DIR/results.jsonl as soon as it is known. What
-cannot run here is a line that says why. The last line's word is passed, failed, or nothing measured; the exit status is
-1 if something failed. With --cpu sections run over gloo, which tries this program and says nothing of GPUs.
+Each section is a process with a deadline. Every result is written to DIR/results.jsonl as soon as it
+is known; a section that cannot run writes a line with the reason. The last line says passed, failed,
+or nothing measured; the exit status is 1 if a section failed. With --cpu the sections run on gloo,
+which tests this program and not the machine.
 """
 
 from __future__ import annotations
@@ -14,31 +15,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.__main__ import ROOT, Section, note, read, run
+from benchmarks.gpu.__main__ import ROOT, Section, note, read, run, select_sections
 
 
-def _own(seconds: float, *arguments: str) -> Section:
-    return Section(
-        seconds,
-        (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.acceptance_sections", *arguments),
-    )
+def _section(seconds: float, *arguments: str) -> Section:
+    module = "benchmarks.gpu.acceptance_sections"
+    return Section(seconds, (sys.executable, "-W", "ignore", "-m", module, *arguments))
 
 
 SECTIONS: dict[str, Section] = {
-    "machine": _own(60, "machine"),
-    "nccl": _own(180, "nccl"),
-    "layouts": _own(600, "layouts"),
-    "te": _own(300, "te"),
-    "sglang": _own(900, "sglang"),
-    "disk": _own(1800, "training", "disk"),
-    "changed": _own(1800, "training", "changed"),
-    "distributed": _own(1800, "training", "distributed"),
-    "tensor": _own(1800, "training", "tensor"),
+    "machine": _section(60, "machine"),
+    "nccl": _section(180, "nccl"),
+    "layouts": _section(600, "layouts"),
+    "te": _section(300, "te"),
+    "sglang": _section(900, "sglang"),
+    "disk": _section(1800, "training", "disk"),
+    "distributed": _section(1800, "training", "distributed"),
+    "tensor": _section(1800, "training", "tensor"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections that were asked for; the exit status is 1 if one failed."""
+    """Run sections; return 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.acceptance", description=__doc__.splitlines()[0]
     )
@@ -51,26 +49,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sglang", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python", metavar="PYTHON"
     )
-    parser.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
-    given = parser.parse_args(arguments)
-    names = [name for name in given.only.split(",") if name] or list(SECTIONS)
-    if unknown := [name for name in names if name not in SECTIONS]:
-        parser.error(f"--only: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "results.jsonl"
+    parser.add_argument("--cpu", action="store_true", help="run on gloo, to test this program")
+    parsed = parser.parse_args(arguments)
+    sections = select_sections(parser, parsed.only, SECTIONS)
+    options = ["--sglang", str(parsed.sglang.absolute())]
+    if parsed.cpu:
+        options.append("--cpu")
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    path = parsed.out / "results.jsonl"
     path.unlink(missing_ok=True)
-    options = ("--sglang", str(given.sglang.absolute()), *(("--cpu",) if given.cpu else ()))
     with path.open("a", encoding="utf-8") as out:
-        sections = {name: SECTIONS[name] for name in SECTIONS if name in names}
-        run(sections, sum(section.seconds for section in sections.values()), out, options)
+        budget = sum(section.seconds for section in sections.values())
+        run(sections, budget, out, options)
         lines = read(path)
-        skipped = {line["section"]: line["skipped"] for line in lines if "skipped" in line}
-        failed = sorted(
-            {line["section"] for line in lines if "failed" in line or line.get("ok") is False}
+        failed = {line["section"] for line in lines if "failed" in line or line.get("ok") is False}
+        passed = {line["section"] for line in lines if line.get("ok")} - failed
+        skipped = {line["section"] for line in lines if "skipped" in line}
+        result = "passed" if passed else "nothing measured"
+        if failed:
+            result = "failed"
+        note(
+            out,
+            {
+                "result": result,
+                "passed": sorted(passed),
+                "failed": sorted(failed),
+                "skipped": sorted(skipped),
+            },
         )
-        ok = sorted({line["section"] for line in lines if line.get("ok")} - set(failed))
-        word = "failed" if failed else "passed" if ok else "nothing measured"
-        note(out, {"result": word, "passed": ok, "failed": failed, "skipped": sorted(skipped)})
     return 1 if failed else 0
 
 

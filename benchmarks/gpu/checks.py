@@ -1,4 +1,4 @@
-"""Whether a GPU computes what it should: each check is a line that says `ok`, and how far apart two results are."""
+"""Checks of a GPU's results against references; each prints a line with `ok` and the largest difference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,51 @@ from benchmarks.gpu.__main__ import ROOT
 from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer
 from benchmarks.gpu.shapes import LAYOUTS, Forest
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
-# where an update of one agent waits: for its statistics, for its gradient's norm, and when it clips
-WAITS = Counter({"transfer.py": 1, "clip_grads.py": 2})
-# between log-probabilities of bfloat16 and of float32 by quantile, at most: twice what a CPU has for this model
+HEADS = 32
+KV_HEADS = 8
+DIM = 128
+TINY_SHAPE = (4, 2, 16)  # heads, key and value heads, dimension of a head
+# Accepted synchronisations of an update with one agent, by file: for its statistics, for the norm of
+# its gradient, and for clipping.
+SYNCHRONISATIONS = Counter({"transfer.py": 1, "clip_grads.py": 2})
+# Largest accepted gap between log-probabilities in bfloat16 and in float32, in nats by quantile:
+# twice the gap on a CPU for this model.
 GAPS = {0.5: 0.015, 0.99: 0.06, 0.999: 0.07}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+NORM_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def correctness(tiny: bool) -> None:
-    """Kernels against plain torch, updates against the same of another kind, and where they wait."""
-    _attention_against_torch(tiny)
-    _attention_against_dense(tiny)
-    _norm_against_torch(tiny)
-    _head_against_dense(tiny)
-    for check in (_updates_of_one_kind, partial(_update_of_the_cpu, "tiny"), _bfloat16):
+    """Run all checks: kernels against plain PyTorch, updates against other updates, and synchronisations."""
+    _check_attention_against_torch(tiny)
+    _check_attention_against_dense(tiny)
+    _check_norm(tiny)
+    _check_head(tiny)
+    for check in (
+        _check_repeated_updates,
+        partial(_check_update_of_the_cpu, model="tiny"),
+        partial(_check_bfloat16, tiny=tiny),
+        partial(_check_update_of_the_cpu, model="tiny-moe"),
+    ):
         with tempfile.TemporaryDirectory() as folder:
-            check(Path(folder), tiny)
-    with tempfile.TemporaryDirectory() as folder:
-        _update_of_the_cpu("tiny-moe", Path(folder), tiny)
+            check(Path(folder))
 
 
 def attention_inputs(
     forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int], **tiles: int
 ) -> tuple[list[Tensor], Any, Any]:
-    """Queries, keys, values and a slope; Triton's layout, with other sizes of `tiles` if given, and torch's."""
+    """Return random inputs of attention and the layouts of a forest.
+
+    Args:
+        forest: segments.
+        dtype: of the inputs.
+        shape: heads, key and value heads, dimension of a head.
+        tiles: fields of `TileSizes` that replace the defaults.
+
+    Returns:
+        Queries, keys, values and a gradient of the output; the layout of Triton's kernels; and that
+        of the implementation in PyTorch.
+    """
     from mcore_mas.megatron.batch import Segment
     from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
     from mcore_mas.megatron.transfer import upload
@@ -54,251 +75,332 @@ def attention_inputs(
     heads, kv_heads, dim = shape
     segments = [Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest]
     tokens = sum(segment.tokens for segment in segments)
-    draw = torch.Generator().manual_seed(0)
-    given = [
-        torch.randn(tokens, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads, heads)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(tokens, head_count, dim, generator=generator)
+        for head_count in (heads, kv_heads, kv_heads, heads)
     ]
-    sizes = replace(TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16), **tiles)
-    ours = upload(PackedTrees.of(segments, sizes=sizes), device())
+    default_sizes = TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16)
+    triton_layout = PackedTrees.of(segments, sizes=replace(default_sizes, **tiles))
+    torch_layout = PackedTrees.of(segments, device().type)
     return (
-        [x.to(device(), dtype) for x in given],
-        ours,
-        upload(PackedTrees.of(segments, device().type), device()),
+        [tensor.to(device(), dtype) for tensor in inputs],
+        upload(triton_layout, device()),
+        upload(torch_layout, device()),
     )
 
 
-def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
-    """What comes out of attention, and the gradients of what goes in."""
-    *inputs, slope = given
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    out.backward(slope)
-    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+def gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the output of a function and the gradients of its inputs.
+
+    Args:
+        attend: the function.
+        inputs: its arguments, and last the gradient of the output.
+    """
+    *arguments, output_gradient = inputs
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in arguments]
+    output = attend(*leaves)
+    output.backward(output_gradient)
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def _apart(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest difference, as a share of the largest element of the same tensor."""
-    return max(
-        float((a.float() - b.float()).abs().max() / b.abs().max())
-        for a, b in zip(got, want, strict=True)
-    )
+def _largest_error(results: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """Return the largest difference, as a share of the largest element of the same reference."""
+    errors = [
+        float((result.float() - reference.float()).abs().max() / reference.abs().max())
+        for result, reference in zip(results, references, strict=True)
+    ]
+    return max(errors)
 
 
-def _attention_against_torch(tiny: bool) -> None:
+def _are_equal(results: Sequence[Tensor], references: Sequence[Tensor]) -> bool:
+    """Return True if all tensors are equal to the bit."""
+    return all(map(torch.equal, results, references))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_attention_against_torch(tiny: bool) -> None:
+    """Compare the kernel with the implementation in PyTorch in float32, and with itself."""
     from mcore_mas.megatron.model.block_attention import BlockAttention
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
-    shape = (4, 2, 16) if tiny else (HEADS, KV_HEADS, DIM)
+    shape = TINY_SHAPE if tiny else (HEADS, KV_HEADS, DIM)
     for layout in ("small",) if tiny else ("small", "groups", "turns"):
-        for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-            given, ours, theirs = attention_inputs(LAYOUTS[layout], dtype, shape)
-            got, again = (
-                gradients(
-                    lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given
-                )
-                for _ in "12"
-            )
-            want = gradients(
-                lambda *x, layout=theirs: BlockAttention.apply(*x, layout, DIM**-0.5),
-                [x.float() for x in given],
-            )
-            worst, same = _apart(got, want), all(map(torch.equal, got, again))
-            ok = worst <= most and same
+        for dtype, tolerance in TOLERANCES.items():
+            inputs, triton_layout, torch_layout = attention_inputs(LAYOUTS[layout], dtype, shape)
+
+            def attend_triton(*arguments: Tensor, plan: Any = triton_layout.plan) -> Tensor:
+                return KernelAttention.apply(*arguments, plan, DIM**-0.5)
+
+            def attend_torch(*arguments: Tensor, layout: Any = torch_layout) -> Tensor:
+                return BlockAttention.apply(*arguments, layout, DIM**-0.5)
+
+            results = gradients(attend_triton, inputs)
+            again = gradients(attend_triton, inputs)
+            references = gradients(attend_torch, [tensor.float() for tensor in inputs])
+            worst = _largest_error(results, references)
+            same_bits = _are_equal(results, again)
             say(
                 what="attention",
                 layout=layout,
-                dtype=str(dtype)[6:],
+                dtype=_dtype_name(dtype),
                 worst=worst,
-                same_bits=same,
-                ok=ok,
+                same_bits=same_bits,
+                ok=worst <= tolerance and same_bits,
             )
 
 
-def _attention_against_dense(tiny: bool) -> None:
-    """The kernel against torch's attention over a mask of every pair of tokens."""
+def _check_attention_against_dense(tiny: bool) -> None:
+    """Compare the kernel with PyTorch's attention under a mask over all pairs of tokens."""
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
-    shape = (4, 2, 16) if tiny else (8, 2, DIM)
-    for layout, forest in {
+    shape = TINY_SHAPE if tiny else (8, 2, DIM)
+    heads, _, _ = shape
+    forests = {
         "small": LAYOUTS["small"],
         "first of turns": LAYOUTS["turns"][: 1 if tiny else 65],
-    }.items():
-        given, ours, _ = attention_inputs(forest, torch.float32, shape)
-        mask = _mask(forest).to(device())
+    }
+    for layout, forest in forests.items():
+        inputs, triton_layout, _ = attention_inputs(forest, torch.float32, shape)
+        mask = _attention_mask(forest).to(device())
 
-        def dense(*x: Tensor, mask: Tensor = mask) -> Tensor:
-            q, k, v = (
-                y.repeat_interleave(shape[0] // y.shape[1], 1).transpose(0, 1)[None] for y in x
+        def attend_triton(*arguments: Tensor, plan: Any = triton_layout.plan) -> Tensor:
+            return KernelAttention.apply(*arguments, plan, DIM**-0.5)
+
+        def attend_dense(*arguments: Tensor, mask: Tensor = mask) -> Tensor:
+            query, key, value = (
+                tensor.repeat_interleave(heads // tensor.shape[1], 1).transpose(0, 1)[None]
+                for tensor in arguments
             )
-            return F.scaled_dot_product_attention(q, k, v, mask, scale=DIM**-0.5)[0].transpose(0, 1)
+            output = F.scaled_dot_product_attention(query, key, value, mask, scale=DIM**-0.5)
+            return output[0].transpose(0, 1)
 
-        got = gradients(
-            lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given
-        )
-        worst = _apart(got, gradients(dense, given))
-        say(what="attention, dense", layout=layout, tokens=len(mask), worst=worst, ok=worst <= 1e-4)
+        results = gradients(attend_triton, inputs)
+        references = gradients(attend_dense, inputs)
+        worst = _largest_error(results, references)
+        ok = worst <= TOLERANCES[torch.float32]
+        say(what="attention, dense", layout=layout, tokens=len(mask), worst=worst, ok=ok)
 
 
-def _mask(forest: Forest) -> Tensor:
-    """Which tokens each attends to [T, T]: those before it in its segment, and all of the segments above."""
+def _attention_mask(forest: Forest) -> Tensor:
+    """Return a mask [T, T]: a token attends to its segment up to itself, and to all segments above."""
     starts = torch.tensor([0, *(tokens for tokens, _, _ in forest)]).cumsum(0).tolist()
     mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
-    for number, (tokens, above, _) in enumerate(forest):
-        own = slice(starts[number], starts[number + 1])
-        mask[own, own] = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-        while above >= 0:
-            mask[own, starts[above] : starts[above + 1]] = True
-            above = forest[above][1]
+    for number, (tokens, parent, _) in enumerate(forest):
+        rows = slice(starts[number], starts[number + 1])
+        mask[rows, rows] = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        ancestor = parent
+        while ancestor >= 0:
+            mask[rows, starts[ancestor] : starts[ancestor + 1]] = True
+            ancestor = forest[ancestor][1]
     return mask
 
 
-def _norm_against_torch(tiny: bool) -> None:
-    """Norms of keys and of hidden states against torch's in float64."""
+def _check_norm(tiny: bool) -> None:
+    """Compare the norms of keys and of hidden states with PyTorch's in float64."""
     from mcore_mas.megatron.model.layer_ops import KernelNorm
 
-    for rows, width in ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560)):
-        for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            given = [torch.randn(shape) for shape in ((rows, width), width, (rows, width))]
-            ours, theirs = (
-                [x.to(device(), dtype).to(one) for x in given] for one in (dtype, torch.float64)
+    sizes = ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560))
+    for rows, width in sizes:
+        for dtype, tolerance in NORM_TOLERANCES.items():
+            drawn = [torch.randn(shape) for shape in ((rows, width), (width,), (rows, width))]
+            inputs = [tensor.to(device(), dtype) for tensor in drawn]
+            exact_inputs = [tensor.to(torch.float64) for tensor in inputs]
+
+            def normalise(x: Tensor, weight: Tensor) -> Tensor:
+                return KernelNorm.apply(x, weight, 1e-6)
+
+            def normalise_exactly(x: Tensor, weight: Tensor) -> Tensor:
+                return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+            results = gradients(normalise, inputs)
+            again = gradients(normalise, inputs)
+            references = gradients(normalise_exactly, exact_inputs)
+            worst = _largest_error(results, references)
+            same_bits = _are_equal(results, again)
+            say(
+                what="norm",
+                width=width,
+                dtype=_dtype_name(dtype),
+                worst=worst,
+                same_bits=same_bits,
+                ok=worst <= tolerance and same_bits,
             )
-            got, again = (gradients(lambda x, w: KernelNorm.apply(x, w, 1e-6), ours) for _ in "12")
-            want = gradients(lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), theirs)
-            worst, same = _apart(got, want), all(map(torch.equal, got, again))
-            ok = worst <= most and same
-            say(what="norm", width=width, dtype=str(dtype)[6:], worst=worst, same_bits=same, ok=ok)
 
 
-def _head_against_dense(tiny: bool) -> None:
-    """Log-probabilities, entropies and gradients of a head in three chunks, of all logits at once in float32."""
-    from mcore_mas.megatron.model import head
+def _check_head(tiny: bool) -> None:
+    """Compare the output layer in three chunks with one that computes all logits at once in float32."""
+    from mcore_mas.megatron.model import head as output_layer
     from mcore_mas.megatron.spec import init_process_groups
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
-    rows, hidden, held = (60, 64, 512) if tiny else (1536, 1024, 32_768)
-    vocab = held - 12  # the rest is padding
+    rows, hidden, padded_vocab = (60, 64, 512) if tiny else (1536, 1024, 32_768)
+    vocab = padded_vocab - 12
+    chunk_bytes = 4 * padded_vocab * rows // 3
     labels = torch.randint(vocab, (rows,)).to(device())
-    temperatures, *slopes = (torch.rand(rows).add(0.5).to(device()) for _ in range(3))
-    for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    temperatures, *output_gradients = (torch.rand(rows).add(0.5).to(device()) for _ in range(3))
+    for dtype, tolerance in TOLERANCES.items():
         x = torch.randn(rows, hidden).to(device(), dtype).requires_grad_()
-        weight = torch.nn.Parameter(
-            (torch.randn(held, hidden) * 2 * hidden**-0.5).to(device(), dtype)
-        )
-        weight.main_grad = torch.zeros(held, hidden, device=device())  # type: ignore[attr-defined]
-        wanted = [y.detach().float().requires_grad_() for y in (x, weight)]
-        with patch.dict(head.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), 4 * held * rows // 3)):
-            got = head.logprobs_and_entropy(
+        drawn_weight = torch.randn(padded_vocab, hidden) * 2 * hidden**-0.5
+        weight = torch.nn.Parameter(drawn_weight.to(device(), dtype))
+        weight.main_grad = torch.zeros(padded_vocab, hidden, device=device())  # type: ignore[attr-defined]
+        exact_x = x.detach().float().requires_grad_()
+        exact_weight = weight.detach().float().requires_grad_()
+
+        with patch.dict(output_layer.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), chunk_bytes)):
+            outputs = output_layer.logprobs_and_entropy(
                 x, weight, labels, temperatures, vocab, embeds=False, exact=False
             )
-            torch.autograd.backward(got, slopes)
-        logs = ((wanted[0] @ wanted[1].t())[:, :vocab] / temperatures[:, None]).log_softmax(-1)
-        want = logs.gather(1, labels[:, None])[:, 0], -(logs * logs.exp()).sum(-1)
-        torch.autograd.backward(want, slopes)
-        outputs = (*got, x.grad, weight.main_grad)  # type: ignore[attr-defined]
-        references = (*want, *(y.grad for y in wanted))
-        pairs = zip(outputs, references, strict=True)
-        worst = [_apart([a.detach()], [b.detach()]) for a, b in pairs]
-        ok = max(worst) <= most
-        say(
-            what="head",
-            dtype=str(dtype)[6:],
-            **dict(zip(("logprobs", "entropies", "of_x", "of_weight"), worst, strict=True)),
-            ok=ok,
-        )
+            torch.autograd.backward(outputs, output_gradients)
+
+        logits = (exact_x @ exact_weight.t())[:, :vocab] / temperatures[:, None]
+        all_logprobs = logits.log_softmax(-1)
+        exact_logprobs = all_logprobs.gather(1, labels[:, None])[:, 0]
+        exact_entropies = -(all_logprobs * all_logprobs.exp()).sum(-1)
+        torch.autograd.backward((exact_logprobs, exact_entropies), output_gradients)
+
+        pairs = {
+            "logprobs": (outputs[0], exact_logprobs),
+            "entropies": (outputs[1], exact_entropies),
+            "of_x": (x.grad, exact_x.grad),
+            "of_weight": (weight.main_grad, exact_weight.grad),  # type: ignore[attr-defined]
+        }
+        errors = {
+            name: _largest_error([result.detach()], [reference.detach()])
+            for name, (result, reference) in pairs.items()
+        }
+        ok = max(errors.values()) <= tolerance
+        say(what="head", dtype=_dtype_name(dtype), **errors, ok=ok)
     stop_trainer()
 
 
-def _updates_of_one_kind(folder: Path, _: bool) -> None:
-    """Two updates are the same again, after sleep, and after a restart from what was saved between; and their waits."""
-    wanted, weights, waits = _two_updates(folder, "saves")
-    for how in ("again", "sleeps", "restores"):
-        norms, got, _ = _two_updates(folder, how)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Updates:
+    """Result of two updates.
+
+    Attributes:
+        norms: gradient norm of each.
+        weights: after them.
+        synchronisations: of the second update, by file and line.
+    """
+
+    norms: list[float]
+    weights: list[Tensor]
+    synchronisations: Counter[str]
+
+
+def _check_repeated_updates(folder: Path) -> None:
+    """Check that two updates repeat to the bit: again, after sleep, and after a restart; count synchronisations."""
+    first = _run_two_updates(folder, "saves")
+    for variant in ("again", "sleeps", "restores"):
+        updates = _run_two_updates(folder, variant)
         ok = (
-            norms == wanted[-len(norms) :]
-            and min(norms) > 0
-            and all(map(torch.equal, got, weights))
+            updates.norms == first.norms[-len(updates.norms) :]
+            and min(updates.norms) > 0
+            and _are_equal(updates.weights, first.weights)
         )
-        say(what=f"update, {how}", norms=norms, ok=ok)
+        say(what=f"update, {variant}", norms=updates.norms, ok=ok)
     if torch.cuda.is_available():
-        say(what="waits", **waits, ok=len(waits) > 0 and _by_file(waits) <= WAITS)
+        by_line = first.synchronisations
+        by_file: Counter[str] = Counter()
+        for line, count in by_line.items():
+            by_file[line.partition(":")[0]] += count
+        say(what="waits", **by_line, ok=len(by_line) > 0 and by_file <= SYNCHRONISATIONS)
 
 
-def _two_updates(folder: Path, how: str) -> tuple[list[float], list[Tensor], Counter[str]]:
-    """Gradient norms of two updates, the weights after them, and where the second waits."""
-    trainer, batches = start_trainer(folder, "tiny", "small", count=2, bf16=device().type == "cuda")
-    norms, waits = [], Counter[str]()
-    if how == "restores":
+def _run_two_updates(folder: Path, variant: str) -> _Updates:
+    """Run two updates of a new trainer.
+
+    Args:
+        folder: for the model and the checkpoint.
+        variant: "saves": save a checkpoint after the first update; "restores": only run the second
+            one, from that checkpoint; "sleeps": sleep before each update; "again": nothing else.
+    """
+    is_gpu = torch.cuda.is_available()
+    trainer, batches = start_trainer(folder, "tiny", "small", count=2, bf16=is_gpu)
+    norms: list[float] = []
+    synchronisations: Counter[str] = Counter()
+    if variant == "restores":
         trainer.restore(folder / "saved")
     for _ in range(trainer.updates, 2):
-        if how == "sleeps":
+        if variant == "sleeps":
             trainer.sleep()
             trainer.wake()
-        waits.clear()
-        with warnings.catch_warnings(record=True) as said:
+        synchronisations.clear()
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if torch.cuda.is_available():
+            if is_gpu:
                 torch.cuda.set_sync_debug_mode("warn")
             norms.append(trainer.update(batches)["grad_norm"])
-            if torch.cuda.is_available():
+            if is_gpu:
                 torch.cuda.set_sync_debug_mode("default")
-        waits.update(
-            f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message)
-        )
-        if how == "saves" and trainer.updates == 1:
+        for warning in caught:
+            if "synchroniz" in str(warning.message):
+                synchronisations[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+        if variant == "saves" and trainer.updates == 1:
             trainer.save(folder / "saved")
             trainer.written()
     weights = [tensor.detach().cpu().clone() for tensor in trainer.model.tensors.values()]
     stop_trainer()
-    return norms, weights, waits
+    return _Updates(norms=norms, weights=weights, synchronisations=synchronisations)
 
 
-def _by_file(waits: Counter[str]) -> Counter[str]:
-    found = Counter[str]()
-    for place, count in waits.items():
-        found[place.partition(":")[0]] += count
-    return found
-
-
-def _update_of_the_cpu(model: str, folder: Path, _: bool) -> None:
-    """Log-probabilities and gradients in float32, against a process that sees no GPU."""
+def _check_update_of_the_cpu(folder: Path, model: str) -> None:
+    """Compare log-probabilities and gradients in float32 with those of a process that sees no GPU."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder), model]
-    subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT)
-    want, got = torch.load(folder / "found", weights_only=True), _float32(folder, model)
-    for what in ("logprobs", "gradients"):
-        worst = _apart(got[what], want[what])
-        say(what=f"update, {what} of the CPU", model=model, worst=worst, ok=worst <= 1e-4)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, check=True, env=environment, cwd=ROOT)
+    references = torch.load(_update_file(folder), weights_only=True)
+    results = _float32_update(folder, model)
+    for name in ("logprobs", "gradients"):
+        worst = _largest_error(results[name], references[name])
+        ok = worst <= TOLERANCES[torch.float32]
+        say(what=f"update, {name} of the CPU", model=model, worst=worst, ok=ok)
 
 
-def _float32(folder: Path, model: str) -> dict[str, list[Tensor]]:
+def _update_file(folder: Path) -> Path:
+    return folder / "update.pt"
+
+
+def _float32_update(folder: Path, model: str) -> dict[str, list[Tensor]]:
+    """Return the log-probabilities and the gradients of one update in float32."""
     trainer, batches = start_trainer(folder, model, "small", count=2)
     logprobs = trainer.score(batches)
     trainer.update(batches)
-    found = [p.main_grad.detach().cpu().clone() for p in trainer.model.parameters.values()]
+    parameters = trainer.model.parameters.values()
+    parameter_gradients = [parameter.main_grad.detach().cpu().clone() for parameter in parameters]
     stop_trainer()
-    return {"logprobs": logprobs, "gradients": found}
+    return {"logprobs": logprobs, "gradients": parameter_gradients}
 
 
-def _bfloat16(folder: Path, tiny: bool) -> None:
-    """How far bfloat16's log-probabilities are from float32's, over 100,000 tokens."""
+def _check_bfloat16(folder: Path, tiny: bool) -> None:
+    """Compare log-probabilities in bfloat16 with those in float32, over 100,000 tokens."""
     model, layout, count = ("tiny", "small", 1) if tiny else ("0.5b", "groups", 7)
-    said = []
+    logprobs = {}
     for bf16 in (False, True):
         trainer, batches = start_trainer(folder, model, layout, count=count, bf16=bf16)
-        said.append(torch.cat(trainer.score(batches)))
+        logprobs[bf16] = torch.cat(trainer.score(batches))
         del trainer
         stop_trainer()
-    gap = (said[1] - said[0]).abs()
-    found = {str(q): round(float(gap.quantile(q)), 6) for q in GAPS}
-    ok = all(found[str(q)] <= most for q, most in GAPS.items())
+    gap = (logprobs[True] - logprobs[False]).abs()
+    quantiles = {quantile: round(float(gap.quantile(quantile)), 6) for quantile in GAPS}
     say(
         what="bfloat16",
         tokens=len(gap),
-        **found,
+        **{str(quantile): value for quantile, value in quantiles.items()},
         mean=round(float(gap.mean()), 6),
         most=float(gap.max()),
-        ok=ok,
+        ok=all(quantiles[quantile] <= bound for quantile, bound in GAPS.items()),
     )
 
 
+def main(folder: Path, model: str) -> None:
+    """Save the update that `_check_update_of_the_cpu` compares with."""
+    torch.save(_float32_update(folder, model), _update_file(folder))
+
+
 if __name__ == "__main__":
-    torch.save(_float32(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[1]) / "found")
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,7 +1,8 @@
-"""Weights to another process on the same GPU as to SGLang, which the process stands for; sleep, wake and checkpoints.
+"""Bandwidth of sending weights to another process on the same GPU, of sleep and wake, and of checkpoints.
 
-`python -m benchmarks.gpu.hand_over` is that process: it prints its URL, opens what the transport `tensor` sends it as
-SGLang does, and copies the tensors into its own, whose checksums it says.
+The other process stands for SGLang and runs `python -m benchmarks.gpu.hand_over`. It prints its URL,
+opens the tensors of the transport `tensor` as SGLang does, copies them into its own, and returns their
+checksums.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from benchmarks.gpu.machine import device, once, say, settle, start_trainer, sto
 from benchmarks.gpu.shapes import write_model
 from rollout.models.tensors import checksum
 
-# of what a tensor and its place in a bucket are made
-_OPENED = {"torch", "torch.multiprocessing.reductions", "torch.storage", "types"}
+# Modules whose objects a pickled bucket of tensors may contain.
+_ALLOWED_MODULES = {"torch", "torch.multiprocessing.reductions", "torch.storage", "types"}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hand_over(tiny: bool) -> None:
-    """Seconds of an update of a server, whose weights are then compared; of a sleep; of a checkpoint."""
-    for work in (_sent, _slept_and_saved):
+    """Measure weight updates of a server, whose weights are then compared; sleep and wake; and a checkpoint."""
+    for measure in (_measure_hand_over, _measure_sleep_and_checkpoint):
         with tempfile.TemporaryDirectory() as folder:
-            work(Path(folder), tiny)
+            measure(Path(folder), tiny)
 
 
-def _sent(folder: Path, tiny: bool) -> None:
+def _measure_hand_over(folder: Path, tiny: bool) -> None:
     from rollout.models.architecture import read_architecture
     from rollout.models.fused_weights import NOWHERE, Weights
     from rollout.sync.cuda_ipc import TensorSender
@@ -54,35 +55,34 @@ def _sent(folder: Path, tiny: bool) -> None:
     if not torch.cuda.is_available():
         torch.multiprocessing.set_sharing_strategy("file_system")
     architecture = read_architecture(write_model("tiny" if tiny else "4b", folder))
-    shapes = {
-        name: tuple(shape) for name, (shape, _) in Weights(architecture, NOWHERE).places.items()
-    }
+    places = Weights(architecture, NOWHERE).places
+    shapes = {name: tuple(shape) for name, (shape, _) in places.items()}
     write_headers(folder, shapes)
     with receiver() as url:
         sender = TensorSender(SyncRoute(transport="tensor", target=url, model=str(folder)))
         if tiny:
             sender.bucket_bytes = 1 << 16
-        for version in (1, 2):  # the first time the receiver has no tensors yet
-            weights = _drawn(shapes, version)
+        for version in (1, 2):  # in the first version the receiver allocates its tensors
+            weights = _draw_weights(shapes, version)
             settle()
             update = sender.send(weights.items(), version)
-            got = httpx.post(f"{url}/sums", timeout=600, trust_env=False).json()
+            checksums = httpx.post(f"{url}/sums", timeout=600, trust_env=False).json()
             wrong = [
-                name for name, tensor in weights.items() if got.pop(name, None) != checksum(tensor)
+                name
+                for name, tensor in weights.items()
+                if checksums.pop(name, None) != checksum(tensor)
             ]
-            ok = not wrong and not got
-            rate = round(update.bytes / update.seconds / 1e9, 3)
             say(
                 what="hand-over, GB/s",
                 version=version,
                 gb=round(update.bytes / 1e9, 3),
-                value=rate,
+                value=round(update.bytes / update.seconds / 1e9, 3),
                 wrong=wrong[:3],
-                ok=ok,
+                ok=not wrong and not checksums,
             )
 
 
-def _drawn(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+def _draw_weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return {
         name: torch.randn(shape, dtype=torch.bfloat16, device=device())
@@ -91,10 +91,12 @@ def _drawn(shapes: Shapes, seed: int) -> dict[str, Tensor]:
 
 
 def write_headers(folder: Path, shapes: Shapes) -> None:
-    """A safetensors file of these bfloat16 tensors that takes no room: nothing of it but the header is written."""
-    end, header = 0, {}
+    """Write a sparse safetensors file of bfloat16 tensors, of which only the header takes space on the disk."""
+    end = 0
+    header = {}
     for name, shape in shapes.items():
-        begin, end = end, end + 2 * prod(shape)
+        begin = end
+        end = begin + 2 * prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -102,39 +104,34 @@ def write_headers(folder: Path, shapes: Shapes) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _slept_and_saved(folder: Path, tiny: bool) -> None:
-    trainer, batches = start_trainer(
-        folder, *(("tiny", "small") if tiny else ("0.5b", "groups")), bf16=not tiny
-    )
-    trainer.update(batches)  # now Adam has moments
-    slept = trainer.sleep()  # page-locked memory is taken once
+def _measure_sleep_and_checkpoint(folder: Path, tiny: bool) -> None:
+    model, layout = ("tiny", "small") if tiny else ("0.5b", "groups")
+    trainer, batches = start_trainer(folder, model, layout, bf16=not tiny)
+    trainer.update(batches)  # allocates Adam's moments
+    sleep_bytes = trainer.sleep()  # the first sleep allocates page-locked memory
     trainer.wake()
-    say(
-        what="sleep, GB/s",
-        gb=round(slept / 1e9, 3),
-        value=round(slept / once(trainer.sleep) / 1e9, 3),
-    )
-    say(
-        what="wake, GB/s",
-        gb=round(slept / 1e9, 3),
-        value=round(slept / once(trainer.wake) / 1e9, 3),
-    )
-    for number in (1, 2):
-        copied = once(partial(trainer.save, folder / str(number)))
-        wrote = once(trainer.written)
+    _say_rate("sleep", sleep_bytes, once(trainer.sleep))
+    _say_rate("wake", sleep_bytes, once(trainer.wake))
+
+    copy_s = 0.0
+    write_s = 0.0
+    for number in (1, 2):  # the first save allocates memory
+        copy_s = once(partial(trainer.save, folder / str(number)))
+        write_s = once(trainer.written)
     size = sum(file.stat().st_size for file in (folder / "2").iterdir())
-    rates = {
-        "value": round(size / (copied + wrote) / 1e9, 3),
-        "copied": round(size / copied / 1e9, 3),
-    }
-    say(what="checkpoint, GB/s", gb=round(size / 1e9, 3), **rates)
+    _say_rate("checkpoint", size, copy_s + write_s, copied=round(size / copy_s / 1e9, 3))
     del trainer
     stop_trainer()
 
 
+def _say_rate(what: str, size: int, seconds: float, **figures: float) -> None:
+    rate = round(size / seconds / 1e9, 3)
+    say(what=f"{what}, GB/s", gb=round(size / 1e9, 3), value=rate, **figures)
+
+
 @contextmanager
 def receiver() -> Iterator[str]:
-    """The URL of a receiver, while it runs."""
+    """Start a receiver, yield its URL, and kill it at the end of the block."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.hand_over"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdout is not None
@@ -145,16 +142,20 @@ def receiver() -> Iterator[str]:
 
 
 class Unpickler(pickle.Unpickler):
-    """Opens tensors of another process, which names their GPU by its UUID where torch has its number; nothing else."""
+    """Unpickler of tensors of another process, which refuses all other objects.
+
+    The sender names the GPU by its UUID instead of its number.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        if module not in _OPENED:
+        if module not in _ALLOWED_MODULES:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
-        found = super().find_class(module, name)
-        return _opened if found is reductions.rebuild_cuda_tensor else found
+        value = super().find_class(module, name)
+        return _rebuild_by_uuid if value is reductions.rebuild_cuda_tensor else value
 
 
-def _opened(*arguments: Any) -> Tensor:
+def _rebuild_by_uuid(*arguments: Any) -> Tensor:
+    """Call torch's `rebuild_cuda_tensor` with the number of the GPU in place of its UUID."""
     uuids = [
         str(torch.cuda.get_device_properties(number).uuid)
         for number in range(torch.cuda.device_count())
@@ -164,23 +165,26 @@ def _opened(*arguments: Any) -> Tensor:
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Answers what SGLang is asked in an update, and /sums."""
+    """Handler of the requests that SGLang gets during a weight update, and of /sums.
+
+    Attributes:
+        tensors: the received tensors by name, of the whole process.
+    """
 
     protocol_version = "HTTP/1.1"
-    held: dict[str, Tensor] = {}  # noqa: RUF012  (what the process has)
+    tensors: dict[str, Tensor] = {}  # noqa: RUF012
 
     def do_POST(self) -> None:
-        body = (
-            json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}") or {}
-        )
-        said: dict[str, Any] = {"success": True}
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"{}") or {}
+        answer: dict[str, Any] = {"success": True}
         if self.path == "/update_weights_from_tensor":
             self._load(base64.b64decode(body["serialized_named_tensors"][0]))
         elif self.path == "/end_weight_update":
-            settle()  # SGLang answers a bucket when its copies are queued
+            settle()  # like SGLang, a bucket is answered when its copies are queued
         elif self.path == "/sums":
-            said = {name: checksum(tensor) for name, tensor in self.held.items()}
-        text = json.dumps(said).encode()
+            answer = {name: checksum(tensor) for name, tensor in self.tensors.items()}
+        text = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
@@ -191,11 +195,12 @@ class Receiver(BaseHTTPRequestHandler):
         bucket = Unpickler(io.BytesIO(payload)).load()
         flat = bucket["flattened_tensor"]
         for entry in bucket["metadata"]:
-            tensor = flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
-            self.held.setdefault(entry.name, torch.empty_like(tensor)).copy_(tensor)
+            source = flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
+            target = self.tensors.setdefault(entry.name, torch.empty_like(source))
+            target.copy_(source)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log no requests."""
 
 
 if __name__ == "__main__":

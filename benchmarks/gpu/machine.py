@@ -1,4 +1,4 @@
-"""What sections of the kit share: the device, its time, a trainer on it, and lines of what was found."""
+"""Helpers of the sections of the kit: the device, its time, a trainer on it, and result lines."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from mcore_mas.megatron.batch import Microbatch
 
 
 def say(**figures: Any) -> None:
-    """Print a line of results."""
+    """Print a result line."""
     print(json.dumps(figures), flush=True)
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def settle() -> None:
-    """Wait until the GPU has done all that it was given."""
+    """Wait until the GPU has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def once(work: Callable[[], object]) -> float:
-    """The seconds of a call."""
+    """Return the seconds of one call."""
     settle()
     began = time.perf_counter()
     work()
@@ -45,7 +45,7 @@ def once(work: Callable[[], object]) -> float:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The median time of a call after one to warm up."""
+    """Return the median seconds of a call, after a first one as warm-up."""
     work()
     return statistics.median(once(work) for _ in range(repeats))
 
@@ -53,35 +53,46 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
 def start_trainer(
     folder: Path, model: str, layout: str, *, count: int = 1, **spec: Any
 ) -> tuple[Any, list[Microbatch]]:
-    """A trainer of one of `MODELS`, whose weights are the same each time, and micro-batches for it."""
+    """Start a trainer with random weights, which are the same each time.
+
+    Args:
+        folder: for the model's config.
+        model: name in `MODELS`.
+        layout: name in `LAYOUTS`.
+        count: number of micro-batches.
+        spec: further fields of `TrainerSpec`.
+
+    Returns:
+        The trainer, and micro-batches for it.
+    """
     from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
     from mcore_mas.megatron.state.weight_import import RandomTensors
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
-    plain = RandomTensors._draw
+    draw_on_cpu = RandomTensors._draw
 
-    def there(self: RandomTensors, name: str) -> Tensor:
-        if len(shape := self.shapes[name]) == 1:
-            return plain(self, name)
+    def draw_on_gpu(self: RandomTensors, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return draw_on_cpu(self, name)
         return torch.randn(shape, device="cuda").mul_(self.std).cpu()
 
-    # on the CPU, drawing billions of weights would take all of the time
-    large = torch.cuda.is_available() and not model.startswith("tiny")
+    # Drawing billions of weights on the CPU would take all the time of a section.
+    is_large = torch.cuda.is_available() and not model.startswith("tiny")
     torch.manual_seed(0)
-    with patch.object(RandomTensors, "_draw", there) if large else nullcontext():
-        trainer = MegatronTrainer(
-            TrainerSpec(model=str(write_model(model, folder / model)), init="random", **spec)
-        )
+    model_folder = write_model(model, folder / model)
+    with patch.object(RandomTensors, "_draw", draw_on_gpu) if is_large else nullcontext():
+        trainer = MegatronTrainer(TrainerSpec(model=str(model_folder), init="random", **spec))
     vocab = int(MODELS[model]["vocab_size"])
     return trainer, [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(count)]
 
 
 def stop_trainer() -> None:
-    """Leave its process groups; what nobody holds any more goes back to the GPU."""
+    """Destroy the process groups, and free the GPU memory of deleted trainers."""
     from mcore_mas.megatron.spec import destroy_process_groups
 
     destroy_process_groups()
-    gc.collect()  # parts of a trainer hold each other
+    gc.collect()  # the parts of a trainer form reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""docs/gpu.md from the kit's lines: predictions beside measurements."""
+"""Page docs/gpu.md, made from the result lines of the kit: predictions and measurements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollout.models.architecture import planned_architecture
 from rollout.sync.push import PUSHED_BUCKET_BYTES
 
 _NOT = "not measured"
-LINK_GB_S = 200.0  # assumed: at which a GPU exchanges tensors with others
-REQUEST_S = 0.06  # assumed: that SGLang takes to open, copy and answer for a bucket
+LINK_GB_S = 200.0  # assumed bandwidth between GPUs
+REQUEST_S = 0.06  # assumed time of SGLang to open, copy and acknowledge a bucket
 _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
@@ -30,16 +30,15 @@ operation takes what its arithmetic, its bytes or its launch would. They are opt
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """The Markdown page of all lines; the latest of a kind counts."""
+    """Return the Markdown page; of several lines about a case, the latest counts."""
     machine = _latest(lines, "probe", "gpu")
-    name = machine["gpu"] if machine and machine["gpu"] else None
-    ran = (
-        f"Measured on {name}, {machine['date']}."
-        if machine and name
-        else "**No GPU was at hand: nothing is measured.**"
-    )
-    measured = lines if name else []  # of a machine without a GPU, figures say nothing of one
-    parts = [_HEAD, ran, "", "## Updates", "", *_updates(lines, measured)]
+    if machine is not None and machine["gpu"]:
+        headline = f"Measured on {machine['gpu']}, {machine['date']}."
+        measured = lines
+    else:
+        headline = "**No GPU was at hand: nothing is measured.**"
+        measured = []  # figures of a CPU are not shown
+    parts = [_HEAD, headline, "", "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
     parts += ["", "## The embedded engine", "", *_generation(measured)]
@@ -68,18 +67,27 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
-        want = of_case(lines, "meter", case) or {}
-        got = of_case(measured, "updates", case) or {}
-        waits, copies = (
-            sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies")
-        )
-        predicted = (want.get(key, _NOT) for key in ("tokens", "launches"))
-        gib = round(want["bytes"]["peak"] / 2**30, 1) if "bytes" in want else _NOT
-        why = got.get("failed", got.get("skipped", _NOT))
-        found = (got.get(key, why) for key in ("mfu", "gib", "tokens_per_s"))
-        what = (case["model"], case.get("recompute", "none"), case["layout"])
-        cells = (*what, *predicted, waits, copies, want.get("mfu", _NOT), gib, *found)
-        rows.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+        predicted = of_case(lines, "meter", case) or {}
+        update = of_case(measured, "updates", case) or {}
+        predicted_gib: float | str = _NOT
+        if "bytes" in predicted:
+            predicted_gib = round(predicted["bytes"]["peak"] / 2**30, 1)
+        reason = update.get("failed", update.get("skipped", _NOT))
+        cells = [
+            case["model"],
+            case.get("recompute", "none"),
+            case["layout"],
+            predicted.get("tokens", _NOT),
+            predicted.get("launches", _NOT),
+            sum(predicted["waits"].values()) if "waits" in predicted else _NOT,
+            sum(predicted["copies"].values()) if "copies" in predicted else _NOT,
+            predicted.get("mfu", _NOT),
+            predicted_gib,
+            update.get("mfu", reason),
+            update.get("gib", reason),
+            update.get("tokens_per_s", reason),
+        ]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
 
 
@@ -91,8 +99,8 @@ def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|",
     ]
     for layout in ("groups", "turns", "branches", "long", "whole"):
-        got = of_case(measured, "attention", {"layout": layout}) or {}
-        cells = (str(got.get(f"{way}_ms", _NOT)) for way in ("triton", "wide", "torch"))
+        line = of_case(measured, "attention", {"layout": layout}) or {}
+        cells = [str(line.get(key, _NOT)) for key in ("triton_ms", "wide_ms", "torch_ms")]
         rows.append(f"| {layout} | {' | '.join(cells)} |")
     return rows
 
@@ -102,10 +110,11 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
     sizes = (64, 512, 1024, 2048)
     rows += [f"| hidden | {' | '.join(map(str, sizes))} |", f"|---:|{'---:|' * len(sizes)}"]
     for hidden in (896, 2560, 5120):
-        got = [
-            of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes
-        ]
-        rows.append(f"| {hidden} | {' | '.join(str(line.get('ms', _NOT)) for line in got)} |")
+        cells = []
+        for size in sizes:
+            line = of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {}
+            cells.append(str(line.get("ms", _NOT)))
+        rows.append(f"| {hidden} | {' | '.join(cells)} |")
     return rows
 
 
@@ -142,10 +151,10 @@ class HandOver:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an update: one bucket is made while the one before is loaded."""
+        """Seconds of an update: a bucket is prepared while the previous one is loaded."""
         requests_s = self.requests * REQUEST_S
-        made_s = self.gathered_s + self.copied_s
-        return max(requests_s, made_s) + made_s / self.requests
+        prepared_s = self.gathered_s + self.copied_s
+        return max(requests_s, prepared_s) + prepared_s / self.requests
 
 
 def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
@@ -156,8 +165,8 @@ def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---:|---:|",
     ]
     for count in (1, 32, 256):
-        got = of_case(measured, "engine", {"rows": count}) or {}
-        rows.append(f"| {count} | {got.get('tokens_per_s', _NOT)} |")
+        line = of_case(measured, "engine", {"rows": count}) or {}
+        rows.append(f"| {count} | {line.get('tokens_per_s', _NOT)} |")
     return rows
 
 
@@ -170,8 +179,8 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|",
     ]
     for what in ("hand-over", "sleep", "wake", "checkpoint"):
-        got = of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
-        rows.append(f"| {what} | {got.get('gb', _NOT)} | {got.get('value', _NOT)} |")
+        line = of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
+        rows.append(f"| {what} | {line.get('gb', _NOT)} | {line.get('value', _NOT)} |")
     return rows
 
 
@@ -187,17 +196,22 @@ def _hand_over() -> str:
 
 
 def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
-    found = [line for line in measured if "ok" in line and "what" in line]
-    if not found:
+    checks = [line for line in measured if "ok" in line and "what" in line]
+    if not checks:
         return ["Kernels, updates and waits on a GPU: not measured."]
-    kept = {"date", "section", "ok"}
-    return [
-        f"- {'ok' if line['ok'] else '**wrong**'}: {', '.join(f'{k} {v}' for k, v in line.items() if k not in kept)}"
-        for line in found
-    ]
+    items = []
+    for line in checks:
+        verdict = "ok" if line["ok"] else "**wrong**"
+        figures = [
+            f"{key} {value}" for key, value in line.items() if key not in ("date", "section", "ok")
+        ]
+        items.append(f"- {verdict}: {', '.join(figures)}")
+    return items
 
 
 def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
-    return next(
-        (line for line in reversed(lines) if line["section"] == section and key in line), None
-    )
+    """Return the latest line of a section that has a key, or None."""
+    for line in reversed(lines):
+        if line["section"] == section and key in line:
+            return line
+    return None

@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, "qwen3"),
     }.items()
 }
-# of 30B-A3B 2 of its 48 layers
+# "30b-a3b" has 2 of the 48 layers of Qwen3-30B-A3B.
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 MODELS |= {
     "tiny-moe": MODELS["tiny"]
@@ -49,55 +49,62 @@ TINY: list[dict[str, Any]] = [{"model": name, "layout": "small"} for name in ("t
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """A folder with the config.json of one of `MODELS`, whose weights are to be drawn at random."""
+    """Write the config.json of one of `MODELS`, without weights, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960} | MODELS[
-        name
-    ]
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960}
+    config = common | MODELS[name]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-Forest = list[
-    tuple[int, int, int]
-]  # of each segment, depth first: tokens, parent (-1: a root), rows to train
+# Tokens, parent (-1 for a root) and number of trained tokens of each segment, depth first.
+Forest = list[tuple[int, int, int]]
 
 
 def _groups() -> Forest:
-    """4 prompts of 512 tokens, 8 replies each."""
+    """Return 4 prompts of 512 tokens with 8 replies each."""
     replies = (350, 380, 402, 430, 455, 480, 541, 546)
-    return [row for g in range(4) for row in [(512, -1, 0), *((n, 9 * g, n) for n in replies)]]
+    forest: Forest = []
+    for _ in range(4):
+        prompt = len(forest)
+        forest.append((512, -1, 0))
+        forest += [(tokens, prompt, tokens) for tokens in replies]
+    return forest
 
 
 def _turns() -> Forest:
-    """4 prompts, 8 trajectories each, of 8 turns of 20 to 90 tokens; half of a turn is the reply."""
-    draw, found = random.Random(0), []
+    """Return 4 prompts with 8 trajectories each, of 8 turns of 20 to 90 tokens, half of which are the reply."""
+    draw = random.Random(0)
+    forest: Forest = []
     for _ in range(4):
-        root = len(found)
-        found.append((400, -1, 0))
+        prompt = len(forest)
+        forest.append((400, -1, 0))
         for _ in range(8):
-            parent = root
+            parent = prompt
             for _ in range(8):
                 tokens = draw.randint(20, 90)
-                found.append((tokens, parent, tokens // 2))
-                parent = len(found) - 1
-    return found
+                forest.append((tokens, parent, tokens // 2))
+                parent = len(forest) - 1
+    return forest
 
 
 def _branches() -> Forest:
-    """2 prompts, each a tree of width 4 and depth 4 (AT-GRPO)."""
-    draw, found = random.Random(0), []
+    """Return 2 prompts, each with a tree of width 4 and depth 4 (AT-GRPO)."""
+    draw = random.Random(0)
+    forest: Forest = []
 
-    def grow(parent: int, levels: int) -> None:
-        for _ in range(4 if levels else 0):
+    def add_children(parent: int, levels: int) -> None:
+        if levels == 0:
+            return
+        for _ in range(4):
             tokens = draw.randint(30, 60)
-            found.append((tokens, parent, tokens))
-            grow(len(found) - 1, levels - 1)
+            forest.append((tokens, parent, tokens))
+            add_children(len(forest) - 1, levels - 1)
 
     for _ in range(2):
-        found.append((400, -1, 0))
-        grow(len(found) - 1, 4)
-    return found
+        forest.append((400, -1, 0))
+        add_children(len(forest) - 1, levels=4)
+    return forest
 
 
 LAYOUTS: dict[str, Forest] = {
@@ -113,18 +120,17 @@ LAYOUTS: dict[str, Forest] = {
 def make_batch(
     forest: Sequence[tuple[int, int, int]], *, vocab: int, agent: str = "solver", seed: int = 0
 ) -> Microbatch:
-    """A micro-batch of that layout with random tokens, sampled as a random model does, and advantages of ±1."""
+    """Return a micro-batch of a forest with random tokens, uniform sampling probabilities and advantages of ±1."""
     draw = torch.Generator().manual_seed(seed)
     segments = tuple(Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest)
-    starts = torch.tensor([0, *(s.tokens for s in segments)]).cumsum(0)
+    starts = torch.tensor([0, *(segment.tokens for segment in segments)]).cumsum(0)
     positions = [
-        torch.arange(above, above + s.tokens)
-        for s, above in zip(segments, depths(segments), strict=True)
+        torch.arange(depth, depth + segment.tokens)
+        for segment, depth in zip(segments, depths(segments), strict=True)
     ]
-    rows = [
-        torch.arange(int(start) + tokens - n, int(start) + tokens)
-        for start, (tokens, _, n) in zip(starts[:-1], forest, strict=True)
-    ]
+    rows = []  # of each segment, the last tokens are trained
+    for start, (tokens, _, trained) in zip(starts[:-1].tolist(), forest, strict=True):
+        rows.append(torch.arange(start + tokens - trained, start + tokens))
     predictors = torch.cat(rows)
     count = len(predictors)
     zeros = torch.zeros(count)
@@ -137,7 +143,7 @@ def make_batch(
         predictors=predictors,
         labels=torch.randint(vocab, (count,), generator=draw),
         temperatures=torch.ones(count),
-        sequences=torch.cat([torch.full((len(own),), i) for i, own in enumerate(rows)]),
+        sequences=torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)]),
         behaviour=zeros - math.log(vocab),
         advantages=torch.randint(2, (count,), generator=draw) * 2.0 - 1.0,
         weights=zeros + 1.0 / count,
@@ -147,11 +153,12 @@ def make_batch(
 
 
 def operations(folder: Path, batch: Microbatch) -> float:
-    """Floating-point operations of an update, forward and backward, recomputation not counted."""
+    """Return the floating-point operations of an update, forward and backward, without recomputation."""
     return CostModel(architecture=read_architecture(folder)).flops(batch)
 
 
-# updates that are measured where there is room, and predicted by the meter; on 80 GB those of 4b that recompute all
+# Updates that the meter predicts, and that are measured if the GPU has the memory; a GPU of 80 GB has
+# it for those of "4b" with full recomputation.
 CASES: list[dict[str, Any]] = [
     {"model": "4b", "layout": "groups", "recompute": "selective"},
     {"model": "4b", "layout": "turns", "recompute": "selective"},
@@ -169,11 +176,10 @@ CASES: list[dict[str, Any]] = [
 def of_case(
     lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The latest line of a section for a case."""
-    wanted = (
-        case if section != "meter" else {"recompute": "none", **case}
-    )  # the meter says it of all
-    return next(
-        (x for x in reversed(lines) if x["section"] == section and wanted.items() <= x.items()),
-        None,
-    )
+    """Return the latest line of a section for a case, or None."""
+    if section == "meter":
+        case = {"recompute": "none", **case}  # the meter always writes this key
+    for line in reversed(lines):
+        if line["section"] == section and case.items() <= line.items():
+            return line
+    return None

@@ -148,7 +148,7 @@ def _profile_update(folder: Path, model: str, layout: str, microbatches: int) ->
     say(
         **case,
         seconds_per_update=round(took, 4),
-        mfu=round(flops / took / sections.ADVERTISED, 5),
+        mfu=round(flops / took / sections.PEAK_FLOPS, 5),
         busy_ms=round(busy_us / 1e3, 2),
         idle_ms=round(sum(gap.microseconds for gap in gaps) / 1e3, 2),
         launches=len(kernels),
