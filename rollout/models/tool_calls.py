@@ -1,8 +1,8 @@
-"""Tool calls as models write them: schemas for a chat template, and the parsers of replies by the model's format."""
+"""Tool calls as models write them: schemas for a chat template, and the parsers of each format."""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,10 +10,13 @@ from rollout.records.trajectory import Message, ToolUse
 
 ToolFormat = Literal["hermes", "llama3", "fenced"]
 PYTHON_TAG = "<|python_tag|>"
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCED = re.compile(r"^```tool[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_HERMES_START = re.compile(r"<tool_call>")
+_HERMES_END = re.compile(r"</tool_call>|\Z")
+_FENCED_START = re.compile(r"^```tool[ \t]*\n", re.MULTILINE)
+_FENCED_END = re.compile(r"^```[ \t]*$|\Z", re.MULTILINE)
+_CALL_KEYS = {"id", "type", "name", "arguments", "parameters"}
 _UNREADABLE = 'This tool call cannot be read. Write it as JSON: {"name": "...", "arguments": {...}}'
-_FORM = """To call a tool, write
+_INSTRUCTIONS = """To call a tool, write
 ```tool
 {"name": "...", "arguments": {...}}
 ```
@@ -22,72 +25,148 @@ and stop; its result comes with the next message. Several blocks are several cal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """What a model is told of a tool."""
+    """Description of a tool for a model.
+
+    Attributes:
+        name: of the tool.
+        description: purpose of the tool.
+        parameters: JSON schema of an object with the arguments.
+    """
 
     name: str
     description: str
-    parameters: Mapping[str, Any]  # the JSON schema of an object
+    parameters: Mapping[str, Any]
 
     @property
     def function(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        own = {
+        """Schema in the form that chat templates take."""
+        function = {
             "name": self.name,
             "description": self.description,
             "parameters": dict(self.parameters),
         }
-        return {"type": "function", "function": own}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply of a model with tools, taken apart."""
+    """Parts of a model's reply.
 
-    text: str  # without thoughts and calls
+    Attributes:
+        text: reply without thoughts and calls.
+        reasoning: thoughts.
+        calls: tool calls in their order. A call that cannot be read has no name, and its text as
+            arguments.
+        problems: message for the model by id of a call that cannot be read.
+    """
+
+    text: str
     reasoning: str
-    calls: tuple[
-        ToolUse, ...
-    ]  # in their order; one that cannot be read has no name, and its text as arguments
-    problems: Mapping[str, str]  # by id of such a call, what the model is told
+    calls: tuple[ToolUse, ...]
+    problems: Mapping[str, str]
 
 
-def _marked(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, list[str]]]:
-    """The splitter of a format whose calls stand between marks."""
-    return lambda text: (pattern.sub("", text), [found.strip() for found in pattern.findall(text)])
+def _split_hermes(text: str) -> tuple[str, list[str]]:
+    """Split the calls between `<tool_call>` marks from the rest of a text."""
+    return _split_marked(text, _HERMES_START, _HERMES_END)
 
 
-def _llama3(text: str) -> tuple[str, list[str]]:
-    """JSON objects that are the whole reply, one after another or with `;` between; or a program behind its tag."""
+def _split_fenced(text: str) -> tuple[str, list[str]]:
+    """Split the calls in blocks that are labelled `tool` from the rest of a text."""
+    return _split_marked(text, _FENCED_START, _FENCED_END)
+
+
+def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tuple[str, list[str]]:
+    """Split calls between marks from the rest of a text.
+
+    An end mark inside a JSON string belongs to the string. Several JSON objects between a pair of
+    marks are several calls.
+    """
+    spoken = []
+    calls = []
+    position = 0
+    while True:
+        opening = start.search(text, position)
+        if opening is None:
+            spoken.append(text[position:])
+            return "".join(spoken), calls
+        spoken.append(text[position : opening.start()])
+        objects, after_objects = _leading_objects(text, opening.end())
+        closing = end.search(text, after_objects)
+        assert closing is not None, "the end of the text closes a call"
+        if objects and not text[after_objects : closing.start()].strip():
+            calls += objects
+        else:
+            closing = end.search(text, opening.end())
+            assert closing is not None, "the end of the text closes a call"
+            calls.append(text[opening.end() : closing.start()].strip())
+        position = closing.end()
+
+
+def _leading_objects(text: str, position: int) -> tuple[list[str], int]:
+    """Return the JSON objects that follow one another from `position` on, and their end."""
+    decoder = json.JSONDecoder()
+    objects = []
+    while True:
+        start = position + len(text[position:]) - len(text[position:].lstrip())
+        if not text.startswith("{", start):
+            return objects, position
+        try:
+            _, position = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            return objects, position
+        objects.append(text[start:position])
+
+
+def _split_llama3(text: str) -> tuple[str, list[str]]:
+    """Split a reply that consists of calls: JSON objects, or a program behind PYTHON_TAG.
+
+    Objects follow one another, also with `;` in between. An object with other keys than those of a
+    call is an answer.
+    """
     body = text.strip()
-    tagged = body.startswith(PYTHON_TAG)
+    is_tagged = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
-        return (
-            ("", [json.dumps({"name": "python", "arguments": {"code": body}})])
-            if tagged and body
-            else (text, [])
-        )
-    calls = []
-    rest = body
+        if is_tagged and body:
+            return "", [json.dumps({"name": "python", "arguments": {"code": body}})]
+        return text, []
+    calls = list(_objects_in_a_row(body))
+    if is_tagged or _looks_like_call(calls[0]):
+        return "", calls
+    return text, []
+
+
+def _objects_in_a_row(text: str) -> Iterator[str]:
+    """Yield JSON objects that follow one another; the rest from the first unreadable one on."""
+    rest = text
     while rest:
         try:
             _, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError):
             end = len(rest)
-        calls.append(rest[:end])
+        yield rest[:end]
         rest = rest[end:].lstrip("; \n\t")
-    return ("", calls) if tagged or '"name"' in calls[0] else (text, [])
 
 
-# what a reply says besides, and the texts of its calls
+def _looks_like_call(text: str) -> bool:
+    """Return True if a JSON object has the keys of a call, or if it is cut and names a tool."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return '"name"' in text
+    return isinstance(fields, dict) and "name" in fields and fields.keys() <= _CALL_KEYS
+
+
+# Functions that split a reply into its text and the texts of its calls.
 TOOL_FORMATS: dict[ToolFormat, Callable[[str], tuple[str, list[str]]]] = {
-    "hermes": _marked(_HERMES),  # Qwen's too
-    "llama3": _llama3,
-    "fenced": _marked(_FENCED),  # of models whose templates know no tools
+    "hermes": _split_hermes,  # also Qwen's
+    "llama3": _split_llama3,
+    "fenced": _split_fenced,  # for models whose templates know no tools
 }
 
 
-# with which calls begin: what follows one in a reply may be part of a call
+# Beginnings of calls; what follows one in a reply may be part of a call.
 CALL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "llama3": ("{", PYTHON_TAG),
@@ -96,7 +175,7 @@ CALL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
 
 
 def tool_format_of(template: str) -> ToolFormat:
-    """The format that a chat template teaches its model; `fenced` where it is none that is known here."""
+    """Return the format that a chat template teaches its model; `fenced` if it knows no tools."""
     if re.search(r"<tool_call>.*<args-(json-object|dict)>", template, re.DOTALL):
         return "hermes"
     if re.search(r"\btools\b", template) and (PYTHON_TAG in template or "ipython" in template):
@@ -105,85 +184,108 @@ def tool_format_of(template: str) -> ToolFormat:
 
 
 def thought_and_text(raw: str) -> tuple[str, str]:
-    """Thoughts of a reply that may not be whole, and its text behind them; neither while it thinks."""
+    """Return the thoughts of a reply that may be incomplete, and the text after them.
+
+    Both are "" until the thought has ended, or until it is clear that the reply has none.
+    """
     thought, closed, text = raw.rpartition("</think>")
     if not closed and "<think>".startswith(raw.lstrip()[:7]):
-        return "", ""  # a thought, or nothing yet
+        return "", ""
     return thought.strip().removeprefix("<think>").strip(), text.lstrip()
 
 
 def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
-    """Take a reply apart.
+    """Parse a reply; a thought that never ends has no text and no calls after it.
 
     Args:
-        raw: with thoughts and special tokens, without the end of the reply.
+        raw: reply with thoughts and special tokens, without the end token.
+        form: format of the calls.
         prefix: of the calls' ids, which are numbered from 0.
     """
-    thought, _, spoken = raw.rpartition("</think>")
-    text, written = TOOL_FORMATS[form](spoken)
-    calls, problems = [], {}
-    for number, call in enumerate(written):
-        name, arguments = _read(call)
-        calls.append(ToolUse(id=f"{prefix}{number}", name=name, arguments=arguments))
+    thought, closed, spoken = raw.rpartition("</think>")
+    if not closed and raw.lstrip().startswith("<think>"):
+        thought, spoken = raw, ""
+    text, call_texts = TOOL_FORMATS[form](spoken)
+    calls = []
+    problems = {}
+    for number, call_text in enumerate(call_texts):
+        name, arguments = _read_call(call_text)
+        call = ToolUse(id=f"{prefix}{number}", name=name, arguments=arguments)
+        calls.append(call)
         if not name:
-            problems[calls[-1].id] = _UNREADABLE
-    reasoning = thought.strip().removeprefix("<think>").strip()
+            problems[call.id] = _UNREADABLE
     return ParsedReply(
-        text=text.strip(), reasoning=reasoning, calls=tuple(calls), problems=problems
+        text=text.strip(),
+        reasoning=thought.strip().removeprefix("<think>").strip(),
+        calls=tuple(calls),
+        problems=problems,
     )
 
 
-def _read(call: str) -> tuple[str, str]:
-    """Name and arguments of a call, a JSON object; "" and the text where it is none."""
+def _read_call(text: str) -> tuple[str, str]:
+    """Return the name of a call and its arguments as JSON; "" and the text if it is no call."""
     try:
-        fields = json.loads(call)
+        fields = json.loads(text)
         arguments = fields.get("arguments", fields.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        written = json.dumps(arguments, ensure_ascii=False)
-        written.encode()  # refuses text that no message can hold
+        if arguments is None:
+            arguments = {}
+        arguments_json = json.dumps(arguments, ensure_ascii=False)
+        arguments_json.encode()  # raises an error for text that no message can hold
         if isinstance(fields["name"], str) and isinstance(arguments, dict):
-            return fields["name"], written
+            return fields["name"], arguments_json
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    return "", call
+    return "", text
 
 
 def in_words(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-    """A chat with tools as one without, for a model whose template knows none.
+    """Write a chat with tools as a chat without, for a model whose template knows none.
 
-    The tools and how to call them go to the end of the system prompt, and results are the user's. Messages of the user
-    in a row are one, as many templates want it.
+    The tools and the instructions to call them go to the end of the system prompt, and results are
+    messages of the user. Consecutive messages of the user are joined, as many templates want it.
     """
-    if not tools and not any(
-        message.answers or message.raw or message.calls for message in messages
-    ):
+    has_calls = any(message.answers or message.raw or message.calls for message in messages)
+    if not tools and not has_calls:
         return list(messages)
-    said: list[Message] = []
+
+    worded: list[Message] = []
     for message in messages:
-        content, role = message.raw or message.content, message.role
-        if not message.raw:
-            calls = (
-                {"name": call.name, "arguments": json.loads(call.arguments)}
-                for call in message.calls
-            )
-            content = "\n".join(
-                [content, *(f"```tool\n{json.dumps(call)}\n```" for call in calls)]
-            ).lstrip("\n")
+        role = message.role
+        content = _content_with_calls(message)
         if role == "tool":
-            role, content = "user", f"Result of the tool:\n{content}"
-        if said and said[-1].role == role == "user":
-            said[-1] = replace(said[-1], content=f"{said[-1].content}\n\n{content}")
+            role = "user"
+            content = f"Result of the tool:\n{content}"
+        if worded and worded[-1].role == role == "user":
+            worded[-1] = replace(worded[-1], content=f"{worded[-1].content}\n\n{content}")
         else:
-            said.append(Message(role=role, content=content))
+            worded.append(Message(role=role, content=content))
+
     if tools:
-        listed = "".join(
-            f"- {tool.name}: {tool.description}\n  arguments: {json.dumps(tool.parameters)}\n"
-            for tool in tools
-        )
-        about = f"Tools:\n{listed}\n{_FORM}"
-        if said and said[0].role == "system":
-            said[0] = replace(said[0], content=f"{said[0].content}\n\n{about}")
+        instructions = _tool_instructions(tools)
+        if worded and worded[0].role == "system":
+            worded[0] = replace(worded[0], content=f"{worded[0].content}\n\n{instructions}")
         else:
-            said.insert(0, Message(role="system", content=about))
-    return said
+            worded.insert(0, Message(role="system", content=instructions))
+    return worded
+
+
+def _content_with_calls(message: Message) -> str:
+    """Return the text of a message with its calls in fenced blocks."""
+    if message.raw:
+        return message.raw
+    parts = [message.content]
+    for call in message.calls:
+        fields = {"name": call.name, "arguments": json.loads(call.arguments)}
+        parts.append(f"```tool\n{json.dumps(fields, ensure_ascii=False)}\n```")
+    return "\n".join(parts).lstrip("\n")
+
+
+def _tool_instructions(tools: Sequence[ToolSchema]) -> str:
+    """Return the list of tools and the instructions to call them."""
+    lines = []
+    for tool in tools:
+        parameters = json.dumps(tool.parameters, ensure_ascii=False)
+        lines.append(f"- {tool.name}: {tool.description}\n  arguments: {parameters}\n")
+    return f"Tools:\n{''.join(lines)}\n{_INSTRUCTIONS}"

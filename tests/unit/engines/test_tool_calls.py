@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.models.tool_calls import ToolSchema, in_words, parse_reply, tool_format_of
+from rollout.models.tool_calls import (
+    ToolFormat,
+    ToolSchema,
+    in_words,
+    parse_reply,
+    tool_format_of,
+)
 from rollout.records.trajectory import Message, ToolUse
 from tests.support.templates import LLAMA3, QWEN3, QWEN25
 
@@ -102,3 +108,61 @@ def test_a_chat_with_tools_in_words_has_one_user_between_replies(tmp_path: Path)
     assert answer == Message(role="assistant", content="<think>x</think>It is 2.")
     plain = (Message(role="user", content="a"), Message(role="user", content="b"))
     assert in_words(plain, ()) == list(plain)  # without tools nothing changes
+
+
+def hermes_call(**arguments: object) -> str:
+    call = {"name": "write", "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("raw", "form", "found"),
+    [
+        # an end mark inside a string
+        (hermes_call(text="a </tool_call> b"), "hermes", [{"text": "a </tool_call> b"}]),
+        (f"so {hermes_call(a=1)} and {hermes_call(b=2)} then", "hermes", [{"a": 1}, {"b": 2}]),
+        # several calls between one pair of marks
+        (
+            '<tool_call>{"name": "write", "arguments": {"a": 1}}\n'
+            '{"name": "write", "arguments": {}}</tool_call>',
+            "hermes",
+            [{"a": 1}, {}],
+        ),
+        ('<tool_call>{"name": "write", "arguments": null}</tool_call>', "hermes", [{}]),
+        # a thought that never ends
+        (f"<think>\nI could try {hermes_call(a=1)} but first", "hermes", []),
+        (f"<think>\nhm {hermes_call(a=1)}</think>{hermes_call(b=2)}", "hermes", [{"b": 2}]),
+        ('{"city": "Rome", "name": "Anna"}', "llama3", []),
+        ('{"name": "write", "parameters": {"a": 1}}', "llama3", [{"a": 1}]),
+        ('```tool\n{"name": "write", "arguments": {"t": "```"}}\n```', "fenced", [{"t": "```"}]),
+    ],
+)
+def test_calls_are_read_whatever_their_arguments_hold(
+    raw: str, form: ToolFormat, found: list[dict[str, object]]
+) -> None:
+    reply = parse_reply(raw, form, "c")
+    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == [
+        ("write", arguments) for arguments in found
+    ]
+    assert not reply.problems
+
+
+def test_the_text_of_a_reply_has_neither_calls_nor_an_unfinished_thought() -> None:
+    reply = parse_reply(f"so {hermes_call(text='</tool_call>')} then", "hermes", "c")
+    assert reply.text == "so  then"
+    unfinished = parse_reply("<think>\nI could", "hermes", "c")
+    assert (unfinished.text, unfinished.reasoning) == ("", "I could")
+
+
+def test_tools_in_words_keep_their_script() -> None:
+    properties = {"q": {"type": "string", "description": "質問"}}
+    tool = ToolSchema(
+        name="look", description="検索する", parameters={"type": "object", "properties": properties}
+    )
+    call = ToolUse(id="i", name="look", arguments='{"q": "東京"}')
+    chat = [
+        Message(role="user", content="?"),
+        Message(role="assistant", content="", calls=(call,)),
+    ]
+    text = "".join(message.content for message in in_words(chat, [tool]))
+    assert [word for word in ("検索する", "質問", "東京") if word not in text] == []
