@@ -1,4 +1,7 @@
-"""Text-world environments of other libraries (Gymnasium, ALFWorld, WebShop), imported when a world is opened."""
+"""Text-world environments of other libraries: Gymnasium, ALFWorld and WebShop.
+
+The libraries are imported when a world is opened.
+"""
 
 import asyncio
 import copy
@@ -22,54 +25,69 @@ from rollout.records.trajectory import Task
 
 _T = TypeVar("_T")
 
-_MOST_CHOICES = 100  # possible actions that are shown; where there are more, none are
-_MARKED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # what a terminal highlights
-_SESSIONS = count()  # of this process: the shop tells its visitors apart by name
+_MAX_CHOICES = 100  # if more actions are possible, none are listed
+_HIGHLIGHTED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # terminal colours
+_SESSION_NUMBERS = count()  # the shop distinguishes its visitors by the names of their sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What a world shows."""
+    """State of a world after an action, as agents see it.
+
+    Attributes:
+        reward: reward of the action.
+        choices: actions that are possible now; () if the world does not list them.
+    """
 
     text: str
-    reward: float = 0.0  # of the action that led here
+    reward: float = 0.0
     done: bool = False
     solved: bool = False
-    choices: tuple[str, ...] = ()  # actions that are possible now; () where they are not listed
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
 class WorldEnv:
-    """A game of a world whose calls block and come from one thread; the first of a task's `answers` is its key.
+    """A game of a text world; the first of a task's `answers` is the key of the game.
 
-    A step is one action. A text that is none changes nothing, has the reward `malformed` and takes a turn. Metrics:
-    `solved`, `turns`, `malformed_actions`.
+    Calls of the world block, and are made in one thread. A step is one action. A text that is no
+    action changes nothing, has the reward `malformed` and takes a turn. Metrics are `solved`,
+    `turns` and `malformed_actions`.
 
     Args:
-        max_turns: steps at most.
+        max_turns: most steps.
         malformed: reward of a text that is no action.
-        deadline_s: of one call of the world, in seconds.
+        deadline_s: seconds of one call of the world.
     """
 
     task: Task = field(kw_only=False)
     max_turns: PositiveInt = 30
     malformed: float = 0.0
     deadline_s: PositiveFloat = 60.0
-    _env: Any = field(default=None, init=False)  # of the library, once the game has started
-    # what makes the calls
+    # Environment of the library, which `start` sets.
+    _env: Any = field(default=None, init=False)
+    # Thread that makes the calls.
     _thread: Executor = field(
         default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False
     )
     _scene: Scene | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
-    _bad: int = field(default=0, init=False)
+    _malformed_actions: int = field(default=0, init=False)
 
     def start(self, key: str) -> Scene:
-        """Begin the game with this key, always the same; EnvError if there is none, or the library is missing."""
+        """Begin the game with this key, which is always the same; called in the thread.
+
+        Raises:
+            EnvError: there is no such game, or the library is missing.
+        """
         raise NotImplementedError
 
     def act(self, action: str) -> Scene:
-        """Do something; AgentMistake if the text is no action, and nothing was changed."""
+        """Carry out an action; called in the thread.
+
+        Raises:
+            AgentMistake: the text is no action; nothing has changed.
+        """
         raise NotImplementedError
 
     async def open(self, task: Task) -> None:
@@ -79,55 +97,66 @@ class WorldEnv:
         self._scene = await self._call(self.start, task.answers[0])
 
     async def close(self) -> None:
-        env, self._env, self._scene = self._env, None, None
+        env = self._env
+        self._env = None
+        self._scene = None
         try:
-            with suppress(EnvError):  # what it held goes with its process
-                if env is not None:
+            if env is not None:
+                # If closing fails, the resources of the world are freed with its process.
+                with suppress(EnvError):
                     await self._call(env.close)
         finally:
+            # The shop's thread serves the other trajectories, too.
             if self._thread is not _SHOP:
                 self._thread.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, task: Task) -> str:
-        self._turns = self._bad = 0
-        return f"{task.prompt}\n\n{self._shown(self._started())}".strip()
+        self._turns = 0
+        self._malformed_actions = 0
+        return f"{task.prompt}\n\n{_render(self._current_scene())}".strip()
 
     async def step(self, action: str) -> Step:
-        """Do what the text says."""
-        before = self._started()
-        if before.done or self._turns == self.max_turns:
+        """Carry out the action of a text."""
+        scene = self._current_scene()
+        if scene.done or self._turns == self.max_turns:
             raise EnvError("WorldEnv.step after the end")
         self._turns += 1
         try:
             scene = await self._call(self.act, action.strip())
-            shown, reward = self._shown(scene), scene.reward
+            reward = scene.reward
+            observation = _render(scene)
         except AgentMistake as error:
-            self._bad += 1
-            scene, shown, reward = before, f"{error}\n{self._shown(before)}", self.malformed
+            self._malformed_actions += 1
+            reward = self.malformed
+            observation = f"{error}\n{_render(scene)}"
         self._scene = scene
-        done = scene.done or self._turns == self.max_turns
-        counts = {"turns": float(self._turns), "malformed_actions": float(self._bad)}
         return Step(
-            observation=shown,
+            observation=observation,
             reward=reward,
-            done=done,
-            metrics={"solved": float(scene.solved), **counts},
+            done=scene.done or self._turns == self.max_turns,
+            metrics={
+                "solved": float(scene.solved),
+                "turns": float(self._turns),
+                "malformed_actions": float(self._malformed_actions),
+            },
         )
 
     def state(self) -> str:
-        return self._shown(self._started())
+        """Return the current scene as text."""
+        return _render(self._current_scene())
 
-    def _started(self) -> Scene:
+    def _current_scene(self) -> Scene:
         if self._scene is None:
             raise EnvError("WorldEnv is used before open")
         return self._scene
 
-    def _shown(self, scene: Scene) -> str:
-        if not scene.choices or len(scene.choices) > _MOST_CHOICES or scene.done:
-            return scene.text
-        return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
-
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function of the world in its thread, within the deadline.
+
+        Raises:
+            AgentMistake: as the function.
+            EnvError: any other error of the function, or the deadline has passed.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         try:
             return await asyncio.wait_for(future, self.deadline_s)
@@ -135,20 +164,29 @@ class WorldEnv:
             raise EnvError(f"the world did not answer within {self.deadline_s:g} s") from error
         except (AgentMistake, EnvError):
             raise
-        except Exception as error:  # of somebody else's code: it fails this trajectory, not the run
+        except Exception as error:
+            # An error of the library's code fails this trajectory and not the run.
             raise EnvError(f"the world failed ({type(error).__name__}: {error})") from error
+
+
+def _render(scene: Scene) -> str:
+    """Return the text of a scene, with the possible actions if there are not too many."""
+    if scene.done or not scene.choices or len(scene.choices) > _MAX_CHOICES:
+        return scene.text
+    return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
 
 
 @dataclass(eq=False, kw_only=True)
 class GymnasiumEnv(WorldEnv):
-    """A Gymnasium environment whose actions can be written; a game's key is the seed of its reset.
+    """A Gymnasium environment whose actions can be written; the key of a game is its seed.
 
     Args:
-        id: of the environment, perhaps with a module to import: `my_package:MyWorld-v0`.
-        make: keyword arguments of `gymnasium.make`; with `render_mode: ansi` a scene is what it renders.
+        id: id of the environment, with a module to import if needed: `my_package:MyWorld-v0`.
+        make: keyword arguments of `gymnasium.make`; with `render_mode: ansi` agents see the
+            rendered text.
         actions: names of a discrete environment's actions; numbers are understood as well.
-        goal: the return from which on a game that ended counts as solved; null: the environment's own
-            `reward_threshold`, or above 0.
+        goal: least return of a game that counts as solved when it ends; null: the environment's
+            `reward_threshold`, or any return above 0 without one.
     """
 
     id: str
@@ -175,45 +213,58 @@ class GymnasiumEnv(WorldEnv):
         return Scene(text=self._show(observation), choices=tuple(self.actions))
 
     def act(self, action: str) -> Scene:
-        observation, reward, terminated, truncated, _ = self._env.step(self._read(action))
+        observation, reward, terminated, truncated, _ = self._env.step(self._parse_action(action))
         self._return += float(reward)
-        threshold = (
-            self._env.spec.reward_threshold if self.goal is None and self._env.spec else self.goal
-        )
-        reached = self._return > 0 if threshold is None else self._return >= threshold
-        text, done, solved = (
-            self._show(observation),
-            bool(terminated or truncated),
-            bool(terminated and reached),
-        )
         return Scene(
-            text=text, reward=float(reward), done=done, solved=solved, choices=tuple(self.actions)
+            text=self._show(observation),
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            solved=bool(terminated and self._reached_goal()),
+            choices=tuple(self.actions),
         )
 
+    def _reached_goal(self) -> bool:
+        goal = self.goal
+        if goal is None and self._env.spec:
+            goal = self._env.spec.reward_threshold
+        return self._return > 0 if goal is None else self._return >= goal
+
     def _check_space(self) -> None:
+        """Raise EnvError if actions cannot be written, or their names are too few or too many."""
         from gymnasium.spaces import Discrete, MultiDiscrete, Text
 
         space = self._env.action_space
         if not isinstance(space, Discrete | MultiDiscrete | Text):
             raise EnvError(
-                f"'{self.id}' takes {space}, which cannot be written; expected Discrete, MultiDiscrete, Text"
+                f"'{self.id}' takes {space}, which cannot be written; "
+                "expected Discrete, MultiDiscrete, Text"
             )
         if self.actions and not (isinstance(space, Discrete) and space.n == len(self.actions)):
             raise EnvError(
-                f"'{self.id}' takes {space}, for which there cannot be {len(self.actions)} names of actions"
+                f"'{self.id}' takes {space}, "
+                f"for which there cannot be {len(self.actions)} names of actions"
             )
 
-    def _read(self, text: str) -> Any:
+    def _parse_action(self, text: str) -> Any:
+        """Convert a text to an action: as it is, by the name of an action, or by its numbers.
+
+        Raises:
+            AgentMistake: the environment has no such action.
+        """
         from gymnasium.spaces import Discrete, Text
 
         space = self._env.action_space
+        names = [name.lower() for name in self.actions]
+        numbers = [int(number) for number in re.findall(r"-?\d{1,18}", text)]
+        action: Any
         if isinstance(space, Text):
-            action: Any = text
-        elif text.lower() in (lower := [name.lower() for name in self.actions]):
-            action = int(space.start) + lower.index(text.lower())
+            action = text
+        elif text.lower() in names:
+            action = int(space.start) + names.index(text.lower())
+        elif isinstance(space, Discrete) and len(numbers) == 1:
+            action = numbers[0]
         else:
-            numbers = [int(part) for part in re.findall(r"-?\d{1,18}", text)]
-            action = numbers[0] if isinstance(space, Discrete) and len(numbers) == 1 else numbers
+            action = numbers
         if not space.contains(action):
             expected = f"one of {', '.join(self.actions)}" if self.actions else str(space)
             raise AgentMistake(f"This is no action; expected {expected}.")
@@ -221,23 +272,25 @@ class GymnasiumEnv(WorldEnv):
 
     def _show(self, observation: Any) -> str:
         if self._env.render_mode == "ansi":
-            return _MARKED.sub(r"[\1]", str(self._env.render())).strip("\n")
-        return (
-            observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
-        )
+            return _HIGHLIGHTED.sub(r"[\1]", str(self._env.render())).strip("\n")
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(observation, default=_to_json)
 
 
-def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy as lists and numbers."""
+def _to_json(value: Any) -> Any:
+    """Convert arrays and numbers of NumPy to lists and numbers, and other objects to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @dataclass(eq=False, kw_only=True)
 class AlfworldEnv(WorldEnv):
-    """ALFWorld: a household task in TextWorld (arXiv 2010.03768); its key is the path of its `game.tw-pddl`.
+    """ALFWorld: a household task in TextWorld (arXiv 2010.03768).
+
+    The key of a game is the path of its `game.tw-pddl`.
 
     Args:
-        config: ALFWorld's own file, such as its `configs/base_config.yaml`.
+        config: configuration file of ALFWorld, such as its `configs/base_config.yaml`.
     """
 
     config: str
@@ -248,25 +301,32 @@ class AlfworldEnv(WorldEnv):
     def start(self, key: str) -> Scene:
         if not Path(key).is_file():
             raise EnvError(f"{key}: no such game; run `alfworld-download`")
-        games = copy.copy(_games(self.config))  # which lists the games of a folder: here it has one
-        games.game_files, games.num_games = [key], 1
+        # The library lists the games of a folder; this copy of the list has one game.
+        games = copy.copy(load_games(self.config))
+        games.game_files = [key]
+        games.num_games = 1
         self._env = games.init_env(batch_size=1)
         observations, infos = self._env.reset()
         return Scene(text=observations[0].strip(), choices=tuple(infos["admissible_commands"][0]))
 
     def act(self, action: str) -> Scene:
         observations, scores, dones, infos = self._env.step([action])
-        before, self._score = self._score, float(scores[0])  # scores are of the whole game so far
-        won, choices = bool(infos["won"][0]), tuple(infos["admissible_commands"][0])
-        reward, done = self._score - before, bool(dones[0]) or won
+        score = float(scores[0])  # of the whole game so far
+        reward = score - self._score
+        self._score = score
+        won = bool(infos["won"][0])
         return Scene(
-            text=observations[0].strip(), reward=reward, done=done, solved=won, choices=choices
+            text=observations[0].strip(),
+            reward=reward,
+            done=bool(dones[0]) or won,
+            solved=won,
+            choices=tuple(infos["admissible_commands"][0]),
         )
 
 
 @cache
-def _games(config: str) -> Any:
-    """An AlfredTWEnv, which reads a folder of games when it is made."""
+def load_games(config: str) -> Any:
+    """Return an `AlfredTWEnv`, which reads a folder of games when it is created."""
     try:
         from alfworld.agents.environment import get_environment
     except ImportError as error:
@@ -277,23 +337,22 @@ def _games(config: str) -> Any:
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
     settings = read_yaml(path)
-    # without the handcoded expert, whom only the split `train` has
+    # Only the split `train` has the handcoded expert, which is not needed.
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 
-_SHOP = ThreadPoolExecutor(
-    1, thread_name_prefix="webshop"
-)  # its search engine is one for all trajectories
+# All trajectories share the shop's search engine, which must be called from one thread.
+_SHOP = ThreadPoolExecutor(1, thread_name_prefix="webshop")
 
 
 @dataclass(eq=False, kw_only=True)
 class WebshopEnv(WorldEnv):
-    """WebShop: an errand, to find and buy a product (arXiv 2207.01206); its key is its goal's number.
+    """WebShop: find and buy a product (arXiv 2207.01206); the key of a game is its goal's number.
 
-    The first one of a process loads the shop, which can take minutes.
+    The first game of a process loads the shop, which can take minutes.
 
     Args:
-        num_products: how many the shop has, 100, 1000 or 100000; null: all.
+        num_products: number of products of the shop, 100, 1000 or 100000; null: all.
     """
 
     num_products: Literal[100, 1000, 100000] | None = 1000
@@ -304,15 +363,14 @@ class WebshopEnv(WorldEnv):
     def start(self, key: str) -> Scene:
         if not key.isdecimal():
             raise EnvError(f"the key of an errand is the number of its goal, and not {key[:40]!r}")
-        make, server = _shop(self.num_products)
+        environment_class, server = load_shop(self.num_products)
         if int(key) >= len(server.goals):
             raise EnvError(f"the shop has {len(server.goals)} goals, and no goal {key}")
-        prefix = f"{next(_SESSIONS)}-"
-        self._env = make(
+        self._env = environment_class(
             observation_mode="text",
             num_products=self.num_products,
             server=server,
-            session_prefix=prefix,
+            session_prefix=f"{next(_SESSION_NUMBERS)}-",
         )
         text, _ = self._env.reset(session=int(key))
         return Scene(text=text, choices=self._choices())
@@ -323,31 +381,30 @@ class WebshopEnv(WorldEnv):
                 "This is no action; expected search[words] or click[what can be clicked]."
             )
         text, reward, done, _ = self._env.step(action)
-        choices = () if done else self._choices()
         return Scene(
             text=text,
             reward=float(reward),
             done=bool(done),
             solved=done and reward == 1,
-            choices=choices,
+            choices=() if done else self._choices(),
         )
 
     def _choices(self) -> tuple[str, ...]:
-        able = self._env.get_available_actions()
-        search = ("search[words]",) if able["has_search_bar"] else ()
-        return (*search, *(f"click[{what}]" for what in able["clickables"] if what != "search"))
+        available = self._env.get_available_actions()
+        choices = ["search[words]"] if available["has_search_bar"] else []
+        choices += [f"click[{name}]" for name in available["clickables"] if name != "search"]
+        return tuple(choices)
 
 
 @cache
-def _shop(num_products: int | None) -> tuple[Any, Any]:
-    """The class of the environment and the shop behind it, which reads its products when it is made."""
+def load_shop(num_products: int | None) -> tuple[Any, Any]:
+    """Return the class of the environment, and the shop's server with its products."""
     try:
         from web_agent_site.envs import WebAgentTextEnv
     except ImportError as error:
-        where = "https://github.com/princeton-nlp/WebShop"
+        repository = "https://github.com/princeton-nlp/WebShop"
         raise EnvError(
-            f"env webshop needs the package web_agent_site: install {where} by its setup.sh"
+            f"env webshop needs the package web_agent_site: install {repository} by its setup.sh"
         ) from error
-    return WebAgentTextEnv, WebAgentTextEnv(
-        observation_mode="text", num_products=num_products
-    ).server
+    server = WebAgentTextEnv(observation_mode="text", num_products=num_products).server
+    return WebAgentTextEnv, server

@@ -1,4 +1,4 @@
-"""Puzzle environments (games) with exact rewards: pure rules over immutable states, one file a game."""
+"""Puzzle environments (games) with exact rewards: rules over immutable states, and generators."""
 
 from typing import Any
 
@@ -7,14 +7,16 @@ from rollout.environments.games.game import Game, PuzzleSource
 from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
 from rollout.environments.games.sudoku import Sudoku, SudokuSource
 
-GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards
+# Rules by name; their keyword arguments are the rewards.
+GAMES: dict[str, type[Game[Any]]] = {
     "plan_path": PlanPath,
     "sokoban": Sokoban,
     "sudoku": Sudoku,
     "blocksworld": Blocksworld,
 }
 
-PUZZLES: dict[str, type[PuzzleSource]] = {  # by game; keyword arguments are a generator's options
+# Generators by the name of their game; their keyword arguments are options.
+PUZZLES: dict[str, type[PuzzleSource]] = {
     source.game: source
     for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
 }

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations, product, zip_longest
+from itertools import chain, permutations, product, zip_longest
 from random import Random
 from string import ascii_uppercase
 from typing import Annotated
@@ -14,7 +14,7 @@ from pydantic import Field
 from rollout.environments.games import game as puzzles
 from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
-Stacks = frozenset[tuple[str, ...]]  # each from the table upwards
+Stacks = frozenset[tuple[str, ...]]  # blocks of each stack from the table upwards
 _TABLE = "table"
 _TEXT = re.compile(r"now: (.+)\ngoal: (.+)")
 _BLOCK = re.compile(r"[A-Z]")
@@ -22,17 +22,22 @@ _BLOCK = re.compile(r"[A-Z]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksTable:
-    """The stacks as they are and as they shall be."""
+    """Current stacks and goal.
+
+    Attributes:
+        shortest: fewest moves from the first state to the goal.
+        moves: number of moves so far, impossible ones included.
+    """
 
     now: Stacks
     goal: Stacks
-    shortest: int  # moves from the first state
-    moves: int = 0  # made so far, impossible ones included
+    shortest: int
+    moves: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocksworld(Game[BlocksTable]):
-    """1 for the goal and 0 for anything else, as in Stronger-MAS's released code."""
+    """Rules with a reward of 1 for the goal and else 0, as in the released code of Stronger-MAS."""
 
     solved_reward: float = 1.0
     fail: float = 0.0
@@ -42,15 +47,11 @@ class Blocksworld(Game[BlocksTable]):
 
     def read(self, puzzle: str) -> BlocksTable:
         match = _TEXT.fullmatch(puzzle)
-        now, goal = (
-            (_parse(side) for side in match.groups()) if match else (frozenset(), frozenset())
-        )
-        blocks = sorted(block for stack in now for block in stack)
-        if (
-            not blocks
-            or blocks != sorted(block for stack in goal for block in stack)
-            or len({*blocks}) < len(blocks)
-        ):
+        now = _parse_stacks(match[1]) if match else frozenset()
+        goal = _parse_stacks(match[2]) if match else frozenset()
+        blocks = sorted(chain(*now))
+        repeats = len(set(blocks)) < len(blocks)
+        if not blocks or repeats or blocks != sorted(chain(*goal)):
             raise puzzles.BadPuzzle(
                 "Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks"
             )
@@ -60,13 +61,13 @@ class Blocksworld(Game[BlocksTable]):
         return f"now: {show_stacks(state.now)}\ngoal: {show_stacks(state.goal)}"
 
     def board(self, state: BlocksTable) -> list[list[str]]:
-        """The stacks as they are, side by side, on a line of # for the table."""
+        """Return the current stacks side by side, on a row of # for the table."""
         stacks = sorted(state.now)
         layers = list(zip_longest(*stacks, fillvalue="."))
         return [*(list(layer) for layer in reversed(layers)), ["#"] * len(stacks)]
 
     def play(self, state: BlocksTable, actions: str) -> Played[BlocksTable] | None:
-        """Move blocks; moves after the goal is reached are not made."""
+        """Move blocks until the goal is reached."""
         moves = [action.split() for action in puzzles.items(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
@@ -77,7 +78,11 @@ class Blocksworld(Game[BlocksTable]):
         return state.now == state.goal
 
     def measure(self, state: BlocksTable) -> Mapping[str, float]:
-        """`progress`: share of the blocks that stand, down to the table, on what they shall; `optimal`: no detour."""
+        """Return `progress` and `optimal`.
+
+        Progress is the share of the blocks that stand as in the goal, with all blocks below them.
+        Optimal is 1 if the puzzle is solved in the fewest moves.
+        """
         targets = {stack[: i + 1] for stack in state.goal for i in range(len(stack))}
         standing = [stack[: i + 1] for stack in state.now for i in range(len(stack))]
         optimal = self.solved(state) and state.moves == state.shortest
@@ -91,18 +96,20 @@ class Blocksworld(Game[BlocksTable]):
 
 
 def show_stacks(stacks: Stacks) -> str:
-    """Stacks on one line, in the order of the alphabet."""
+    """Return the stacks on one line in alphabetical order."""
     return " | ".join(" ".join(stack) for stack in sorted(stacks))
 
 
-def _parse(side: str) -> Stacks:
-    stacks = [tuple(stack.split()) for stack in side.split("|")]
+def _parse_stacks(text: str) -> Stacks:
+    """Return the stacks of a line; no stacks if a stack is empty or a block is no letter."""
+    stacks = [tuple(stack.split()) for stack in text.split("|")]
     legal = all(stack and all(_BLOCK.fullmatch(block) for block in stack) for stack in stacks)
     return frozenset(stacks) if legal else frozenset()
 
 
 @lru_cache(maxsize=1024)
 def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
+    """Return the fewest moves between two stackings."""
     moves = puzzles.breadth_first(now, _moves, lambda stacks: stacks == goal)
     assert moves is not None, "every stacking can be reached from every other"
     return tuple(moves)
@@ -115,44 +122,44 @@ def _move(state: BlocksTable, move: Sequence[str]) -> Played[BlocksTable]:
 
 
 def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:
-    """(move, stacks after it) of every possible move."""
-    found = []
+    """Return (move, stacks after the move) for every possible move."""
+    moves = []
     for stack in sorted(stacks):
-        rest, top = stack[:-1], stack[-1]
-        without = stacks - {stack} | ({rest} if rest else set())
-        found += [
-            (f"{top} {other[-1]}", without - {other} | {(*other, top)})
-            for other in sorted(stacks - {stack})
-        ]
+        rest = stack[:-1]
+        top = stack[-1]
+        without_top = stacks - {stack}
         if rest:
-            found.append((f"{top} {_TABLE}", without | {(top,)}))
-    return found
+            without_top |= {rest}
+        for other in sorted(stacks - {stack}):
+            moves.append((f"{top} {other[-1]}", without_top - {other} | {(*other, top)}))
+        if rest:
+            moves.append((f"{top} {_TABLE}", without_top | {(top,)}))
+    return moves
 
 
-_LISTED = 4  # blocks up to which every pair is listed: 73 stackings of 4, 501 of 5
+_MAX_LISTED_BLOCKS = 4  # 4 blocks have 73 stackings and 5 have 501; puzzles are pairs of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksworldSource(PuzzleSource):
-    """Every pair of different stackings of `blocks` blocks; the pair is the key.
+    """Generator of pairs of different stackings; the pair is the key.
 
     Args:
         blocks: number of blocks.
     """
 
-    blocks: Annotated[int, Field(ge=2, le=6)] = (
-        4  # shortest plans are found by search, which takes seconds for 7
-    )
+    # The search for a shortest plan takes seconds for 7 blocks.
+    blocks: Annotated[int, Field(ge=2, le=6)] = 4
 
     game, named = "blocksworld", "blocksworld_{0.blocks}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Two different stackings out of all."""
-        text = _text(*random.sample(_stackings(self.blocks), 2))
+        """Draw two different stackings."""
+        text = _puzzle(*random.sample(_stackings(self.blocks), 2))
         return text if owns(text) else None
 
     def everything(self) -> tuple[tuple[str, str], ...] | None:
-        return _pairs(self.blocks) if self.blocks <= _LISTED else None
+        return _all_puzzles(self.blocks) if self.blocks <= _MAX_LISTED_BLOCKS else None
 
     def slip(self, random: Random, actions: str) -> str:
         return puzzles.replace_one(
@@ -162,22 +169,26 @@ class BlocksworldSource(PuzzleSource):
 
 @lru_cache(maxsize=8)
 def _stackings(blocks: int) -> tuple[Stacks, ...]:
-    """Every set of stacks of the first `blocks` letters, in the order of their text."""
-    found = set()
+    """Return every stacking of the first `blocks` letters, in the order of their texts."""
+    stackings = set()
     for order in permutations(ascii_uppercase[:blocks]):
         for cuts in product((False, True), repeat=blocks - 1):
             stacks: list[tuple[str, ...]] = [order[:1]]
             for block, cut in zip(order[1:], cuts, strict=True):
-                stacks = [*stacks, (block,)] if cut else [*stacks[:-1], (*stacks[-1], block)]
-            found.add(frozenset(stacks))
-    return tuple(sorted(found, key=show_stacks))
+                if cut:
+                    stacks.append((block,))
+                else:
+                    stacks[-1] = (*stacks[-1], block)
+            stackings.add(frozenset(stacks))
+    return tuple(sorted(stackings, key=show_stacks))
 
 
 @lru_cache(maxsize=4)
-def _pairs(blocks: int) -> tuple[tuple[str, str], ...]:
-    texts = (_text(now, goal) for now, goal in permutations(_stackings(blocks), 2))
+def _all_puzzles(blocks: int) -> tuple[tuple[str, str], ...]:
+    """Return (key, puzzle) of every puzzle; the puzzle is its own key."""
+    texts = (_puzzle(now, goal) for now, goal in permutations(_stackings(blocks), 2))
     return tuple((text, text) for text in texts)
 
 
-def _text(now: Stacks, goal: Stacks) -> str:
+def _puzzle(now: Stacks, goal: Stacks) -> str:
     return f"now: {show_stacks(now)}\ngoal: {show_stacks(goal)}"

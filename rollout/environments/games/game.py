@@ -1,4 +1,8 @@
-"""Game environments: what a game's rules and its generator promise, action lists, grids, and the environment itself."""
+"""Game environments: interfaces of rules and of generators, the environment, and shared helpers.
+
+`Game` and `PuzzleSource` are the interfaces; `GameEnv` plays any game. The helpers parse lists of
+actions and grids, and search for shortest solutions.
+"""
 
 import re
 from collections import deque
@@ -20,60 +24,76 @@ from rollout.records.trajectory import Task
 _State = TypeVar("_State")
 _Action = TypeVar("_Action")
 
-RULES: Mapping[str, str] = read_yaml(Path(__file__).with_name("rules.yaml"))  # as players are told
+# Rules of each game in the words of the prompt.
+RULES: Mapping[str, str] = read_yaml(Path(__file__).with_name("rules.yaml"))
 
 
 class BadPuzzle(ValueError):
-    """A text is no puzzle of the game: says what is wrong."""
+    """A text is no puzzle of the game; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played(Generic[_State]):
-    """What came of one list of actions."""
+    """Result of a list of actions.
+
+    Attributes:
+        impossible: number of actions that the state did not allow and that changed nothing.
+    """
 
     state: _State
     reward: float
-    impossible: int = 0  # actions that the state did not allow and that changed nothing
+    impossible: int = 0
 
 
 class Game(Protocol[_State]):
-    """A game's rules: immutable states, actions as text, rewards as numbers."""
+    """Rules of a game over immutable states, with its rewards as fields.
 
-    about: ClassVar[str]  # the rules and the form of an action list, as a player is told
+    Attributes:
+        about: rules and form of an action list, in the words of the prompt.
+    """
+
+    about: ClassVar[str]
 
     @property
     def malformed(self) -> float:
-        """The reward of a text that is no list of actions."""
+        """Reward of a text that is no list of actions."""
 
     @property
     def fail(self) -> float:
-        """The reward that is added when the turns, or the game's own moves, are spent without a solution."""
+        """Reward that is added if the turns or the moves of the game end without a solution."""
 
     def read(self, puzzle: str) -> _State:
-        """The first state of the puzzle that `show` wrote; BadPuzzle if the text is no puzzle of this game."""
+        """Return the first state of a puzzle that `show` has written.
+
+        Raises:
+            BadPuzzle: the text is no puzzle of this game.
+        """
 
     def show(self, state: _State) -> str:
-        """The state as text: its board, unless the game says more."""
+        """Return the state as text, by default its board."""
         return "\n".join(" ".join(row) for row in self.board(state))
 
     def board(self, state: _State) -> list[list[str]]:
-        """The state as rows of squares, each a sign or a label, for a picture."""
+        """Return the rows of squares of the state, each a sign or a label, for a picture."""
 
     def play(self, state: _State, actions: str) -> Played[_State] | None:
-        """Carry out a list of actions; None when the text is no such list."""
+        """Carry out a list of actions; return None if the text is no such list."""
 
     def solved(self, state: _State) -> bool:
-        """Whether nothing is left to do."""
+        """Return True if the puzzle is solved."""
 
     def spent(self, state: _State) -> bool:
-        """Whether the game allows no further move; most allow one whatever was done."""
+        """Return True if the game allows no further move; most games always allow one."""
         return False
 
     def measure(self, state: _State) -> Mapping[str, float]:
-        """Metrics of a state, `progress` in [0, 1] among them."""
+        """Return metrics of a state, among them `progress` in [0, 1]."""
 
     def solve(self, state: _State) -> str | None:
-        """A list of actions that solves `state`, as short as possible where that can be found; None without one."""
+        """Return a list of actions that solves a state; None if there is none.
+
+        Games that can search for it return a shortest list.
+        """
 
 
 def one_by_one(
@@ -82,8 +102,9 @@ def one_by_one(
     actions: Sequence[_Action],
     take: Callable[[_State, _Action], Played[_State]],
 ) -> Played[_State]:
-    """Take `actions` in their order; those that come after the end of the game are not taken."""
-    reward, impossible = 0.0, 0
+    """Carry out actions one by one, until the end of the game; sum their rewards."""
+    reward = 0.0
+    impossible = 0
     for action in actions:
         if game.solved(state) or game.spent(state):
             break
@@ -96,15 +117,16 @@ def one_by_one(
 
 @dataclass(eq=False, kw_only=True)
 class GameEnv(CalculatingEnv, Generic[_State]):
-    """A puzzle, on which every step is one list of actions.
+    """A puzzle of a game; every step is one list of actions.
 
-    It ends when the puzzle is solved, after `max_turns` steps, or when the game allows no further move; the latter two
-    add the game's `fail`. A text that is no list of actions changes nothing, has the reward `malformed` and takes a
-    turn. Metrics: `solved` (0 or 1), the game's own, and counts of `impossible_actions` and `malformed_actions`.
+    The trajectory ends when the puzzle is solved, after `max_turns` steps, or when the game allows
+    no further move. The last two cases add the game's reward `fail`. A text that is no list of
+    actions changes nothing, has the reward `malformed` and takes a turn. Metrics are `solved` (0 or
+    1), those of the game, and the counts `impossible_actions` and `malformed_actions`.
 
     Args:
-        max_turns: steps at most.
-        rewards: of the game's rules.
+        max_turns: most steps.
+        rewards: rewards of the game.
     """
 
     game: ClassVar[type[Game[Any]]]
@@ -112,109 +134,144 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     rewards: Game[_State] | None = None
     _state: _State | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
-    _impossible: int = field(default=0, init=False)
-    _malformed: int = field(default=0, init=False)
+    _impossible_actions: int = field(default=0, init=False)
+    _malformed_actions: int = field(default=0, init=False)
     _done: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._game: Game[_State] = self.rewards or self.game()
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose prompt is the first state; returns the game's rules and that state."""
+        """Start a task, whose prompt is the first state; return the rules and that state."""
         try:
             self._state = self._game.read(task.prompt)
         except BadPuzzle as error:
             raise EnvError(f"task {task.id}: {error}") from error
-        self._turns = self._impossible = self._malformed = 0
+        self._turns = 0
+        self._impossible_actions = 0
+        self._malformed_actions = 0
         self._done = False
         return f"{self._game.about}\n\n{task.prompt}"
 
     async def step(self, action: str) -> Step:
         """Carry out a list of actions."""
-        game, state = self._game, self._state
-        if state is None or self._done:
-            raise EnvError(f"GameEnv.step {'before reset' if state is None else 'after the end'}")
-        played = game.play(state, action)
-        state = self._state = state if played is None else played.state
+        game = self._game
+        state = self._state
+        if state is None:
+            raise EnvError("GameEnv.step before reset")
+        if self._done:
+            raise EnvError("GameEnv.step after the end")
+
         self._turns += 1
-        self._impossible += played.impossible if played else 0
-        self._malformed += played is None
-        reward, solved = game.malformed if played is None else played.reward, game.solved(state)
+        played = game.play(state, action)
+        if played is None:
+            self._malformed_actions += 1
+            reward = game.malformed
+        else:
+            self._impossible_actions += played.impossible
+            reward = played.reward
+            state = played.state
+            self._state = state
+
+        solved = game.solved(state)
         self._done = solved or self._turns == self.max_turns or game.spent(state)
-        counts = {
-            "impossible_actions": float(self._impossible),
-            "malformed_actions": float(self._malformed),
-        }
+        if self._done and not solved:
+            reward += game.fail
+
+        # Two teams agree if they leave the same state.
+        has_acted = self._turns > self._malformed_actions
         return Step(
             observation=game.show(state) + _note(played),
-            reward=reward + (game.fail if self._done and not solved else 0.0),
+            reward=reward,
             done=self._done,
-            answer=game.show(state)
-            if self._turns > self._malformed
-            else "",  # teams agree that leave the same state
-            metrics={"solved": float(solved), **game.measure(state), **counts},
+            answer=game.show(state) if has_acted else "",
+            metrics={
+                "solved": float(solved),
+                **game.measure(state),
+                "impossible_actions": float(self._impossible_actions),
+                "malformed_actions": float(self._malformed_actions),
+            },
         )
 
     async def preview(self, action: str) -> Step:
         return await copy(self).step(action)
 
     def state(self) -> str:
+        """Return the current state as text; "" before `reset`."""
         return "" if self._state is None else self._game.show(self._state)
 
 
 def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
-    """The environment of puzzles of one game, whose rewards are the option `rewards`."""
-    namespace = {"__doc__": GameEnv.__doc__, "__module__": __name__, "game": game}
-    rewards = ("rewards", game | None, None)
+    """Make the environment class of one game, whose option `rewards` has the game's rewards."""
     return make_dataclass(
-        name, [rewards], bases=(GameEnv,), namespace=namespace, eq=False, kw_only=True
+        name,
+        [("rewards", game | None, None)],
+        bases=(GameEnv,),
+        namespace={"__doc__": GameEnv.__doc__, "__module__": __name__, "game": game},
+        eq=False,
+        kw_only=True,
     )
 
 
 def _note(played: Played[_State] | None) -> str:
+    """Return the line of an observation that reports malformed or impossible actions."""
     if played is None:
         return "\nNo list of actions was given."
-    return f"\nImpossible actions: {played.impossible}." if played.impossible else ""
+    if played.impossible:
+        return f"\nImpossible actions: {played.impossible}."
+    return ""
 
 
 _LIST = r"\[[^\[\]]*\]"
 _LISTS = rf"{_LIST}(?:\s*,\s*{_LIST})*"
 _NESTED = re.compile(rf"\[\s*{_LISTS}\s*\]|{_LISTS}")
 _FLAT = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_SIGNS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
-_MAX_CHARS = 2000  # a longer list is a reply gone wrong
+_SPELLINGS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
+_MAX_CHARS = 2000  # a longer list is a failed generation
 
 
 def items(text: str) -> list[str]:
-    """The actions of a list, [] when `text` is none.
+    """Return the actions of a list; [] if the text is no list.
 
-    Actions are separated by commas, and an action's words by spaces: `R, R, D` and `1 2 4, 2 1 3`. What Python or JSON
-    prints is the same list: `["R", "R", "D"]` and `[[1, 2, 4], [2, 1, 3]]`.
+    Actions are separated by commas, and the words of an action by spaces: `R, R, D` and `1 2 4,
+    2 1 3`. Lists as Python or JSON prints them are read, too: `["R", "R", "D"]` and `[[1, 2, 4],
+    [2, 1, 3]]`.
     """
-    text = text.strip().translate(_SIGNS)
+    text = text.strip().translate(_SPELLINGS)
     if not text or len(text) > _MAX_CHARS:
         return []
-    if flat := _FLAT.fullmatch(text):
-        found = (flat[1] or flat[2] or "").split(",")
+
+    flat = _FLAT.fullmatch(text)
+    if flat:
+        parts = (flat[1] or flat[2] or "").split(",")
     elif _NESTED.fullmatch(text):
-        found = [group.replace(",", " ") for group in re.findall(r"\[([^\[\]]*)\]", text)]
+        parts = [part.replace(",", " ") for part in re.findall(r"\[([^\[\]]*)\]", text)]
     else:
         return []
-    words = [" ".join(action.split()) for action in found]
-    return words if all(words) else []
+    actions = [" ".join(part.split()) for part in parts]
+    return actions if all(actions) else []
 
 
 def letters(text: str, alphabet: str) -> list[str]:
-    """The actions of a list of single letters of `alphabet`, commas optional: `R, R, D` or `R R D`; [] when not one."""
-    found = " ".join(items(text)).split()
-    return found if all(len(letter) == 1 and letter in alphabet for letter in found) else []
+    """Return the actions of a list of single letters, with or without commas; [] if it is none.
+
+    `R, R, D` and `R R D` are equal lists of the alphabet "UDLR".
+    """
+    words = " ".join(items(text)).split()
+    if all(len(word) == 1 and word in alphabet for word in words):
+        return words
+    return []
 
 
 _Node = TypeVar("_Node", bound=Hashable)
 
 
 def parse_rows(text: str, signs: str) -> list[list[str]]:
-    """Rows of signs with spaces between; BadPuzzle if a sign is not in `signs`, or they are no rectangle."""
+    """Return the rows of a grid of signs that are separated by spaces.
+
+    Raises:
+        BadPuzzle: a sign is not among `signs`, or the rows have different lengths.
+    """
     rows = [line.split() for line in text.splitlines() if line.strip()]
     if not rows or len({len(row) for row in rows}) != 1:
         raise BadPuzzle("expected rows of signs separated by spaces, all of one length")
@@ -226,63 +283,83 @@ def parse_rows(text: str, signs: str) -> list[list[str]]:
 
 def breadth_first(
     start: _Node,
-    after: Callable[[_Node], Iterable[tuple[str, _Node]]],
-    found: Callable[[_Node], bool],
+    successors: Callable[[_Node], Iterable[tuple[str, _Node]]],
+    is_goal: Callable[[_Node], bool],
 ) -> list[str] | None:
-    """The fewest actions from `start` to a node that is `found`, None when there are none.
+    """Return the fewest actions from a node to a goal; None if no goal can be reached.
 
     Args:
-        after: (action, node it leads to) of every action in a node, in a fixed order.
+        start: first node.
+        successors: yields (action, next node) for every action in a node, in a fixed order.
+        is_goal: returns True for a goal.
     """
-    came: dict[_Node, tuple[str, _Node] | None] = {start: None}
+    # The action that first led to a node, and the node before it.
+    origins: dict[_Node, tuple[str, _Node] | None] = {start: None}
     queue = deque([start])
     while queue:
         node = queue.popleft()
-        if found(node):
-            actions = []
-            step = came[node]
-            while step is not None:
-                actions.append(step[0])
-                step = came[step[1]]
-            return actions[::-1]
-        for action, other in after(node):
-            if other not in came:
-                came[other] = (action, node)
-                queue.append(other)
+        if is_goal(node):
+            return _actions_to(node, origins)
+        for action, successor in successors(node):
+            if successor not in origins:
+                origins[successor] = (action, node)
+                queue.append(successor)
     return None
 
 
-Owns = Callable[[str], bool]  # whether a puzzle with this key may be drawn
+def _actions_to(node: _Node, origins: Mapping[_Node, tuple[str, _Node] | None]) -> list[str]:
+    """Follow the origins of a node back to the start; return the actions in their order."""
+    actions = []
+    origin = origins[node]
+    while origin is not None:
+        action, previous = origin
+        actions.append(action)
+        origin = origins[previous]
+    return actions[::-1]
+
+
+Owns = Callable[[str], bool]  # returns True if a split may have the puzzles with this key
 
 
 class PuzzleSource(Protocol):
-    """The generator of a game's puzzles: all of them with given options."""
+    """Generator of puzzles of one game; its options are fields.
 
-    game: ClassVar[str]  # name in GAMES
-    named: ClassVar[str]  # the data source, in which results are reported, with gaps for options
+    Attributes:
+        game: name in GAMES.
+        named: name of the data source, under which results are reported, as a format of options.
+    """
+
+    game: ClassVar[str]
+    named: ClassVar[str]
 
     @property
     def name(self) -> str:
-        """The data source."""
+        """Name of the data source."""
         return self.named.format(self)
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """A random solvable puzzle as the game shows it; None when this draw came to none, or to one not owned.
+        """Draw a random solvable puzzle; return it as the game shows it.
 
-        `owns` is asked with a key as early as it is known. Puzzles that differ in key have nothing in common that
-        could be learned by heart.
+        Puzzles of different keys have nothing in common that could be memorised.
+
+        Args:
+            random: source of randomness.
+            owns: called with the key of the puzzle as soon as it is known.
+
+        Returns:
+            The puzzle; None if this draw has no solvable puzzle, or if `owns` returns False.
         """
 
     def everything(self) -> Sequence[tuple[str, str]] | None:
-        """(key, puzzle) of every puzzle in a fixed order, where they are few enough to list; else None."""
+        """Return (key, puzzle) of every puzzle in a fixed order; None if there are too many."""
         return None
 
     def slip(self, random: Random, actions: str) -> str:
-        """A list of actions with one mistake."""
+        """Return a list of actions with one mistake."""
 
 
 def replace_one(random: Random, actions: str, pattern: str, alphabet: Sequence[str]) -> str:
-    """`actions` with one match of `pattern`, any of them, replaced by another word of `alphabet`."""
-    chosen = random.choice(list(re.finditer(pattern, actions)))
-    other = random.choice([word for word in alphabet if word != chosen[0]])
-    return actions[: chosen.start()] + other + actions[chosen.end() :]
+    """Replace a random match of `pattern` in a list of actions by another word of `alphabet`."""
+    match = random.choice(list(re.finditer(pattern, actions)))
+    replacement = random.choice([word for word in alphabet if word != match[0]])
+    return actions[: match.start()] + replacement + actions[match.end() :]

@@ -1,6 +1,9 @@
-"""Grid games: Plan-Path, a way from S to G through obstacles, and Sokoban, boxes to push onto goals (Stronger-MAS)."""
+"""Grid games of Stronger-MAS: Plan-Path and Sokoban.
 
-from collections.abc import Mapping
+Plan-Path asks for a way from S to G around obstacles; in Sokoban boxes are pushed onto goals.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -18,29 +21,29 @@ MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 
 
 def neighbour(cell: Cell, move: str) -> Cell:
-    """The cell one `move` away."""
+    """Return the cell that is one move away."""
     return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
 
 
 def distance(one: Cell, other: Cell) -> int:
-    """Manhattan distance in cells."""
+    """Return the Manhattan distance of two cells."""
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How large the grid is, and how often the player has moved."""
+    """Size of a grid, and the number of moves so far, impossible ones included."""
 
     rows: int
     columns: int
-    moves: int = 0  # made so far, impossible ones included
+    moves: int = 0
 
 
 _Grid = TypeVar("_Grid", bound=Grid)
 
 
 class _GridGame(Game[_Grid]):
-    """Actions are moves, of which there are at most `max_moves`."""
+    """Game whose actions are moves on a grid, at most `max_moves` of them."""
 
     max_moves: int
 
@@ -49,14 +52,17 @@ class _GridGame(Game[_Grid]):
         return puzzles.one_by_one(self, state, moves, self._move) if moves else None
 
     def _move(self, state: _Grid, move: str) -> Played[_Grid]:
+        """Make one move, which may be impossible."""
         raise NotImplementedError
 
     def board(self, state: _Grid) -> list[list[str]]:
-        return [
-            [self._sign(state, (r, c)) for c in range(state.columns)] for r in range(state.rows)
-        ]
+        rows = []
+        for row in range(state.rows):
+            rows.append([self._sign(state, (row, column)) for column in range(state.columns)])
+        return rows
 
     def _sign(self, state: _Grid, cell: Cell) -> str:
+        """Return the sign of a cell on the board."""
         raise NotImplementedError
 
     def spent(self, state: _Grid) -> bool:
@@ -70,22 +76,32 @@ class _GridSource(PuzzleSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk(Grid):
-    """Where the walker is."""
+    """State of Plan-Path.
+
+    Attributes:
+        free: cells without an obstacle.
+        position: cell of the walker.
+        shortest: fewest moves from the first position to the goal.
+    """
 
     free: frozenset[Cell]
-    at: Cell
+    position: Cell
     goal: Cell
-    shortest: int  # moves from the first position to the goal
+    shortest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPath(_GridGame[Walk]):
-    """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
+    """Rules of Plan-Path with the rewards of Stronger-MAS's released code.
+
+    There, `fail` is added after `max_moves` only. `impossible` replaces `step`, and `shortest` is
+    added at the goal if it was reached in the fewest moves.
+    """
 
     step: float = -0.01
-    impossible: float = -0.1  # in place of `step`
+    impossible: float = -0.1
     goal: float = 1.0
-    shortest: float = 0.5  # added at the goal when no way, counted in moves, is shorter
+    shortest: float = 0.5
     fail: float = -1.0
     malformed: float = -1.0
     shaping: float = 1.0
@@ -96,73 +112,100 @@ class PlanPath(_GridGame[Walk]):
 
     def read(self, puzzle: str) -> Walk:
         rows = puzzles.parse_rows(puzzle.partition("\n")[2], ".#SG")
-        cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
-        ends = [[cell for cell, sign in cells.items() if sign == end] for end in "SG"]
-        if [len(found) for found in ends] != [1, 1]:
+        cells = _cells_of(rows)
+        starts = [cell for cell, sign in cells.items() if sign == "S"]
+        goals = [cell for cell, sign in cells.items() if sign == "G"]
+        if len(starts) != 1 or len(goals) != 1:
             raise puzzles.BadPuzzle(
                 "Plan-Path: expected a grid with one S and one G below its first line"
             )
         free = frozenset(cell for cell, sign in cells.items() if sign != "#")
-        start, goal = ends[0][0], ends[1][0]
-        way = shortest_way(free, start, goal)
+        way = shortest_way(free, starts[0], goals[0])
         if way is None:
             raise puzzles.BadPuzzle("Plan-Path: there is no way from S to G")
         return Walk(
-            free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way)
+            free=free,
+            rows=len(rows),
+            columns=len(rows[0]),
+            position=starts[0],
+            goal=goals[0],
+            shortest=len(way),
         )
 
     def show(self, state: Walk) -> str:
-        """Both positions, and the grid."""
-        (row, column), (goal_row, goal_column) = state.at, state.goal
-        return (
-            f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}\n{Game.show(self, state)}"
-        )
+        """Return the positions of walker and goal, and the grid."""
+        row, column = state.position
+        goal_row, goal_column = state.goal
+        positions = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
+        return f"{positions}\n{Game.show(self, state)}"
 
     def _sign(self, state: Walk, cell: Cell) -> str:
-        return {state.goal: "G", state.at: "S"}.get(cell, "." if cell in state.free else "#")
+        if cell == state.position:
+            return "S"
+        if cell == state.goal:
+            return "G"
+        return "." if cell in state.free else "#"
 
     def _move(self, state: Walk, move: str) -> Played[Walk]:
-        to = neighbour(state.at, move)
-        possible = to in state.free
-        after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
+        target = neighbour(state.position, move)
+        possible = target in state.free
+        position = target if possible else state.position
+        after = replace(state, position=position, moves=state.moves + 1)
+
         reward = self.step if possible else self.impossible
-        # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal   potential-based shaping, Ng et al. 1999
+        # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal: potential-based shaping, Ng et al. 1999
         reward += self.shaping * (
-            distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal)
+            distance(state.position, state.goal) - self.gamma * distance(after.position, state.goal)
         )
         if self.solved(after):
             reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
         return Played(state=after, reward=reward, impossible=not possible)
 
     def solved(self, state: Walk) -> bool:
-        return state.at == state.goal
+        return state.position == state.goal
 
     def measure(self, state: Walk) -> Mapping[str, float]:
-        """`progress`: share of the shortest way that is behind the walker; `optimal`: solved without a detour."""
-        left = len(shortest_way(state.free, state.at, state.goal) or ())
+        """Return `progress` and `optimal`.
+
+        Progress is the share of the shortest way that the walker has covered. Optimal is 1 if the
+        puzzle is solved in the fewest moves.
+        """
+        remaining = len(shortest_way(state.free, state.position, state.goal) or ())
         optimal = self.solved(state) and state.moves == state.shortest
-        return {"progress": max(0.0, 1 - left / state.shortest), "optimal": float(optimal)}
+        return {"progress": max(0.0, 1 - remaining / state.shortest), "optimal": float(optimal)}
 
     def solve(self, state: Walk) -> str | None:
-        way = shortest_way(state.free, state.at, state.goal)
+        way = shortest_way(state.free, state.position, state.goal)
         return None if way is None else " ".join(way)
 
 
 def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
-    """The fewest moves through `free` cells from `start` to `goal`, None when there is no way."""
-    return puzzles.breadth_first(
-        start,
-        lambda cell: ((move, to) for move in MOVES if (to := neighbour(cell, move)) in free),
-        lambda cell: cell == goal,
-    )
+    """Return the fewest moves through free cells from start to goal; None if there is no way."""
+
+    def successors(cell: Cell) -> Iterator[tuple[str, Cell]]:
+        for move in MOVES:
+            target = neighbour(cell, move)
+            if target in free:
+                yield move, target
+
+    return puzzles.breadth_first(start, successors, lambda cell: cell == goal)
+
+
+def _cells_of(rows: Sequence[Sequence[str]]) -> dict[Cell, str]:
+    """Return the sign of each cell."""
+    return {
+        (row_number, column): sign
+        for row_number, row in enumerate(rows)
+        for column, sign in enumerate(row)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPathSource(_GridSource):
-    """Square grids; the obstacles are the key, so no split has seen another's map.
+    """Generator of square grids; the obstacles are the key, so that no two splits share a map.
 
     Args:
-        size: cells a side.
+        size: cells of a side.
         obstacles: probability that a cell is an obstacle.
     """
 
@@ -172,8 +215,8 @@ class PlanPathSource(_GridSource):
     game, named = "plan_path", "plan_path_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Random obstacles, then two random free cells; none when there is no way between them."""
-        cells: list[Cell] = [(r, c) for r in range(self.size) for c in range(self.size)]
+        """Draw obstacles and two free cells; return None if there is no way between the two."""
+        cells: list[Cell] = list(product(range(self.size), range(self.size)))
         free = [cell for cell in cells if random.random() >= self.obstacles]
         if len(free) < 2 or not owns(f"plan_path{self.size}{free}"):
             return None
@@ -185,7 +228,7 @@ class PlanPathSource(_GridSource):
             rows=self.size,
             columns=self.size,
             free=frozenset(free),
-            at=start,
+            position=start,
             goal=goal,
             shortest=len(way),
         )
@@ -193,11 +236,12 @@ class PlanPathSource(_GridSource):
 
 
 _SIGNS = "#_.$*@+"  # wall, floor, goal, box, box on a goal, player, player on a goal
+_PlayerAndBoxes = tuple[Cell, frozenset[Cell]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanRoom(Grid):
-    """Where everything is."""
+    """State of Sokoban."""
 
     walls: frozenset[Cell]
     goals: frozenset[Cell]
@@ -207,12 +251,16 @@ class SokobanRoom(Grid):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sokoban(_GridGame[SokobanRoom]):
-    """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
+    """Rules of Sokoban with the rewards of Stronger-MAS's released code.
+
+    There, `fail` is added after `max_moves` only. `impossible` replaces `step`. `box_on` is added
+    if a box is pushed onto a goal, and `box_off` if it is pushed off to a cell that is no goal.
+    """
 
     step: float = -0.01
-    impossible: float = -0.05  # in place of `step`
-    box_on: float = 1.0  # a box is pushed onto a goal
-    box_off: float = -0.5  # a box is pushed off a goal, to a cell that is none
+    impossible: float = -0.05
+    box_on: float = 1.0
+    box_off: float = -0.5
     win: float = 10.0
     fail: float = -5.0
     malformed: float = -1.0
@@ -224,26 +272,28 @@ class Sokoban(_GridGame[SokobanRoom]):
 
     def read(self, puzzle: str) -> SokobanRoom:
         rows = puzzles.parse_rows(puzzle, _SIGNS)
-        cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
+        cells = _cells_of(rows)
 
-        def which(signs: str) -> frozenset[Cell]:
+        def cells_with(signs: str) -> frozenset[Cell]:
             return frozenset(cell for cell, sign in cells.items() if sign in signs)
 
-        players, boxes, goals = which("@+"), which("$*"), which(".*+")
+        walls = cells_with("#")
+        players = cells_with("@+")
+        boxes = cells_with("$*")
+        goals = cells_with(".*+")
         if len(players) != 1 or not boxes or len(boxes) != len(goals):
-            found = f"{len(players)} players, {len(boxes)} boxes, {len(goals)} goals"
             raise puzzles.BadPuzzle(
-                f"Sokoban: {found}; expected one player and as many boxes as goals"
+                f"Sokoban: {len(players)} players, {len(boxes)} boxes, {len(goals)} goals; "
+                "expected one player and as many boxes as goals"
             )
-        height, width = len(rows), len(rows[0])
-        if any(
-            cells[cell] != "#"
-            for cell in cells
-            if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)
-        ):
-            raise puzzles.BadPuzzle("Sokoban: expected walls all around the room")
+        height = len(rows)
+        width = len(rows[0])
+        for row, column in cells:
+            on_border = row in (0, height - 1) or column in (0, width - 1)
+            if on_border and (row, column) not in walls:
+                raise puzzles.BadPuzzle("Sokoban: expected walls all around the room")
         return SokobanRoom(
-            walls=which("#"),
+            walls=walls,
             goals=goals,
             boxes=boxes,
             player=min(players),
@@ -254,20 +304,23 @@ class Sokoban(_GridGame[SokobanRoom]):
     def _sign(self, state: SokobanRoom, cell: Cell) -> str:
         if cell in state.walls:
             return "#"
-        pair = (
-            "@+" if cell == state.player else "$*" if cell in state.boxes else "_."
-        )  # off a goal, and on one
-        return pair[cell in state.goals]
+        on_goal = cell in state.goals
+        if cell == state.player:
+            return "+" if on_goal else "@"
+        if cell in state.boxes:
+            return "*" if on_goal else "$"
+        return "." if on_goal else "_"
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
         pushed = _push(state.walls, state.player, state.boxes, move)
         player, boxes = pushed or (state.player, state.boxes)
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
+
         reward = self.step if pushed else self.impossible
-        home = len(after.boxes & state.goals) - len(state.boxes & state.goals)
-        reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[home]
+        boxes_gained = len(after.boxes & state.goals) - len(state.boxes & state.goals)
+        reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[boxes_gained]
         # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
-        reward += self.shaping * (_far(state) - self.gamma * _far(after))
+        reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
         reward += self.win if self.solved(after) else 0.0
         return Played(state=after, reward=reward, impossible=pushed is None)
 
@@ -275,45 +328,56 @@ class Sokoban(_GridGame[SokobanRoom]):
         return state.boxes == state.goals
 
     def measure(self, state: SokobanRoom) -> Mapping[str, float]:
-        """`progress`: share of the boxes that are on goals."""
+        """Return `progress`: share of the boxes that are on goals."""
         return {"progress": len(state.boxes & state.goals) / len(state.boxes)}
 
     def solve(self, state: SokobanRoom) -> str | None:
-        """The fewest moves; None when the room is lost."""
-        moves = puzzles.breadth_first(
-            (state.player, state.boxes),
-            lambda node: ((move, to) for move in MOVES if (to := _push(state.walls, *node, move))),
-            lambda node: node[1] == state.goals,
-        )
+        """Return the fewest moves; None if the room cannot be solved any more."""
+
+        def successors(node: _PlayerAndBoxes) -> Iterator[tuple[str, _PlayerAndBoxes]]:
+            player, boxes = node
+            for move in MOVES:
+                pushed = _push(state.walls, player, boxes, move)
+                if pushed:
+                    yield move, pushed
+
+        start = (state.player, state.boxes)
+        moves = puzzles.breadth_first(start, successors, lambda node: node[1] == state.goals)
         return None if moves is None else " ".join(moves)
 
 
 def _push(
     walls: frozenset[Cell], player: Cell, boxes: frozenset[Cell], move: str
-) -> tuple[Cell, frozenset[Cell]] | None:
-    to = neighbour(player, move)
-    if to in walls:
+) -> _PlayerAndBoxes | None:
+    """Return player and boxes after a move; None if the move is impossible."""
+    target = neighbour(player, move)
+    if target in walls:
         return None
-    if to not in boxes:
-        return to, boxes
-    behind = neighbour(to, move)
-    return None if behind in walls or behind in boxes else (to, boxes - {to} | {behind})
+    if target not in boxes:
+        return target, boxes
+    behind = neighbour(target, move)
+    if behind in walls or behind in boxes:
+        return None
+    return target, boxes - {target} | {behind}
 
 
-def _far(state: SokobanRoom) -> int:
+def _box_distance(state: SokobanRoom) -> int:
+    """Return the sum over the boxes of the distance to the nearest goal."""
     return sum(min(distance(box, goal) for goal in state.goals) for box in state.boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanSource(_GridSource):
-    """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room.
+    """Generator of rooms of Stronger-MAS's size.
+
+    The walls are the key, so that no two splits share a room.
 
     Args:
-        size: cells a side, walls included.
+        size: cells of a side, walls included.
         boxes: number of boxes.
         walk: steps of the random walk that carves the room.
         turn: probability of a new direction before each step.
-        tries: placements of boxes, goals and player in one room, at most.
+        tries: most placements of boxes, goals and player in one room.
     """
 
     size: Annotated[int, Field(ge=4, le=100)] = 6
@@ -325,32 +389,45 @@ class SokobanSource(_GridSource):
     game, named = "sokoban", "sokoban_{0.size}x{0.size}_{0.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """A room in which no box is home and the solver finds a way; none when `tries` placements have none."""
+        """Draw a solvable room in which no box is on a goal.
+
+        Return None if none of `tries` placements in the room is solvable.
+        """
         floor = self._carve(random)
         if len(floor) < 2 * self.boxes + 1 or not owns(f"sokoban{self.size}{floor}"):
             return None
-        rules, size = Sokoban(), self.size
-        walls = frozenset(product(range(size), range(size))) - frozenset(floor)
+        rules = Sokoban()
+        walls = frozenset(product(range(self.size), range(self.size))) - frozenset(floor)
         for _ in range(self.tries):
-            *placed, player = random.sample(floor, 2 * self.boxes + 1)
-            goals, boxes = frozenset(placed[: self.boxes]), frozenset(placed[self.boxes :])
+            *goals_and_boxes, player = random.sample(floor, 2 * self.boxes + 1)
             room = SokobanRoom(
-                walls=walls, goals=goals, boxes=boxes, player=player, rows=size, columns=size
+                walls=walls,
+                goals=frozenset(goals_and_boxes[: self.boxes]),
+                boxes=frozenset(goals_and_boxes[self.boxes :]),
+                player=player,
+                rows=self.size,
+                columns=self.size,
             )
             if rules.solve(room) is not None:
                 return rules.show(room)
         return None
 
     def _carve(self, random: Random) -> list[Cell]:
+        """Return the cells of a floor that a random walk carves."""
+        moves = list(MOVES)
         side = range(1, self.size - 1)
         inside = set(product(side, side))
-        at = (random.choice(side), random.choice(side))
-        way = random.choice(list(MOVES))
-        floor = {at}
+        position = (random.choice(side), random.choice(side))
+        direction = random.choice(moves)
+        floor = {position}
         for _ in range(self.walk):
-            if random.random() < self.turn or neighbour(at, way) not in inside:
-                way = random.choice(list(MOVES))
-            # the walk is two cells wide: a box in a corridor of one cell can hardly be walked around
-            floor |= {neighbour(at, way), neighbour(at, random.choice(list(MOVES)))} & inside
-            at = neighbour(at, way) if neighbour(at, way) in floor else at
+            if random.random() < self.turn or neighbour(position, direction) not in inside:
+                direction = random.choice(moves)
+            ahead = neighbour(position, direction)
+            # The walk is two cells wide, because a player hardly gets around a box in a corridor of
+            # one cell.
+            beside = neighbour(position, random.choice(moves))
+            floor |= {ahead, beside} & inside
+            if ahead in floor:
+                position = ahead
         return sorted(floor)

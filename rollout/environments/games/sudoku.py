@@ -13,29 +13,39 @@ from pydantic import AfterValidator, ValidationInfo
 from rollout.environments.games import game as puzzles
 from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
-Cells = tuple[int, ...]  # [size * size] by rows, 0 where empty
+Cells = tuple[int, ...]  # digits of size * size cells by rows; 0 if the cell is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SudokuGrid:
-    """A puzzle and what is written on it."""
+    """A puzzle with the digits that the player has written.
+
+    Attributes:
+        given: digits of the puzzle.
+        cells: digits of the puzzle and of the player.
+        writes: number of changes of a cell so far.
+    """
 
     size: int
     given: Cells
     cells: Cells
     solution: Cells
-    writes: int = 0  # cells changed so far
+    writes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sudoku(Game[SudokuGrid]):
-    """Rewards as in Stronger-MAS's released code, by one equation for whole grids and for single cells.
+    """Rules with the rewards of Stronger-MAS's released code.
 
-    r = step·n + [solved] (solved + efficient·e) + [not solved] (progress·Δfilled + constraint·Δkept + [broken] broken)
+    One equation holds for whole grids and for single cells:
 
-    n is 1 for a whole grid and else the number of cells; e says that no more cells were changed than were empty; filled
-    is the share of cells with a digit; kept counts, over rows, columns and boxes without a repetition, their digits
-    less one. A grid is broken when a digit repeats, and an action that contradicts a given digit is: it writes nothing.
+    r = step · n + (solved + efficient · e) if the grid is solved, else
+    r = step · n + progress · Δfilled + constraint · Δkept + broken · b
+
+    n is 1 for a whole grid and else the number of cells. e is 1 if no more cells were changed than
+    were empty. filled is the share of cells with a digit. kept sums, over the rows, columns and
+    boxes without a repeated digit, the number of their digits less one. b is 1 if a digit repeats.
+    An action that contradicts a given digit writes nothing and has the reward step · n + broken.
     """
 
     step: float = -0.01
@@ -55,7 +65,8 @@ class Sudoku(Game[SudokuGrid]):
         given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
         if size not in (4, 9) or len(rows[0]) != size or max(given) > size:
             raise puzzles.BadPuzzle(
-                f"Sudoku: {size} rows of {len(rows[0])}; expected 4 of 4 or 9 of 9, with digits up to that"
+                f"Sudoku: {size} rows of {len(rows[0])}; "
+                "expected 4 of 4 or 9 of 9, with digits up to that"
             )
         solution = _solution(given)
         if solution is None:
@@ -67,11 +78,11 @@ class Sudoku(Game[SudokuGrid]):
         return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
 
     def play(self, state: SudokuGrid, actions: str) -> Played[SudokuGrid] | None:
-        found = _writes(puzzles.items(actions), state.size)
-        if found is None:
+        parsed = _parse_writes(puzzles.items(actions), state.size)
+        if parsed is None:
             return None
-        count, writes = found
-        cost = self.step * count
+        step_count, writes = parsed
+        cost = self.step * step_count
         contradicted = sum(state.given[index] not in (0, digit) for index, digit in writes)
         if contradicted:
             return Played(state=state, reward=cost + self.broken, impossible=contradicted)
@@ -82,8 +93,8 @@ class Sudoku(Game[SudokuGrid]):
             cells[index] = digit
         after = replace(state, cells=tuple(cells), writes=state.writes + changed)
         if self.solved(after):
-            thrifty = after.writes <= state.given.count(0)
-            reward = cost + self.solved_reward + (self.efficient if thrifty else 0.0)
+            efficient = after.writes <= state.given.count(0)
+            reward = cost + self.solved_reward + (self.efficient if efficient else 0.0)
         else:
             reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
             reward += self.constraint * (_kept(after.cells) - _kept(state.cells))
@@ -91,11 +102,11 @@ class Sudoku(Game[SudokuGrid]):
         return Played(state=after, reward=reward)
 
     def solved(self, state: SudokuGrid) -> bool:
-        """Whether the grid is full and no digit repeats."""
+        """Return True if the grid is full and no digit repeats."""
         return 0 not in state.cells and not _repeats(state.cells)
 
     def measure(self, state: SudokuGrid) -> Mapping[str, float]:
-        """`progress`: share of the empty cells that now hold their digit."""
+        """Return `progress`: share of the empty cells that hold the digit of the solution."""
         empty = [index for index, digit in enumerate(state.given) if not digit]
         right = sum(state.cells[index] == state.solution[index] for index in empty)
         return {"progress": right / len(empty) if empty else 1.0}
@@ -105,10 +116,10 @@ class Sudoku(Game[SudokuGrid]):
 
 
 def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
-    """Every solution of a grid, in the order of digits or in random order."""
+    """Yield every solution of a grid, in the order of the digits or in random order."""
     size = isqrt(len(given))
     units = _units(size)
-    used = [0] * (3 * size)  # bits of the digits in each row, column and box
+    used = [0] * (3 * size)  # bit mask of the digits in each row, column and box
     cells = list(given)
     for index, digit in enumerate(cells):
         if digit:
@@ -119,14 +130,16 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
     digits = range(1, size + 1)
 
     def search() -> Iterator[Cells]:
-        """Try the digits of the empty cell that has the fewest left."""
-        best, taken = -1, 0
+        """Try the possible digits of the empty cell that has the fewest of them."""
+        best = -1
+        taken = 0  # bit mask of the digits that are impossible in cell `best`
         for index, digit in enumerate(cells):
             if not digit:
                 row, column, box = units[index]
-                there = used[row] | used[column] | used[box]
-                if best < 0 or there.bit_count() > taken.bit_count():
-                    best, taken = index, there
+                impossible = used[row] | used[column] | used[box]
+                if best < 0 or impossible.bit_count() > taken.bit_count():
+                    best = index
+                    taken = impossible
         if best < 0:
             yield tuple(cells)
             return
@@ -150,7 +163,7 @@ def _solution(given: Cells) -> Cells | None:
 
 @lru_cache
 def _units(size: int) -> tuple[Cells, ...]:
-    """The row, column and box, numbered from 0 to 3 size - 1, of each cell."""
+    """Return the row, column and box of each cell, numbered together from 0 to 3 * size - 1."""
     side = isqrt(size)
     return tuple(
         (row, size + column, 2 * size + row // side * side + column // side)
@@ -160,12 +173,13 @@ def _units(size: int) -> tuple[Cells, ...]:
 
 
 def _by_unit(cells: Cells) -> list[list[int]]:
-    """The digits in each row, column and box."""
+    """Return the digits in each row, column and box."""
     size = isqrt(len(cells))
     digits: list[list[int]] = [[] for _ in range(3 * size)]
     for units, digit in zip(_units(size), cells, strict=True):
-        for unit in units:
-            digits[unit] += [digit] if digit else []
+        if digit:
+            for unit in units:
+                digits[unit].append(digit)
     return digits
 
 
@@ -174,6 +188,7 @@ def _repeats(cells: Cells) -> bool:
 
 
 def _kept(cells: Cells) -> int:
+    """Sum the digits less one over the rows, columns and boxes without a repeated digit."""
     return sum(max(len(unit) - 1, 0) for unit in _by_unit(cells) if len(set(unit)) == len(unit))
 
 
@@ -181,8 +196,13 @@ def _filled(cells: Cells) -> float:
     return 1 - cells.count(0) / len(cells)
 
 
-def _writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """(number of steps, (cell index, digit) of each write); None when the actions are neither a grid nor cells."""
+def _parse_writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """Parse a whole grid or single cells.
+
+    Returns:
+        Number of steps that are paid, and (cell index, digit) of each write; None if the actions
+        are neither a grid nor cells.
+    """
     rows = [action.replace(" ", "") for action in actions]
     legal = {str(digit) for digit in range(1, size + 1)}
     if len(rows) == size and all(len(row) == size and set(row) <= legal for row in rows):
@@ -190,57 +210,64 @@ def _writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[int, int
     cells = [action.split() for action in actions]
     if not cells or any(len(cell) != 3 or not set(cell) <= legal for cell in cells):
         return None
-    return len(cells), [
-        ((int(row) - 1) * size + int(column) - 1, int(digit)) for row, column, digit in cells
-    ]
+    writes = []
+    for row, column, digit in cells:
+        index = (int(row) - 1) * size + int(column) - 1
+        writes.append((index, int(digit)))
+    return len(cells), writes
 
 
-_GIVENS = {4: 8, 9: 36}
-_LEAST = {4: 4, 9: 17}  # no puzzle with fewer givens has one solution (McGuire et al. 2012 for 9)
+_DEFAULT_GIVENS = {4: 8, 9: 36}
+# No puzzle with fewer givens has a single solution (McGuire et al. 2012 for size 9).
+_MIN_GIVENS = {4: 4, 9: 17}
 
 
-def _solvable(givens: int | None, info: ValidationInfo) -> int | None:
+def _check_givens(givens: int | None, info: ValidationInfo) -> int | None:
     size = info.data.get("size")
-    if givens is not None and size is not None and not _LEAST[size] <= givens < size**2:
+    if givens is not None and size is not None and not _MIN_GIVENS[size] <= givens < size**2:
         raise ValueError(
-            f"expected an integer from {_LEAST[size]} to {size**2 - 1} for size {size}, or null"
+            f"expected an integer from {_MIN_GIVENS[size]} to {size**2 - 1} for size {size}, "
+            "or null"
         )
     return givens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SudokuSource(PuzzleSource):
-    """Puzzles of one size; what differs only in the names of the digits has one key.
+    """Generator of puzzles of one size.
 
-    For 9 by 9 the key is the solution, so no split has seen another's; 4 by 4 has only 12 solutions up to the names of
-    the digits, so there the puzzle is.
+    Puzzles that differ only in the names of the digits have the same key. For 9 by 9 the key is the
+    solution, so that no two splits share a solution. 4 by 4 has only 12 solutions up to the names
+    of the digits, so that there the puzzle is the key.
 
     Args:
-        size: cells a side.
-        givens: digits that are given; null: 8 of 16, or 36 of 81.
+        size: cells of a side.
+        givens: number of given digits; null: 8 of 16, or 36 of 81.
     """
 
     size: Literal[4, 9] = 4
-    givens: Annotated[int | None, AfterValidator(_solvable)] = None
+    givens: Annotated[int | None, AfterValidator(_check_givens)] = None
 
     game, named = "sudoku", "sudoku_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """A random grid with digits taken out, in random order, as long as one solution is left."""
+        """Draw a full grid and remove digits in random order, while the solution stays unique."""
         grid = next(solutions((0,) * self.size**2, random))
-        if self.size == 9 and not owns(_named(grid)):
+        if self.size == 9 and not owns(_canonical(grid)):
             return None
-        cells, left = list(grid), self.size**2
+        cells = list(grid)
+        left = self.size**2
         for index in random.sample(range(len(cells)), len(cells)):
             if left == self._givens:
                 break
-            digit, cells[index] = cells[index], 0
+            digit = cells[index]
+            cells[index] = 0
             if len(list(islice(solutions(tuple(cells)), 2))) == 1:
                 left -= 1
             else:
                 cells[index] = digit
         given = tuple(cells)
-        if left > self._givens or (self.size == 4 and not owns(_named(given))):
+        if left > self._givens or (self.size == 4 and not owns(_canonical(given))):
             return None
         return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 
@@ -251,10 +278,10 @@ class SudokuSource(PuzzleSource):
 
     @property
     def _givens(self) -> int:
-        return _GIVENS[self.size] if self.givens is None else self.givens
+        return _DEFAULT_GIVENS[self.size] if self.givens is None else self.givens
 
 
-def _named(cells: Cells) -> str:
-    """The cells with digits named in the order in which they appear."""
+def _canonical(cells: Cells) -> str:
+    """Return the cells with their digits renamed in the order in which they first appear."""
     names: dict[int, int] = {0: 0}
     return "".join(str(names.setdefault(digit, len(names))) for digit in cells)

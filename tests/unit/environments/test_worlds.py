@@ -255,9 +255,9 @@ def alfred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("train/a", "train/b", "train/movable_c", "valid_seen/d", "valid_unseen/e"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "game.tw-pddl").write_text("{}")
-    text_world._games.cache_clear()
+    text_world.load_games.cache_clear()
     yield tmp_path
-    text_world._games.cache_clear()
+    text_world.load_games.cache_clear()
 
 
 def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
@@ -300,9 +300,9 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """WebShop's module in place."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    text_world._shop.cache_clear()
+    text_world.load_shop.cache_clear()
     yield
-    text_world._shop.cache_clear()
+    text_world.load_shop.cache_clear()
 
 
 def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:
