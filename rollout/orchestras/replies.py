@@ -1,4 +1,8 @@
-"""Agents' replies: parsers, which roles.yaml names without `parse_`, and how answers are graded, computed, voted on."""
+"""Replies of agents: parsers, and the grading of and voting on answers.
+
+roles.yaml names the parsers without their prefix `parse_`. A parser returns the value of a reply,
+or None if the reply is malformed.
+"""
 
 import json
 import re
@@ -13,80 +17,88 @@ from rollout.sandbox.records import NO_OUTPUT
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
 
-LISTED = "**Actions List**:"  # what a game's proposal starts with, in a reply as in the output of a program
-DECIDED = "####"  # what a game's final actions start with
-END = "<end>"  # what ends a search
-NONE = "none"  # of the passages
-MAX_STEPS = 5  # of a plan as the planner writes it
+LISTED = "**Actions List**:"  # before proposed actions of a game, in a reply or a program's output
+DECIDED = "####"  # before the final actions of a game
+END = "<end>"  # reply of a searcher that ends the search
+NONE = "none"  # reply of a selector that selects no passage
+MAX_STEPS = 5  # steps of a plan as the planner writes it
 MAX_PARTS = 3  # queries that a question is split into
 _NUMBERS = re.compile(r"[1-9][0-9]*( *, *[1-9][0-9]*)*")
 _CASE = re.compile(r"<input>(.*?)</input>\s*<output>(.*?)</output>", re.DOTALL)
 
-Steps = tuple[tuple[str, str], ...]  # sub-questions of a plan, each with what is believed of it
+Steps = tuple[tuple[str, str], ...]  # (sub-question, assumed answer) of each step of a plan
 
 
 def fenced(program: str | None) -> str:
-    """A program as an environment takes it; "" without one."""
+    """Return a program in a fence, as environments read it; "" without a program."""
     return f"```python\n{program.rstrip()}\n```" if program else ""
 
 
 def parse_spoken(text: str) -> str | None:
-    """The text after any thought, None when there is none."""
+    """Return the text after any thought; None if there is none."""
     return after_thought(text) or None
 
 
 def parse_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` after any thought, None when there is none or it is empty."""
+    """Return the content of the last `\\boxed{...}` after any thought; None if missing or empty."""
     return last_boxed(text) or None
 
 
 def parse_solution(text: str) -> str | None:
-    """The text after any thought, which is what the environment `math` takes; None when its last box is missing."""
+    """Return the text after any thought, as the environment `math` reads it; None without a box."""
     text = after_thought(text)
     return text if last_boxed(text) else None
 
 
 def parse_fenced_program(text: str) -> str | None:
-    """The last program in its fence, which is what the environment `code` takes; None without one."""
+    """Return the last program in a fence, as the environment `code` reads it; None without one."""
     return fenced(last_program(text)) or None
 
 
 def parse_boxed_verdict(text: str) -> str | None:
-    """ "1" or "0" from the last box, None when it holds anything else."""
+    """Return "1" or "0" from the last box; None for other contents."""
     verdict = parse_boxed(text)
     return verdict if verdict in ("0", "1") else None
 
 
 def parse_enough(text: str) -> str | None:
-    """ "yes" or "no" from the last `<verify>` tag, None when it holds anything else."""
+    """Return "yes" or "no" from the last `<verify>` tag; None for other contents."""
     verdict = (last_tag(text, "verify") or "").lower()
     return verdict if verdict in ("yes", "no") else None
 
 
 def parse_approval(text: str) -> str | None:
-    """`approve` or `reject`, None unless the text has exactly one such verdict in one pair of tags."""
+    """Return "approve" or "reject" from the only `<verify>` tag; None for others or several tags."""
     verdict = last_tag(text, "verify")
     once = text.count("<verify>") == text.count("</verify>") == 1
     return verdict if once and verdict in ("approve", "reject") else None
 
 
 def parse_review(text: str) -> str | None:
-    """The status and the feedback as two lines, None unless both tags are there and the status is known."""
+    """Return status and feedback as two lines; None if a tag is missing or the status is unknown."""
     text = after_thought(text)
-    status, feedback = last_tag(text, "status"), last_tag(text, "feedback")
-    return f"{status}\n{feedback}" if status in ("correct", "incorrect") and feedback else None
+    status = last_tag(text, "status")
+    feedback = last_tag(text, "feedback")
+    if status not in ("correct", "incorrect") or not feedback:
+        return None
+    return f"{status}\n{feedback}"
 
 
 def parse_cases(text: str) -> str | None:
-    """Tests as a JSON list of [input, output]; None when there is none or a tag stands outside a test."""
+    """Return tests as a JSON list of [input, output].
+
+    None if there is no test, or if a tag is outside of the tests.
+    """
     text = after_thought(text)
     cases = [(given.strip(), expected.strip()) for given, expected in _CASE.findall(text)]
-    tags = [text.count(tag) for tag in ("<input>", "</input>", "<output>", "</output>")]
-    return json.dumps(cases) if cases and tags == [len(cases)] * 4 else None
+    tag_counts = [text.count(tag) for tag in ("<input>", "</input>", "<output>", "</output>")]
+    if not cases or tag_counts != [len(cases)] * 4:
+        return None
+    return json.dumps(cases)
 
 
 def parse_repair(text: str) -> str | None:
-    """The text after any thought, None when there is no patch in it."""
+    """Return the text after any thought; None if it has no patch."""
     try:
         parse_patch(text)
     except BadPatch:
@@ -94,162 +106,213 @@ def parse_repair(text: str) -> str | None:
     return after_thought(text)
 
 
-def _tag(name: str, *, spoken: bool = False) -> Callable[[str], str | None]:
-    """The parser of a tag; a `spoken` one stands after any thought."""
+def _tag_parser(name: str, *, skip_thought: bool = False) -> Callable[[str], str | None]:
+    """Make a parser of a tag, which ignores tags in a thought if `skip_thought` is True."""
 
     def parse(text: str) -> str | None:
-        return last_tag(after_thought(text) if spoken else text, name) or None
+        if skip_thought:
+            text = after_thought(text)
+        return last_tag(text, name) or None
 
-    where = " after any thought" if spoken else ""
+    place = " after any thought" if skip_thought else ""
     parse.__doc__ = (
-        f"The content of the last `<{name}>` tag{where}, None when it is missing or empty."
+        f"Return the content of the last `<{name}>` tag{place}; None if it is missing or empty."
     )
     return parse
 
 
 def parse_query(text: str) -> str | None:
-    """The query in the last `<search>` tag; None when it is missing, empty or holds another tag."""
+    """Return the query of the last `<search>` tag; None if missing, empty or with another tag."""
     query = last_tag(text, "search")
     return query if query and not set("<>") & set(query) else None
 
 
 def parse_search(text: str) -> str | None:
-    """The query in the last `<search>` tag, or "<end>"; None for both, neither, or a query that holds a tag."""
+    """Return the query of the last `<search>` tag, or "<end>"; None for both or neither."""
     if END not in text:
         return parse_query(text)
     return END if last_tag(text, "search") is None else None
 
 
 def parse_queries(text: str) -> str | None:
-    """The lines of the last `<queries>` tag; None unless they are one to three different ones without tags."""
+    """Return the lines of the last `<queries>` tag.
+
+    None unless there are one to three different lines without tags.
+    """
     block = last_tag(text, "queries") or ""
     queries = [line.strip() for line in block.splitlines() if line.strip()]
-    different = len(set(queries)) == len(queries) and 1 <= len(queries) <= MAX_PARTS
-    return "\n".join(queries) if different and not set("<>") & set(block) else None
+    has_tag = "<" in block or ">" in block
+    has_repeats = len(set(queries)) < len(queries)
+    if has_tag or has_repeats or not 1 <= len(queries) <= MAX_PARTS:
+        return None
+    return "\n".join(queries)
 
 
 def parse_selection(text: str) -> str | None:
-    """Different positive numbers with commas between, or "none", from the last `<select>` tag; None for others."""
-    chosen = (last_tag(text, "select") or "").lower()
-    if chosen == NONE:
+    """Return the numbers of the last `<select>` tag, separated by commas, or "none".
+
+    None unless they are different positive numbers.
+    """
+    selection = (last_tag(text, "select") or "").lower()
+    if selection == NONE:
         return NONE
-    numbers = [number.strip() for number in chosen.split(",")]
-    return (
-        ",".join(numbers)
-        if _NUMBERS.fullmatch(chosen) and len(set(numbers)) == len(numbers)
-        else None
-    )
+    numbers = [number.strip() for number in selection.split(",")]
+    has_repeats = len(set(numbers)) < len(numbers)
+    if has_repeats or not _NUMBERS.fullmatch(selection):
+        return None
+    return ",".join(numbers)
 
 
 def read_plan(text: str) -> tuple[Steps, str] | None:
-    """The last `<plan>`, of one to five lines `sub-question | answer`, and the last `<answer>`; None if malformed."""
-    lines = [line for line in (last_tag(text, "plan") or "").splitlines() if line.strip()]
-    steps = [sides for line in lines if (sides := _sides(line))]
+    """Return the steps of the last `<plan>`, and the last `<answer>`.
+
+    A plan has one to five lines `sub-question | answer`. None if plan or answer is malformed.
+    """
+    plan = last_tag(text, "plan") or ""
+    steps = []
+    for line in plan.splitlines():
+        if not line.strip():
+            continue
+        step = _split_at_bar(line)
+        if step is None:
+            return None
+        steps.append(step)
+
     answer = last_tag(text, "answer")
-    well_formed = answer and len(steps) == len(lines) and 1 <= len(steps) <= MAX_STEPS
-    return (tuple(steps), answer) if answer and well_formed else None
+    if not answer or not 1 <= len(steps) <= MAX_STEPS:
+        return None
+    return tuple(steps), answer
 
 
 def parse_plan(text: str) -> str | None:
-    """The text itself, for `read_plan`; None unless it holds a plan and an answer."""
+    """Return the text itself, for `read_plan`; None unless it has a plan and an answer."""
     return text if read_plan(text) else None
 
 
 def parse_change(text: str) -> str | None:
-    """`update|t1|answer` or `add|sub-question|answer`; None unless the text makes exactly one such change."""
-    found = {
-        kind: content for kind in ("update", "add") if (content := last_tag(text, kind)) is not None
-    }
-    if len(found) != 1:
+    """Return a change of a plan: `update|t1|answer` or `add|sub-question|answer`.
+
+    None unless the text has exactly one of the tags `<update>` and `<add>`, with such a line.
+    """
+    update = last_tag(text, "update")
+    addition = last_tag(text, "add")
+    if update is not None and addition is None:
+        kind = "update"
+        content = update
+    elif addition is not None and update is None:
+        kind = "add"
+        content = addition
+    else:
         return None
-    ((kind, content),) = found.items()
-    sides = _sides(content)
-    if (
-        sides is None
-        or "\n" in content
-        or (kind == "update" and not re.fullmatch("t[1-9][0-9]{0,2}", sides[0]))
-    ):
+
+    sides = _split_at_bar(content)
+    if sides is None or "\n" in content:
         return None
-    return f"{kind}|{sides[0]}|{sides[1]}"
+    left, right = sides
+    if kind == "update" and not re.fullmatch("t[1-9][0-9]{0,2}", left):
+        return None
+    return f"{kind}|{left}|{right}"
 
 
-def _sides(line: str) -> tuple[str, str] | None:
-    """The two sides of `left | right`, None unless both are there and hold no tag."""
-    left, bar, right = (part.strip() for part in line.partition("|"))
-    return (left, right) if bar and left and right and not set("|<>") & set(left + right) else None
+def _split_at_bar(line: str) -> tuple[str, str] | None:
+    """Return the sides of `left | right`; None if one is empty or has a tag or another bar."""
+    left, _, right = (part.strip() for part in line.partition("|"))
+    if not left or not right or set("|<>") & set(left + right):
+        return None
+    return left, right
 
 
 def parse_listed(text: str) -> str | None:
-    """The rest of the last line that starts with `**Actions List**:`, None when there is none or nothing follows."""
-    lines = [line.strip() for line in text.splitlines()]
-    listed = [line.removeprefix(LISTED).strip() for line in lines if line.startswith(LISTED)]
-    return (listed or [""])[-1] or None
+    """Return the rest of the last line that starts with `**Actions List**:`.
+
+    None if there is no such line, or if nothing follows.
+    """
+    for line in reversed(text.splitlines()):
+        if line.strip().startswith(LISTED):
+            return line.strip().removeprefix(LISTED).strip() or None
+    return None
 
 
 def parse_decided(text: str) -> str | None:
-    """What follows the last `####`; None when it is missing, nothing follows, or more than one line does."""
-    _, sign, actions = text.rpartition(DECIDED)
+    """Return the line after the last `####`; None if it is missing, empty or several lines."""
+    _, mark, actions = text.rpartition(DECIDED)
     actions = actions.strip()
-    return actions if sign and actions and "\n" not in actions else None
+    if not mark or not actions or "\n" in actions:
+        return None
+    return actions
 
 
 def parse_search_or_answer(text: str) -> str | None:
-    """The last search or answer with its tags, which is what the environment `search` takes; the answer wins."""
-    found = ((name, last_tag(text, name)) for name in ("answer", "search"))
-    return next((f"<{name}> {content} </{name}>" for name, content in found if content), None)
+    """Return the last answer, or else the last search, with its tags.
+
+    The environment `search` reads such texts.
+    """
+    for name in ("answer", "search"):
+        content = last_tag(text, name)
+        if content:
+            return f"<{name}> {content} </{name}>"
+    return None
 
 
 def parse_call_or_answer(text: str) -> str | None:
-    """The last tool call or answer with its tags, which is what the environment `mcp` takes; the answer wins."""
+    """Return the last answer, or else the last tool call, after any thought, with its tags.
+
+    The environment `mcp` reads such texts.
+    """
     text = after_thought(text)
-    found = ((name, last_tag(text, name)) for name in ("answer", "call"))
-    return next((f"<{name}>{content}</{name}>" for name, content in found if content), None)
+    for name in ("answer", "call"):
+        content = last_tag(text, name)
+        if content:
+            return f"<{name}>{content}</{name}>"
+    return None
 
 
-parse_action = _tag("action", spoken=True)
-parse_answer = _tag("answer")
-parse_evidence = _tag("evidence")
+parse_action = _tag_parser("action", skip_thought=True)
+parse_answer = _tag_parser("answer")
+parse_evidence = _tag_parser("evidence")
 parse_program = last_program
-parse_pseudocode = _tag("pseudocode", spoken=True)
-parse_reflection = _tag("reflection", spoken=True)
-parse_summary = _tag("summary", spoken=True)
+parse_pseudocode = _tag_parser("pseudocode", skip_thought=True)
+parse_reflection = _tag_parser("reflection", skip_thought=True)
+parse_summary = _tag_parser("summary", skip_thought=True)
 
 
 def boxed(answer: str | None) -> str:
-    """An answer as the environment takes it; "" without one, which is scored as a wrong answer."""
+    """Return an answer in a box, as the environment `math` reads it; "" without an answer."""
     return f"\\boxed{{{answer}}}" if answer else ""
 
 
 async def grade(team: TeamSession, env: PlayedEnv, turn: int, answer: str | None) -> float | None:
-    """Write down the local score of a turn's answer, the reward that it would have alone; returns it.
+    """Record and return the local score of a turn: the reward that its answer alone would have.
 
-    A malformed reply, one that was cut off included, has no answer and is graded so. What the environment cannot decide
-    has no local score but the score `undecided`, 1, and the result is None.
+    A malformed or truncated reply is graded as a reply without an answer. If the environment cannot
+    decide, the turn has the score `undecided` = 1 in place of a local score, and None is returned.
     """
     try:
         step = await env.preview(boxed(answer))
     except Undecided:
         team.score(turn, undecided=1.0)
         return None
-    team.score(turn, local=step.reward)  # before anybody else is asked: a tree chooses by it
+    # A tree selects its branch by this score, so it is recorded before another agent is asked.
+    team.score(turn, local=step.reward)
     return step.reward
 
 
 async def graded(team: TeamSession, env: PlayedEnv, name: str, **slots: object) -> AgentReply:
-    """The reply of an agent who is asked for a boxed answer, after its local score was written down; see `grade`."""
+    """Ask an agent for a boxed answer and record the local score of the reply; see `grade`."""
     reply = await team.act(name, **slots)
     await grade(team, env, reply.turn, reply.value)
     return reply
 
 
 async def calculated(team: TeamSession, env: PlayedEnv, **slots: object) -> tuple[str | None, str]:
-    """Ask the agent `tool_user`, run the program of its reply, and write down its local score.
+    """Ask the agent `tool_user`, run the program of its reply, and record its local score.
 
-    The score is Stronger-MAS's: 1 for the right answer, 0 for a wrong one, -1 when the program failed or there is none.
+    The score is that of Stronger-MAS: 1 for the right answer, 0 for a wrong one, -1 if there is no
+    program or it failed.
 
     Returns:
-        The answer, the last line that the program printed (the content of its box, if it has one), or None; and what
-        the tool user's partners may read: its program with what came of it.
+        The answer, and the program with its output for the other agents. The answer is the content
+        of the box in the last printed line, or else that line; None without one.
     """
     reply = await team.act("tool_user", **slots)
     if reply.value is None:
@@ -261,35 +324,37 @@ async def calculated(team: TeamSession, env: PlayedEnv, **slots: object) -> tupl
         team.score(reply.turn, local=-1.0)
         return None, shown
     line = "" if call.result == NO_OUTPUT else call.result.splitlines()[-1].strip()
-    content = last_boxed(line)
-    answer = (line if content is None else content) or None
+    box = last_boxed(line)
+    answer = (line if box is None else box) or None
     await grade(team, env, reply.turn, answer)
     return answer, shown
 
 
 def numbered(texts: Iterable[str]) -> str:
-    """Solutions as those read them who compare them."""
+    """Return solutions under numbered headings, for an agent that compares them."""
     return "\n\n".join(f"[Solution {number}]\n{text}" for number, text in enumerate(texts, start=1))
 
 
 def with_output(program: str, output: str) -> str:
-    """A program with what it printed, as it is read later."""
+    """Return a program in a fence, followed by its output."""
     return f"```python\n{program}\n```\n{output}"
 
 
 async def vote(env: PlayedEnv, answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer, in the words in which it was given first; of equally frequent ones the first.
+    """Return the most frequent answer, as it was first written; the first of equally frequent ones.
 
-    None does not vote, and is the result when nobody does.
+    Absent answers (None) have no vote; the result is None if all are absent.
     """
-    kinds: list[list[str]] = []
+    groups: list[list[str]] = []  # answers that are the same
     for answer in answers:
         if answer is None:
             continue
-        for kind in kinds:
-            if await env.same(answer, kind[0]):
-                kind.append(answer)
+        for group in groups:
+            if await env.same(answer, group[0]):
+                group.append(answer)
                 break
         else:
-            kinds.append([answer])
-    return max(kinds, key=len)[0] if kinds else None  # max keeps the first of equals
+            groups.append([answer])
+    if not groups:
+        return None
+    return max(groups, key=len)[0]  # the first of groups of equal size
