@@ -1,7 +1,7 @@
-"""What layers compute between their products on a CPU: norm, SwiGLU, rotation by position, exponentials.
+"""Operators between the matrix products of layers on a CPU: norm, SwiGLU, rotation, exponentials.
 
-By torch's operations, in fewer passes over memory than those that autograd would take: each direction is written out.
-What norm and rotation make of bfloat16 tensors is made in float32 and rounded once.
+Both directions are written out in torch's operations, so that they pass over memory less often than
+autograd would. Norms and rotations of bfloat16 tensors are computed in float32 and rounded once.
 """
 
 from typing import Any
@@ -14,7 +14,10 @@ _LOG2_E = 1.4426950408889634
 
 
 class Normed(torch.autograd.Function):
-    """`apply(x, weight, eps)`: x / √(mean x² + eps) · weight (arXiv 1910.07467), along the last dimension."""
+    """`apply(x, weight, eps)`: x / √(mean x² + eps) · weight, along the last dimension.
+
+    The method is arXiv 1910.07467.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,40 +28,44 @@ class Normed(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        x, slope, factor = x.float(), of_out.float(), weight.float()
-        along = (x * slope).flatten(0, -2)
-        # with n = x / rms: d/dx = (g w − n · mean(g w n)) / rms
-        mean = torch.mv(along, factor).view(scale.shape).mul_(scale.pow(3)).div_(x.shape[-1])
-        of_weight = along.mul_(scale.view(-1, 1)).sum(
-            0
-        )  # pairwise: a product would add token by token
-        of_x = (slope * factor).mul_(scale).addcmul_(x, mean, value=-1)
-        return of_x.to(of_out.dtype), of_weight.to(weight.dtype), None
+        x = x.float()
+        grad = grad_out.float()
+        factor = weight.float()
+        x_grad = (x * grad).flatten(0, -2)
+        # With n = x / rms: d/dx = (g w − n · mean(g w n)) / rms.
+        mean = torch.mv(x_grad, factor).view(scale.shape).mul_(scale.pow(3)).div_(x.shape[-1])
+        # sum() adds pairwise; a matrix product would add token by token, with a larger error.
+        grad_weight = x_grad.mul_(scale.view(-1, 1)).sum(0)
+        grad_x = (grad * factor).mul_(scale).addcmul_(x, mean, value=-1)
+        return grad_x.to(grad_out.dtype), grad_weight.to(weight.dtype), None
 
 
 class Gated(torch.autograd.Function):
-    """`apply(wide)`: silu(gate) · up [..., f] of [..., 2 f], gate first (SwiGLU, arXiv 2002.05202)."""
+    """`apply(gate_and_up)`: silu(gate) · up [..., f] of [..., 2 f] (SwiGLU, arXiv 2002.05202)."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor) -> Tensor:
-        gate, up = wide.chunk(2, dim=-1)
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        gate, up = gate_and_up.chunk(2, dim=-1)
         activated = F.silu(gate)
-        ctx.save_for_backward(wide, activated)
+        ctx.save_for_backward(gate_and_up, activated)
         return activated * up
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> Tensor:
-        wide, activated = ctx.saved_tensors
-        of_wide = torch.empty_like(wide)
-        (gate, up), (of_gate, of_up) = wide.chunk(2, dim=-1), of_wide.chunk(2, dim=-1)
-        torch.mul(of_out, activated, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(of_out * up, gate, grad_input=of_gate)
-        return of_wide
+    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
+        gate_and_up, activated = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_and_up)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        torch.mul(grad_out, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_out * up, gate, grad_input=grad_gate)
+        return grad
 
 
 class _Rotated(torch.autograd.Function):
+    """`apply(x, turns)`: see `turned`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
         ctx.save_for_backward(turns)
@@ -66,23 +73,25 @@ class _Rotated(torch.autograd.Function):
         return _turn(x.float(), turns, back=False)
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None]:
-        return _turn(of_out, *ctx.saved_tensors, back=True).to(ctx.dtype), None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+        (turns,) = ctx.saved_tensors
+        return _turn(grad_out, turns, back=True).to(ctx.dtype), None
 
 
 def _turn(x: Tensor, turns: Tensor, *, back: bool) -> Tensor:
     cos, sin = turns.chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    across = torch.cat([second, first], dim=-1).mul_(sin)
-    return torch.mul(x, cos).add_(across, alpha=-1 if back else 1)
+    first_half, second_half = x.chunk(2, dim=-1)
+    swapped = torch.cat([second_half, first_half], dim=-1).mul_(sin)
+    return torch.mul(x, cos).add_(swapped, alpha=-1 if back else 1)
 
 
 def turned(x: Tensor, turns: Tensor, interleaved: bool = False) -> Tensor:
-    """Queries or keys [T, 1, heads, d], rotated by position (RoPE, arXiv 2104.09864), in float32 as attention is.
+    """Rotate queries or keys by position (RoPE, arXiv 2104.09864), in float32 as attention is.
 
     Args:
-        turns: [T, 1, 1, 2 d] as `TreeRotary` makes them on a CPU: cosines of d angles, which are d / 2 twice, and what
-            multiplies the other half: their sines, of the first half less than none.
+        x: [T, 1, heads, d].
+        turns: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: the cosines of d angles, of which the
+            second half repeats the first, and the factors of the swapped halves, −sin and sin.
         interleaved: False; no supported model pairs neighbouring elements.
     """
     assert not interleaved, "no supported model pairs neighbouring elements"
@@ -91,8 +100,12 @@ def turned(x: Tensor, turns: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def exponential(x: Tensor, exact: bool) -> Tensor:
-    """e^x, new. If not `exact`, by powers of two: torch makes three on an AMD in the time of one of e.
+    """Return e^x as a new tensor.
 
-    Their relative error is 3e-8 and 6e-8 |x|, and their last bit depends on where in memory a number lies.
+    Powers of two are used unless `exact`: on an AMD processor torch computes three of them in the
+    time of one power of e. Their relative error is 3e-8 + 6e-8 |x|, and their last bit depends on
+    the address of a number in memory.
     """
-    return x.exp() if exact else (x * _LOG2_E).exp2_()
+    if exact:
+        return x.exp()
+    return (x * _LOG2_E).exp2_()

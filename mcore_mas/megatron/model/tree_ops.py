@@ -1,4 +1,4 @@
-"""Tree attention by Triton as two operators of torch, which know shapes without a GPU, and their autograd function."""
+"""Tree attention in Triton: operators whose shapes torch knows without a GPU, and their gradients."""
 
 from dataclasses import astuple
 from typing import Any
@@ -9,24 +9,34 @@ from torch import Tensor
 from mcore_mas.megatron.model.layout import BlockPlan
 
 _LOG2_E = 1.4426950408889634
-WARPS, STAGES, STAGES_BACKWARD = 8, 3, 2  # of each program, and of the pipelines that fetch tiles
+
+# Warps of each program, and stages of the software pipelines that fetch tiles.
+WARPS = 8
+STAGES = 3
+STAGES_BACKWARD = 2
 
 
 def _pointer(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return a tensor [T, heads, d] with its strides, as the kernels take it."""
     assert x.stride(2) == 1, "elements of a head must be neighbours"
     return x, x.stride(0), x.stride(1)
 
 
-def _shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any, ...]:
-    """The kernels' `shape`; its elements are constants to Triton, which of a tuple of numbers it does not know."""
-    from triton.language import constexpr  # Triton comes with torch for CUDA only
+def _kernel_shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any, ...]:
+    """Return the kernels' `shape`, whose numbers are compile-time constants."""
+    # Triton comes with torch for CUDA only.
+    from triton.language import constexpr
 
-    # float32 factors take three passes of tensor cores: "ieee" compiles for minutes, spills, and runs on none of them
-    numbers = (group, head_dim, max(16, 1 << (head_dim - 1).bit_length()), rows, keys, "tf32x3")
-    return tuple(map(constexpr, numbers))
+    padded_dim = max(16, 1 << (head_dim - 1).bit_length())
+    # float32 factors take three passes of the tensor cores. "ieee" would compile for minutes, spill
+    # registers and not use the tensor cores.
+    precision = "tf32x3"
+    # Triton does not see by itself that numbers in a tuple are constants.
+    return tuple(map(constexpr, (group, head_dim, padded_dim, rows, keys, precision)))
 
 
-def _plan(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
+def _plan_arguments(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
+    """Return the kernels' `plan`."""
     return (*plan, *q.shape[:2], scale * _LOG2_E, scale)
 
 
@@ -34,16 +44,24 @@ def _plan(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the output [T, heads, d] and its log-sum-exps [T, heads]."""
     from mcore_mas.megatron.model import tree_kernels as kernels
 
-    out, lse = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        q.new_empty(q.shape[:2], dtype=torch.float32),
-    )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     group, rows, keys, *_ = sizes
-    tensors, shape = [_pointer(x) for x in (q, k, v, out)], _shape(q.shape[2], group, rows, keys)
-    kernels.forward_kernel[len(plan[3]), k.shape[1]](
-        *tensors, lse, _plan(q, plan, scale), shape, num_warps=WARPS, num_stages=STAGES
+    query_blocks = len(plan[3])
+    kv_heads = k.shape[1]
+    kernels.forward_kernel[query_blocks, kv_heads](
+        _pointer(q),
+        _pointer(k),
+        _pointer(v),
+        _pointer(out),
+        lse,
+        _plan_arguments(q, plan, scale),
+        _kernel_shape(q.shape[2], group, rows, keys),
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return out, lse
 
@@ -55,58 +73,82 @@ _attention.register_fake(
 
 @torch.library.custom_op("mcore_mas::tree_attention_backward", mutates_args=())
 def _attention_backward(
-    of_out: Tensor, forward: list[Tensor], plan: list[Tensor], sizes: list[int], scale: float
+    grad_out: Tensor, forward: list[Tensor], plan: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; `forward` is q, k, v, output and log-sum-exps."""
     from mcore_mas.megatron.model import tree_kernels as kernels
 
     q, k, v, out, lse = forward
     delta = torch.empty_like(lse)
-    of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
     group, rows, keys, rows_kv, keys_kv = sizes
-    q_, k_, v_, out_, of_out_ = (_pointer(x) for x in (q, k, v, out, of_out))
-    numbers, how = _plan(q, plan, scale), {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
-    shape = _shape(q.shape[2], group, rows, keys)
-    kernels.backward_q_kernel[len(plan[3]), k.shape[1]](
-        q_, k_, v_, (out_, lse, delta), of_out_, _pointer(of_q), numbers, shape, **how
+    query_blocks = len(plan[3])
+    key_blocks = len(plan[4])
+    kv_heads = k.shape[1]
+    plan_arguments = _plan_arguments(q, plan, scale)
+    options = {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
+    # The first kernel writes `delta`, and the second one reads it.
+    kernels.backward_q_kernel[query_blocks, kv_heads](
+        _pointer(q),
+        _pointer(k),
+        _pointer(v),
+        (_pointer(out), lse, delta),
+        _pointer(grad_out),
+        _pointer(grad_q),
+        plan_arguments,
+        _kernel_shape(q.shape[2], group, rows, keys),
+        **options,
     )
-    shape = _shape(q.shape[2], group, rows_kv, keys_kv)
-    kernels.backward_kv_kernel[len(plan[4]), k.shape[1]](
-        (q_, lse, delta), k_, v_, of_out_, _pointer(of_k), _pointer(of_v), numbers, shape, **how
+    kernels.backward_kv_kernel[key_blocks, kv_heads](
+        (_pointer(q), lse, delta),
+        _pointer(k),
+        _pointer(v),
+        _pointer(grad_out),
+        _pointer(grad_k),
+        _pointer(grad_v),
+        plan_arguments,
+        _kernel_shape(q.shape[2], group, rows_kv, keys_kv),
+        **options,
     )
-    return of_q, of_k, of_v
+    return grad_q, grad_k, grad_v
 
 
 _attention_backward.register_fake(
-    lambda of_out, forward, *_: tuple(x.new_empty(x.shape) for x in forward[:3])
+    lambda grad_out, forward, *_: tuple(x.new_empty(x.shape) for x in forward[:3])
 )
 
 
 class KernelAttention(torch.autograd.Function):
-    """`apply(q, k, v, plan, scale)`: [T, heads, d] of q [T, heads, d] and k, v [T, kv_heads, d], for any forest.
+    """`apply(q, k, v, plan, scale)`: attention over any forest with Triton's kernels.
 
-    Three launches in all: forward, gradient of queries, gradients of keys and values. The same bits every time.
+    q is [T, heads, d], k and v are [T, kv_heads, d], and the result is [T, heads, d]. There are
+    three launches: forward, gradient of queries, and gradients of keys and values. The results have
+    the same bits every time.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
         out: Tensor
-        out, lse = _attention(q, k, v, _tensors(plan), list(astuple(plan.sizes)), scale)
+        out, lse = _attention(q, k, v, _plan_tensors(plan), list(astuple(plan.sizes)), scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan = plan
+        ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
-        gradients = _attention_backward(
-            of_out.contiguous(),
+        grad_q, grad_k, grad_v = _attention_backward(
+            grad_out.contiguous(),
             list(ctx.saved_tensors),
-            _tensors(plan),
+            _plan_tensors(plan),
             list(astuple(plan.sizes)),
             ctx.scale,
         )
-        return *gradients, None, None
+        return grad_q, grad_k, grad_v, None, None
 
 
-def _tensors(plan: BlockPlan) -> list[Tensor]:
+def _plan_tensors(plan: BlockPlan) -> list[Tensor]:
     return [plan.ends, plan.seen, plan.begin, plan.masked, plan.nearest, plan.farthest]
