@@ -132,7 +132,8 @@ def load(rank: int, folder: Path) -> None:
     """Load one rank's shard, check its first rows, and write the measurements to rank<n>.json."""
     from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
-    from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
+    from mcore_mas.megatron.state.tensor_sources import SafeTensors
+    from mcore_mas.megatron.state.weight_import import import_weights
     from rollout.models.architecture import read_architecture
     from rollout.models.layout import ParallelLayout
 

@@ -66,7 +66,7 @@ def start_trainer(
         The trainer, and micro-batches for it.
     """
     from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
-    from mcore_mas.megatron.state.weight_import import RandomTensors
+    from mcore_mas.megatron.state.tensor_sources import RandomTensors
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
     init_process_groups(rank=0, threads=torch.get_num_threads())

@@ -865,9 +865,9 @@ def prepare() -> None:
     from mcore_mas.megatron import collectives
 
     collectives.all_gather_json = lambda value, group=None: [value] * dist.get_world_size(group)
-    from mcore_mas.megatron.state import weight_import
+    from mcore_mas.megatron.state import tensor_sources
 
-    weight_import.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
+    tensor_sources.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
     regions()
     even_exchange()
     resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_

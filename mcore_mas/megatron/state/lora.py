@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.weight_import import LINEARS, LazyTensor, SafeTensors
+from mcore_mas.megatron.state.tensor_sources import LazyTensor, SafeTensors
+from mcore_mas.megatron.state.weight_import import LINEARS
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import ADAPTER_FILES

@@ -30,12 +30,8 @@ from mcore_mas.megatron.state.lora import (
     attach_adapters,
     initial_adapter,
 )
-from mcore_mas.megatron.state.weight_import import (
-    RandomTensors,
-    SafeTensors,
-    WeightMapping,
-    weight_mappings,
-)
+from mcore_mas.megatron.state.tensor_sources import RandomTensors, SafeTensors
+from mcore_mas.megatron.state.weight_import import WeightMapping, weight_mappings
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import write_peft

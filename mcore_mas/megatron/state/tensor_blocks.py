@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping
+from mcore_mas.megatron.state.tensor_sources import LazyTensor
+from mcore_mas.megatron.state.weight_import import WeightMapping
 from rollout.models.architecture import Architecture
 
 

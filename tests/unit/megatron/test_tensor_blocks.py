@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mcore_mas.megatron.state.tensor_blocks import TensorBlock, tensor_blocks
+from mcore_mas.megatron.state.tensor_sources import LazyTensor
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
     VOCAB,
     WHOLE,
-    LazyTensor,
     WeightMapping,
     weight_mappings,
 )

@@ -11,15 +11,13 @@ from safetensors.torch import load_file
 
 from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
+from mcore_mas.megatron.state.tensor_sources import LazyTensor, RandomTensors, SafeTensors
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
     BY_ROWS,
     QKV,
     VOCAB,
     WEIGHT_MAP,
-    LazyTensor,
-    RandomTensors,
-    SafeTensors,
     Sharding,
     weight_mappings,
     write_folder,
