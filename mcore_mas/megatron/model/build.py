@@ -1,4 +1,4 @@
-"""Megatron's GPT model from a Hugging Face config: its settings and the modules of its layers."""
+"""Builds Megatron's GPT model for an architecture: its settings, and the modules of its layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,12 @@ from rollout.models.architecture import Architecture
 def layer_specs(
     config: TransformerConfig, kind: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, of which some may be sparse, of a `kind` in `LAYERS`."""
+    """Return the layers of one pipeline stage.
+
+    Args:
+        kind: of the layers, a key of `LAYERS`.
+        vp_stage: number of the stage, if this rank has several.
+    """
     make, norm = LAYERS[kind]
     dense = make(config, None)
     sparse = make(config, config.num_moe_experts) if config.num_moe_experts else dense
@@ -57,7 +62,7 @@ def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Megatron's own linear layers; a layer's experts are two of ours."""
+    """Return a layer with Megatron's linear layers, and `GroupedExperts` if it is sparse."""
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -66,9 +71,8 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention.core_attention = _core_attention(config)
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp
-    mlp = (
-        mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    )  # megatron-core 0.18 has partials
+    # From megatron-core 0.18 on, the MLP is a partial function.
+    mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if experts is None:
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
         _use_gated_mlp(layer)
@@ -80,9 +84,10 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _transformer_engine(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Transformer Engine's linear layers, fused with the norm before them, and a layer's experts as one call.
+    """Return a layer with Transformer Engine's linear layers, which include the norm before them.
 
-    Its attention is used where no sequences share anything; it has no layout in which replies share a prompt.
+    A layer's experts are one call. Its attention is used for micro-batches whose sequences share
+    nothing; it has no layout in which replies share a prompt.
     """
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -96,23 +101,23 @@ def _transformer_engine(config: TransformerConfig, experts: int | None) -> Modul
 
 
 def _use_gated_mlp(layer: ModuleSpec) -> None:
-    """Let a dense layer build `GatedMLP` in place of Megatron's MLP."""
+    """Make a dense layer build `GatedMLP` in place of Megatron's MLP."""
     mlp = layer.submodules.mlp
-    if isinstance(mlp, partial):  # from megatron-core 0.18 on
+    if isinstance(mlp, partial):  # megatron-core 0.18 and later
         layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
     else:
         mlp.module = GatedMLP
 
 
 def _fused_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import (
-        TENorm,  # only where Transformer Engine is
-    )
+    # Transformer Engine is an optional dependency.
+    from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
 
 
-# how one layer is made, and the norm after the last
+# By kind: a function that returns the specification of a layer, and one that returns the final
+# norm.
 LAYERS: dict[
     str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]
 ] = {
@@ -122,15 +127,19 @@ LAYERS: dict[
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """Initialise nothing: every weight is loaded, and what is never written takes no memory until then."""
+    """Leave a weight uninitialised, because all weights are loaded.
+
+    Memory that is never written to takes no space.
+    """
     return weight
 
 
 def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
-    """How Megatron routes as Hugging Face does; nothing for a dense model.
+    """Return the settings with which Megatron routes as Hugging Face does; {} for a dense model.
 
-    There is no auxiliary loss: a product of a micro-batch's sums, it would depend on how samples are packed and dealt,
-    and it pulls the router away from the one that the engine sampled with.
+    There is no auxiliary loss. It is a product of sums over a micro-batch, and would depend on how
+    samples are packed and assigned to ranks. It would also pull the router away from the one that
+    the engine sampled with.
     """
     if a.experts is None:
         return {}
@@ -139,7 +148,7 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
         "moe_router_topk": a.experts.per_token,
         "moe_ffn_hidden_size": a.experts.ffn,
         "moe_layer_freq": [int(sparse) for sparse in a.experts.sparse],
-        # softmax over the k chosen is softmax over all, scaled to a sum of 1
+        # A softmax over the k chosen experts is the softmax over all, normalised to a sum of 1.
         "moe_router_pre_softmax": not a.experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -152,10 +161,9 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
 
 
 def _layout(spec: TrainerSpec) -> dict[str, Any]:
-    """How it is cut, and how the parts talk."""
-    deep = (
-        fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16
-    )  # it adds up bfloat16 only
+    """Return the settings of the parallel layout and of the communication between its ranks."""
+    # DeepEP sums bfloat16 only.
+    uses_deep_ep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16
     return {
         "tensor_model_parallel_size": spec.tp,
         "pipeline_model_parallel_size": spec.pp,
@@ -164,17 +172,15 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
         "batch_p2p_comm": False,
-        # micro-batches differ in length, unless stages are interleaved (`Pipeline`); Megatron asks for this dispatcher
-        # with that, of dense models too
+        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). With it,
+        # Megatron requires one of these dispatchers, also for dense models.
         "variable_seq_lengths": spec.vpp == 1,
-        "moe_token_dispatcher_type": "flex"
-        if deep
-        else "alltoall",  # by DeepEP, where it is installed
+        "moe_token_dispatcher_type": "flex" if uses_deep_ep else "alltoall",
     }
 
 
 def _fuse_rotation() -> bool:
-    """Whether positions rotate queries and keys in one call: Transformer Engine's, or ours in the place of one."""
+    """Set Megatron's fused rotation, unless Transformer Engine has; return True if there is one."""
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = turned
     elif rope_utils.fused_apply_rotary_pos_emb is None and use_triton(rank_device()):
@@ -183,10 +189,10 @@ def _fuse_rotation() -> bool:
 
 
 def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
-    """Megatron's settings of a model that is trained as `spec` says."""
+    """Return Megatron's settings of a model that is trained as `spec` says."""
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     return TransformerConfig(
-        # what kind of a decoder it is, and its sizes
+        # architecture
         num_layers=a.layers,
         hidden_size=a.hidden,
         num_attention_heads=a.heads,
@@ -204,7 +210,7 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
         attention_dropout=0.0,
         **_expert_settings(a, spec),
         **_layout(spec),
-        # what it computes in, what it computes twice, and what it starts from
+        # precision, recomputation and initialisation
         bf16=spec.bf16,
         deterministic_mode=spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
         params_dtype=dtype,
@@ -212,20 +218,23 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
         recompute_granularity=None if spec.recompute == "none" else spec.recompute,
         recompute_method="uniform" if spec.recompute == "full" else None,
         recompute_num_layers=1 if spec.recompute == "full" else None,
-        recompute_modules=["layernorm"],  # if selective; and SwiGLU, see GatedMLP
-        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
-        # gradient norm as if it were a duplicate
+        # Selective recomputation also recomputes SwiGLU, see `GatedMLP`.
+        recompute_modules=["layernorm"],
+        # Initialisation also marks the shards of parameters. A shard without a mark would be taken
+        # for a duplicate, and be left out of the gradient norm.
         perform_initialization=True,
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        gradient_accumulation_fusion=torch.cuda.is_available(),  # into float32, see apex_replacements.py
+        # Gradients are accumulated in float32, see apex_replacements.py.
+        gradient_accumulation_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,  # see GatedMLP
         bias_dropout_fusion=False,
         apply_rope_fusion=_fuse_rotation(),
         persist_layer_norm=False,
-        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
+        # Gradients are summed over ranks and not rescaled: the token weights are normalised
+        # already.
         calculate_per_token_loss=True,
     )
 
@@ -233,7 +242,11 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
 def build_model(
     architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None
 ) -> PackedGPTModel:
-    """This rank's shard of one pipeline stage, its `vp_stage`-th where it has several; weights are yet to be loaded."""
+    """Return this rank's shard of one pipeline stage; its weights are not loaded yet.
+
+    Args:
+        vp_stage: number of the stage, if this rank has several.
+    """
     a = architecture
     config = transformer_config(a, spec)
     value_head = spec.head == "value"
@@ -252,9 +265,8 @@ def build_model(
         vocab=a.vocab,
         rotary_base=a.rope_theta,
     )
-    model.rotary_pos_emb.inv_freq.copy_(
-        a.inverse_frequencies()
-    )  # Megatron's own Llama 3 bands are fixed
+    # Megatron's own frequencies of Llama 3 have fixed bands.
+    model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())
     for module in model.modules():
         if isinstance(module, MoELayer) and spec.layers == "local":
             module.token_dispatcher = SortedDispatcher(module)

@@ -292,7 +292,8 @@ def import_weights(
             for name, shape in mapping.shapes(shard.shape, architecture, tp).items():
                 if full[name].shape != shape:
                     raise ModelError(
-                        f"tensor '{name}' has shape {full[name].shape}; config.json makes it {shape}"
+                        f"tensor '{name}' has shape {full[name].shape}; "
+                        f"config.json makes it {shape}"
                     )
             mapping.sharding.fill(shard, list(full.values()), architecture, tp, rank)
 
@@ -300,7 +301,7 @@ def import_weights(
 def full_shapes(
     local: Mapping[str, Tensor], architecture: Architecture
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by Hugging Face name, of the full tensors that this rank holds shards of."""
+    """Return the shapes of the full tensors of this rank's shards, by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for mapping in weight_mappings(local, tied=architecture.tied):
         tp, _ = tensor_parallel(mapping)
