@@ -16,7 +16,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
         total += a @ b
-    else:  # cuBLAS adds the product of bfloat16 factors to a float32 matrix without rounding it first
+    else:  # cuBLAS adds the product of bfloat16 factors to a float32 matrix without rounding
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 

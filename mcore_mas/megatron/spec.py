@@ -1,4 +1,4 @@
-"""Trainer specification: model, parallel layout and optimizer of one trainer; its process groups in that layout."""
+"""Specification of a trainer: model, parallel layout and optimizer; process groups in that layout."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,58 +16,69 @@ from rollout.models.layout import ParallelLayout, Recompute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec(ParallelLayout):
-    """One trainer, as plain data that travels to every rank."""
+    """Specification of one trainer, as plain data that is sent to every rank.
 
-    model: str  # Hugging Face folder
-    init: Literal["folder", "random"] = (
-        "folder"  # "random": seeded weights in the shape of the folder's config.json
-    )
-    seed: int = 0  # of those
-    lora: LoraConfig | None = None  # train adapters on a frozen `model`; None: train all weights
-    lora_seed: int = 0  # of a random A
-    head: Literal["policy", "value"] = (
-        "policy"  # "value": a critic, whose head starts afresh if `model` has none
-    )
-    distributed_optimizer: bool = (
-        False  # each data-parallel rank keeps its part of the optimizer's state
-    )
-    overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise
-    bucket: int | None = None  # parameters of one overlapping exchange; None: Megatron's choice
-    host_moments: bool = (
-        False  # Adam's moments are in host memory, but for the weight that is being stepped
-    )
-    recompute: Recompute = "none"  # activations in the backward pass
-    layers: Literal["local", "te"] = (
-        "local"  # whose linear layers: Megatron's own, or Transformer Engine's
-    )
-    attention: Literal["auto", "torch"] = (
-        "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
-    )
-    bf16: bool = False  # train in bfloat16 with float32 master weights
-    deterministic: bool = (
-        False  # compute in float32 on a CPU what the embedded engine does, to the bit
-    )
-    cumem: str | None = (
-        None  # NCCL_CUMEM_ENABLE of its ranks where nobody has set it; None: NCCL's own choice
-    )
+    Attributes:
+        model: Hugging Face folder.
+        init: "folder": load its weights; "random": seeded weights in the shape of its config.json.
+        seed: of random weights.
+        lora: train adapters on a frozen `model`; None: train all weights.
+        lora_seed: of the random A of new adapters.
+        head: "value": a critic, whose head starts afresh if `model` has none.
+        distributed_optimizer: split the optimizer state over data-parallel ranks.
+        overlap: reduce gradients during the backward pass and, with the distributed optimizer,
+            gather weights during the forward pass.
+        bucket: parameters of one overlapping exchange; None: Megatron's choice.
+        host_moments: keep Adam's moments in host memory, except for the weight that is being
+            stepped.
+        recompute: activations that the backward pass recomputes.
+        layers: whose linear layers are used, Megatron's ("local") or Transformer Engine's ("te").
+        attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
+        bf16: train in bfloat16 with float32 master weights.
+        deterministic: compute in float32 on a CPU with the same bits as the embedded engine.
+        cumem: NCCL_CUMEM_ENABLE of the ranks, unless it is set; None: NCCL's choice.
+        lr: learning rate after the warm-up.
+        warmup_steps: updates of linear warm-up.
+        schedule: of the learning rate after the warm-up.
+        min_lr: learning rate from update `decay_steps` on.
+        decay_steps: updates, including the warm-up; None for a constant rate.
+        betas, eps: of Adam.
+        weight_decay: of parameters other than norms and biases.
+        clip_grad: largest norm of a gradient.
+        spike_factor: times the running median that makes a gradient norm a spike.
+        skip_spikes: skip the step of a spike. The step of a gradient that is not finite is always
+            skipped.
+        objective: loss of a policy, or of a critic (`ValueObjective`).
+    """
+
+    model: str
+    init: Literal["folder", "random"] = "folder"
+    seed: int = 0
+    lora: LoraConfig | None = None
+    lora_seed: int = 0
+    head: Literal["policy", "value"] = "policy"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    bucket: int | None = None
+    host_moments: bool = False
+    recompute: Recompute = "none"
+    layers: Literal["local", "te"] = "local"
+    attention: Literal["auto", "torch"] = "auto"
+    bf16: bool = False
+    deterministic: bool = False
+    cumem: str | None = None
     lr: float = 1e-6
-    warmup_steps: int = 0  # updates of linear warm-up
-    schedule: Literal["constant", "linear", "cosine"] = (
-        "constant"  # of the learning rate after them
-    )
-    min_lr: float = 0.0  # from update decay_steps on
-    decay_steps: int | None = None  # updates, the warm-up included; None goes with a constant rate
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr: float = 0.0
+    decay_steps: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.0  # not of norms and biases
+    weight_decay: float = 0.0
     clip_grad: float = 1.0
-    spike_factor: float = 10.0  # times the running median that makes a gradient norm a spike
-    skip_spikes: bool = (
-        False  # leave out the step of a spike, as always that of a gradient that is not finite
-    )
-    objective: Objective | ValueObjective = field(
-        default_factory=Objective
-    )  # a ValueObjective goes with a value head
+    spike_factor: float = 10.0
+    skip_spikes: bool = False
+    objective: Objective | ValueObjective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
         if isinstance(self.objective, ValueObjective) != (self.head == "value"):
@@ -90,12 +101,20 @@ def init_process_groups(
     store: Store | None = None,
     patience_s: float = 1800.0,
 ) -> None:
-    """Join the policy's process groups, of one rank if no `layout` is given; NCCL where there is CUDA, else gloo.
+    """Join the policy's process groups, with NCCL where there is CUDA and with gloo elsewhere.
 
-    Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
-    A group of one needs no `store` to find itself. A rank waits for another one for `patience_s`.
+    Neighbouring ranks are in one tensor-parallel group, then in one context-parallel group, then in
+    one data-parallel group.
+
+    Args:
+        layout: of the ranks; None: this rank is alone.
+        rank: number of this rank.
+        threads: of torch's operations on the CPU.
+        store: where the ranks find each other; None only if this rank is alone.
+        patience_s: time that a rank waits for another one.
     """
-    import mcore_mas.megatron.patches  # noqa: F401  before Megatron, which those who only write a spec do not load
+    # Megatron is imported here, so that code that only writes a specification does not load it.
+    import mcore_mas.megatron.patches  # noqa: F401  before Megatron
 
     # isort: split
     from megatron.core import parallel_state
@@ -106,10 +125,11 @@ def init_process_groups(
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    store, patience = store or HashStore(), timedelta(seconds=patience_s)
-    store.set_timeout(
-        patience
-    )  # of its own 5 minutes, within which all would have to begin NCCL's first collective
+    store = store or HashStore()
+    patience = timedelta(seconds=patience_s)
+    # Otherwise all ranks would have to begin NCCL's first collective within the store's own 5
+    # minutes.
+    store.set_timeout(patience)
     dist.init_process_group(
         backend, rank=rank, world_size=layout.ranks, store=store, timeout=patience
     )
@@ -122,9 +142,8 @@ def init_process_groups(
         distributed_timeout_minutes=math.ceil(patience_s / 60),
     )
     if torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(
-            1
-        )  # drawn from by nothing, asked for by every layer: there is no dropout
+        # Every layer asks for this random generator, though nothing is drawn: there is no dropout.
+        model_parallel_cuda_manual_seed(1)
 
 
 def destroy_process_groups() -> None:
