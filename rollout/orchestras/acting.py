@@ -1,9 +1,12 @@
-"""Multi-turn orchestras, whose agents act in an environment: one alone, one that checks itself, a team for games.
+"""Orchestras whose agents act in an environment over several turns.
+
+`single` is one agent alone, `self_verify` one that checks its own answer, `game_team` a team for
+games.
 
 Args:
-    max_turns: turns of the team, at most.
-    tool: how a reply becomes a list of actions: `actions`, as the reply says it; `program`, as the program in the
-        reply prints it (of games, role `game_coder`).
+    max_turns: most turns of the team.
+    tool: how a reply becomes a list of actions: `actions`, the reply states it; `program`, the
+        program of the reply prints it (games, role `game_coder`).
 """
 
 import asyncio
@@ -20,15 +23,17 @@ from rollout.teams.team import TeamSession
 ProposalStyle = Literal["actions", "program"]
 
 
-async def _proposed(style: ProposalStyle, reply: AgentReply, env: PlayedEnv) -> str:
-    """The actions that a reply states itself, or that its program prints.
+async def _proposed_actions(style: ProposalStyle, reply: AgentReply, env: PlayedEnv) -> str:
+    """Return the actions that a reply states, or that its program prints.
 
-    "" when it is malformed, when the program fails, or when that prints none.
+    "" if the reply is malformed, if the program fails, or if it prints no actions.
     """
     if style == "actions" or reply.value is None:
         return reply.value or ""
     call = await env.run(reply.value)
-    return "" if call.failed else parse_listed(call.result) or ""
+    if call.failed:
+        return ""
+    return parse_listed(call.result) or ""
 
 
 async def game_team(
@@ -40,29 +45,32 @@ async def game_team(
     order: Literal["sequential", "simultaneous"] = "sequential",
     tool: ProposalStyle = "actions",
 ) -> None:
-    """Play one puzzle: in each turn the agent `tool` proposes and the agent `planner` acts, until the puzzle has ended.
+    """Play one puzzle: in each turn the agent `tool` proposes actions and `planner` acts.
 
-    The planner alone steps the environment; a malformed reply steps it with "". Templates may use the slots `problem`
-    (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and `history` (every step with
-    its observation), the planner's also `proposal`, a list of actions.
+    Only the planner steps the environment; a malformed reply steps it with "". Templates may use
+    the slots `problem` (the result of `reset`), `state` (the last observation; at first the task's
+    prompt) and `history` (every step with its observation). The planner's template may also use
+    `proposal`, a list of actions.
 
-    Local scores, as in Stronger-MAS: of the tool agent, the reward that its own proposal would have had; of the
-    planner, the reward that its actions had.
+    Local scores are those of Stronger-MAS: the reward that the proposal would have had for the tool
+    agent, and the reward of its actions for the planner.
 
     Args:
-        order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents are asked at once,
-            and the planner sees the proposal of the turn before, which is what Stronger-MAS's released code amounts to.
+        order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents
+            are asked at once, and the planner sees the proposal of the turn before, as in the
+            released code of Stronger-MAS.
     """
     problem = env.reset(task)
-    state, history, earlier = task.prompt, "", ""
+    state = task.prompt
+    history = ""
+    previous_proposal = ""
 
     async def propose(slots: dict[str, str]) -> str:
-        idea = await team.act("tool", **slots)
-        actions = await _proposed(tool, idea, env)
-        imagined = await env.preview(actions)
-        team.score(
-            idea.turn, local=imagined.reward
-        )  # before anybody else is asked: a tree chooses by it
+        reply = await team.act("tool", **slots)
+        actions = await _proposed_actions(tool, reply, env)
+        preview = await env.preview(actions)
+        # A tree selects its branch by this score, so it is recorded before another agent is asked.
+        team.score(reply.turn, local=preview.reward)
         return actions
 
     for _ in range(max_turns):
@@ -72,13 +80,14 @@ async def game_team(
             plan = await team.act("planner", **slots, proposal=proposal)
         else:
             proposal, plan = await asyncio.gather(
-                propose(slots), team.act("planner", **slots, proposal=earlier)
+                propose(slots), team.act("planner", **slots, proposal=previous_proposal)
             )
         step = await env.step(plan.value or "")
         team.score(plan.turn, local=step.reward)
         if step.done:
             return
-        state, earlier = step.observation, proposal
+        state = step.observation
+        previous_proposal = proposal
         history += f"{plan.value or '(no actions)'}\n{step.observation}\n"
 
 
@@ -90,17 +99,18 @@ async def single(
     max_turns: PositiveInt = 5,
     tool: ProposalStyle = "actions",
 ) -> None:
-    """Let the agent `player` act until the environment has ended or `max_turns` are spent.
+    """Let the agent `player` act until the task ends, or for `max_turns` turns.
 
-    The environment is stepped with what the role's parser made of the reply, "" when it is malformed. Templates may use
-    the slots `problem` (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and
-    `history` (every step with its action and observation).
+    The environment is stepped with the parsed reply, or with "" if the reply is malformed.
+    Templates may use the slots `problem` (the result of `reset`), `state` (the last observation; at
+    first the task's prompt) and `history` (every action with its observation).
     """
     problem = env.reset(task)
-    state, history = task.prompt, ""
+    state = task.prompt
+    history = ""
     for _ in range(max_turns):
         reply = await team.act("player", problem=problem, state=state, history=history)
-        action = await _proposed(tool, reply, env)
+        action = await _proposed_actions(tool, reply, env)
         step = await env.step(action)
         if step.done:
             return
@@ -111,21 +121,24 @@ async def single(
 async def self_verify(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3
 ) -> None:
-    """Let the agent `solver` answer, and answer again with its own reply in sight, until it gives the same answer twice
-    in a row or `max_turns` are spent. Its last answer is final.
+    """Let the agent `solver` answer repeatedly, until it gives the same answer twice in a row.
 
-    Templates may use the slots `problem` and `solution`, the reply before without its thoughts, "" at the start. A
-    malformed reply confirms nothing and cannot be confirmed; as the last one it leaves the team without an answer.
-    Local score of a turn: the reward that its answer would have alone.
+    The last answer is final. Templates may use the slots `problem` and `solution`, the previous
+    reply without its thought, at first "". A malformed reply neither confirms an answer nor can be
+    confirmed; if it is the last one, the team has no answer. The local score of a turn is the
+    reward that its answer alone would have.
 
     Args:
-        max_turns: answers of the solver, at most.
+        max_turns: most answers of the solver.
     """
     problem = env.reset(task)
-    solution, answer = "", None
+    solution = ""
+    answer: str | None = None
     for _ in range(max_turns):
         reply = await graded(team, env, "solver", problem=problem, solution=solution)
-        before, answer, solution = answer, reply.value, after_thought(reply.text)
-        if before and answer and await env.same(answer, before):
+        previous_answer = answer
+        answer = reply.value
+        solution = after_thought(reply.text)
+        if previous_answer and answer and await env.same(answer, previous_answer):
             break
     await env.step(boxed(answer))

@@ -1,7 +1,8 @@
-"""Agents one after the other: Dr.MAS's solver and verifier, MARTI's chain, UnityMAS-O's math team, MAPPA's MathChat.
+"""Orchestras whose agents speak one after the other.
 
-But in the first, texts are handed on without their thoughts, malformed ones as they were said, and a malformed last
-reply leaves the team without an answer.
+`solver_verifier` is Dr.MAS's, `chain` MARTI's, `math_refine` UnityMAS-O's and `mathchat` MAPPA's.
+In all but the first, agents read the replies of others without their thoughts, also malformed
+replies, and a malformed last reply leaves the team without an answer.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ from rollout.teams.team import TeamSession
 
 
 def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The slots of both user templates, at rollout and in demonstrations alike.
+    """Return the slots of both user templates, for rollouts and for demonstrations.
 
     Args:
-        problem: the problem as the environment states it.
-        said: (agent, text) of everything said so far, oldest first.
+        problem: problem as the environment states it.
+        said: (agent, text) of every reply so far, oldest first.
 
     Returns:
-        `problem`; `team_context`, all that was said, each text after its speaker's name and before a blank line,
-        "" at the start; `solution`, the solver's latest text, "" at the start.
+        `problem`; `team_context`, every reply after its agent's name and before a blank line, at
+        first ""; `solution`, the latest reply of the solver, at first "".
     """
     context = "".join([f"[{agent}]\n{text}\n\n" for agent, text in said])
     solution = next((text for agent, text in reversed(said) if agent == "solver"), "")
@@ -39,13 +40,13 @@ async def solver_verifier(
     max_loops: PositiveInt = 2,
     malformed_verdict: Literal["approve", "reject"] = "reject",
 ) -> None:
-    """Let the solver try up to `max_loops` times; its last text is the team's answer.
+    """Let the solver try until the verifier approves; its last text is the team's answer.
 
-    The verifier speaks after every attempt but the last one possible, whose verdict could change nothing.
+    The verifier is not asked after attempt `max_loops`, because its verdict would change nothing.
 
     Args:
-        max_loops: attempts of the solver, at most.
-        malformed_verdict: what a malformed verdict counts as.
+        max_loops: most attempts of the solver.
+        malformed_verdict: verdict that a malformed reply of the verifier counts as.
     """
     problem = env.reset(task)
     said: list[tuple[str, str]] = []
@@ -64,10 +65,11 @@ async def solver_verifier(
 async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     """Ask `generator`, `verifier` and `refiner` in this order; the refiner's answer is final.
 
-    Templates may use the slots `problem`, the verifier's and the refiner's also `solution`, the refiner's also
-    `review`. Local scores, as in MARTI's conditional form: of the generator and the refiner the reward that their
-    answers would have alone, of the verifier 1 when its verdict on the generator's answer is true, else 0; what cannot
-    be decided has the score `undecided` in place of a local one.
+    Templates may use the slot `problem`; those of verifier and refiner also `solution`; that of the
+    refiner also `review`. Local scores are those of MARTI's conditional form: the reward that the
+    answer alone would have for generator and refiner, and 1 or 0 for the verifier if its verdict on
+    the generator's answer is true or false. A turn that cannot be decided has the score
+    `undecided` in place of a local score.
     """
     problem = env.reset(task)
     draft = await team.act("generator", problem=problem)
@@ -85,18 +87,18 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
 
 
 async def math_refine(task: Task, team: TeamSession, env: Env) -> None:
-    """Ask `solver`, `verifier`, `refiner` and `finalizer` once each, without a way out; the last answer is final.
+    """Ask `solver`, `verifier`, `refiner` and `finalizer` once each; the last answer is final.
 
-    Templates may use the slots `problem` and, of those who spoke before, `solution`, `review` and `refined`. Of the
-    verifier only the two tags' content is handed on; a malformed finding is "".
+    Templates may use the slots `problem`, `solution`, `review` and `refined`, of the agents that
+    spoke before. The review is the content of the verifier's two tags, or "" if it is malformed.
     """
     problem = env.reset(task)
     solved = await team.act("solver", problem=problem)
     solution = after_thought(solved.text)
     checked = await team.act("verifier", problem=problem, solution=solution)
-    seen = {"problem": problem, "solution": solution, "review": checked.value or ""}
-    refined = await team.act("refiner", **seen)
-    final = await team.act("finalizer", **seen, refined=after_thought(refined.text))
+    slots = {"problem": problem, "solution": solution, "review": checked.value or ""}
+    refined = await team.act("refiner", **slots)
+    final = await team.act("finalizer", **slots, refined=after_thought(refined.text))
     await env.step(boxed(final.value))
 
 
@@ -110,29 +112,28 @@ async def mathchat(
 ) -> None:
     """Ask `solver`, `coder` and `verifier` in this order; the verifier's answer is final.
 
-    The coder is asked again, `max_programs` times in all, when its program failed or its reply had none. Templates may
-    use the slots `problem`, the coder's and the verifier's also `solution`, and `history`, every program with what came
-    of it. With `programs` the verifier's `solution` is "", as in the released code. Nobody is scored alone: that is the
-    coach's part.
+    The coder is asked again if its program failed or its reply had none. Templates may use the slot
+    `problem`; those of coder and verifier also `solution`, and `history`, every program with its
+    output. There are no local scores, because a coach scores the turns.
 
     Args:
-        max_programs: replies of the coder, at most.
-        verifier_reads: `all`: the verifier reads the solution and the programs; `programs`: the programs alone.
+        max_programs: most replies of the coder.
+        verifier_reads: `all`: the verifier reads the solution and the programs; `programs`: it
+            reads the programs only, and its `solution` is "", as in the released code.
     """
     problem = env.reset(task)
     solution = after_thought((await team.act("solver", problem=problem)).text)
     history = ""
     for _ in range(max_programs):
-        program = (
-            await team.act("coder", problem=problem, solution=solution, history=history)
-        ).value
-        if program is None:
+        reply = await team.act("coder", problem=problem, solution=solution, history=history)
+        if reply.value is None:
             history += "There was no program.\n\n"
             continue
-        call = await env.run(program)
-        history += f"{with_output(program.strip(), call.result)}\n\n"
+        call = await env.run(reply.value)
+        history += f"{with_output(reply.value.strip(), call.result)}\n\n"
         if not call.failed:
             break
-    read = solution if verifier_reads == "all" else ""
-    final = await team.act("verifier", problem=problem, solution=read, history=history)
+    if verifier_reads == "programs":
+        solution = ""
+    final = await team.act("verifier", problem=problem, solution=solution, history=history)
     await env.step(boxed(final.value))
