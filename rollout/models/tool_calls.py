@@ -82,8 +82,8 @@ def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tu
     An end mark inside a JSON string belongs to the string. Several JSON objects between a pair of
     marks are several calls.
     """
-    spoken = []
-    calls = []
+    spoken: list[str] = []
+    calls: list[str] = []
     position = 0
     while True:
         opening = start.search(text, position)
@@ -106,7 +106,7 @@ def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tu
 def _leading_objects(text: str, position: int) -> tuple[list[str], int]:
     """Return the JSON objects that follow one another from `position` on, and their end."""
     decoder = json.JSONDecoder()
-    objects = []
+    objects: list[str] = []
     while True:
         start = position + len(text[position:]) - len(text[position:].lstrip())
         if not text.startswith("{", start):

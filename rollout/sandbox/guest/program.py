@@ -123,8 +123,8 @@ def _new_main_module() -> types.ModuleType:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __file__=_PROGRAM_NAME)
     # The module `site`, which the interpreter starts without here, defines these two functions.
-    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
-    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
+    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
+    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
     sys.modules["__main__"] = module
     return module
 
