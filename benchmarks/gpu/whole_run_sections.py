@@ -34,7 +34,7 @@ from mcore_mas.equations.statistics import mean_interval
 from rollout.base.json_files import read_json_lines
 
 STEP_METRICS = ("reward/mean", "rollout/tokens", "time/collect_s", "time/update_s", "time/mfu")
-RANK_PROCESS = "ray::_Rank"  # title that Ray gives the processes of a trainer's ranks
+RANK_PROCESS = "ray::TrainerRank"  # title that Ray gives the processes of a trainer's ranks
 POLL_S = 0.5
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a file system of its own, which Ray fills
 
