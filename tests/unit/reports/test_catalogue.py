@@ -31,7 +31,7 @@ def test_a_graph_is_its_own_flow() -> None:
 
 def test_a_section_names_roles_rewards_configs_and_source() -> None:
     text = PAGE.split("## solver_verifier\n")[1].split("\n## ")[0]
-    assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
+    assert '| `verifier` | `verifier` | Return "approve" or "reject" from the only' in text
     assert "- environment `math`, reward `shared_outcome`, penalty `invalid` (" in text
     rows = PAGE.split("## Environments and rewards\n")[1].splitlines()
     assert [row.split("|")[1].strip() for row in rows if "|" in row].count("`math`") == 1
