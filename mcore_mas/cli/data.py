@@ -83,7 +83,7 @@ def show_leaks(
 
     leaks = find_leaks(splits, words=words, threshold=threshold)
     _print_leaks(leaks, examples, Console(highlight=False))
-    if any(leak.exact for leak in leaks) and not report_only:
+    if any(leak.has_certain_leak for leak in leaks) and not report_only:
         raise typer.Exit(1)
 
 
@@ -117,7 +117,7 @@ def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None
     for leak in leaks:
         count = len(leak.matches)
         style = ""
-        if leak.exact:
+        if leak.has_certain_leak:
             style = "red"
         elif count:
             style = "yellow"

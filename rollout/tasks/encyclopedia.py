@@ -246,6 +246,8 @@ class _TitleRetriever:
         results = []
         if query in self._by_title:
             results.append(self._by_title[query])
+        # Start at the last word: people with the same surname come before people with the same
+        # first name.
         for word in reversed(query.split()):
             results += self._by_word.get(word, [])
         results.append(self._fallback)

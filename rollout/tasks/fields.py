@@ -39,8 +39,8 @@ class Problem:
     """One problem of a data file.
 
     Attributes:
-        question: as published; the task's id is made of it.
-        prompt: that the team gets.
+        question: published text, from which the task's id is derived.
+        prompt: text that the team gets.
         answers: every accepted ground truth.
         name: the row's id; "" without one.
         source: the row's data source; "" without one.

@@ -1,4 +1,7 @@
-"""Short programs to write, generated: print a value of two numbers; and chats that show how."""
+"""Generated programming tasks: write a program that prints a formula of two numbers.
+
+The module also generates demonstrations of agents that solve these tasks with a tool.
+"""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Generators of tasks by name: worlds of tasks that are a function of a seed."""
+"""Registry of task generators; tasks depend only on a seed and the generator's options."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -46,10 +46,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """Result of one comparison of two splits.
+    """Result of comparing two splits in one way; it may contain no leak.
 
     Attributes:
-        kind: of the comparison.
+        kind: kind of comparison.
         earlier: name of the earlier split; for kind "tests" the same split.
         split: name of the split.
         tasks: number of tasks in the split.
@@ -63,8 +63,8 @@ class Leak:
     matches: tuple[Match, ...]
 
     @property
-    def exact(self) -> bool:
-        """True if a task leaks beyond doubt."""
+    def has_certain_leak(self) -> bool:
+        """True if at least one task leaks for certain, not just by similarity."""
         return self.kind != "similar" and bool(self.matches)
 
 

@@ -289,7 +289,7 @@ def _stdin_test(given: str | Sequence[str], expected: str | Sequence[str]) -> St
 
 
 def _join_lines(text: str | Sequence[str]) -> str:
-    """Return a text, which some problems have as a list of lines."""
+    """Return the text, joining it first if it is a list of lines."""
     return text if isinstance(text, str) else "\n".join(map(str, text))
 
 
@@ -354,7 +354,11 @@ def _python_solution(value: Any) -> str | None:
 
 
 def _parse_object(value: Any) -> DataRow:
-    """Return an object, or the object of a JSON text; {} for any other value."""
+    """Return a mapping, parsing it first if it is JSON text; {} if it is no mapping.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
     if isinstance(value, str) and value.strip():
         value = json.loads(value)
     return value if isinstance(value, Mapping) else {}

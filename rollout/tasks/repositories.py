@@ -12,7 +12,7 @@ from pydantic import Field
 from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Task
-from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction, FunctionBug
+from rollout.tasks.repository_functions import FUNCTIONS_WITH_BUGS, FunctionBug, FunctionWithBugs
 from rollout.tasks.splits import content_digest, draw_different, split_of
 
 _PACKAGE_NAMES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
@@ -33,7 +33,7 @@ def repository_tasks(
     seed: int,
     sizes: Mapping[str, int],
     *,
-    modules: Annotated[int, Field(ge=1, le=len(BUGGY_FUNCTIONS) // 2)] = 2,
+    modules: Annotated[int, Field(ge=1, le=len(FUNCTIONS_WITH_BUGS) // 2)] = 2,
 ) -> list[Task]:
     """Draw sizes[split] packages for each split; a bug belongs to one split for every seed.
 
@@ -47,9 +47,9 @@ def repository_tasks(
         random = Random(derive_seed(seed, "repositories", split))
         bugs = [
             (family, name)
-            for family in BUGGY_FUNCTIONS
+            for family in FUNCTIONS_WITH_BUGS
             for name in family.bugs
-            if split_of(f"{family.right.__name__}/{name}") == split
+            if split_of(f"{family.correct.__name__}/{name}") == split
         ]
         draw = partial(_draw, random, bugs, split, modules)
         tasks += draw_different("repositories", split, size, draw)
@@ -57,7 +57,7 @@ def repository_tasks(
 
 
 def _draw(
-    random: Random, bugs: Sequence[tuple[BuggyFunction, str]], split: str, modules: int
+    random: Random, bugs: Sequence[tuple[FunctionWithBugs, str]], split: str, modules: int
 ) -> Task:
     """Draw a package.
 
@@ -70,7 +70,7 @@ def _draw(
     family, bug_name = random.choice(bugs)
     bug = family.bugs[bug_name]
     functions = modules * _FUNCTIONS_PER_MODULE
-    other_families = [other for other in BUGGY_FUNCTIONS if other is not family]
+    other_families = [other for other in FUNCTIONS_WITH_BUGS if other is not family]
     others = random.sample(other_families, functions - 1)
     families = random.sample([family, *others], functions)
     package = random.choice(_PACKAGE_NAMES)
@@ -84,8 +84,8 @@ def _draw(
         members = families[start : start + _FUNCTIONS_PER_MODULE]
         sources = []
         for member in members:
-            function = bug.function if member is family else member.right
-            sources.append(source_of(function, member.right))
+            function = bug.function if member is family else member.correct
+            sources.append(source_of(function, member.correct))
         functions_text = "\n\n".join(sources)
         files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n{functions_text}'
         module = f"{package}.{name}"
@@ -107,26 +107,26 @@ def _draw(
 
 
 def _complaint(
-    family: BuggyFunction, bug: FunctionBug, module: str, checks: Sequence[CheckCall]
+    family: FunctionWithBugs, bug: FunctionBug, module: str, checks: Sequence[CheckCall]
 ) -> str:
     """Return what a user writes about a bug, with the first test that fails as an example."""
     failing = next(check for check in checks if not check.passes)
     arguments = ", ".join(json.dumps(argument) for argument in failing.arguments)
-    function = family.right.__name__
+    function = family.correct.__name__
     return (
         f"`{module}.{function}` does not do what it says. {bug.complaint} For example "
         f"`{function}({arguments})` should be `{json.dumps(failing.expected)}`."
     )
 
 
-def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:
-    """Return the text of a function under the name and with the docstring of the right one."""
+def source_of(function: Callable[..., Any], correct: Callable[..., Any]) -> str:
+    """Return the source of a function under the name and docstring of the correct one."""
     source = _source_without_decorator(function)
-    renamed = source.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1)
+    renamed = source.replace(f"def {function.__name__}(", f"def {correct.__name__}(", 1)
     signature, body = renamed.split("\n", 1)
-    if function is right:
+    if function is correct:
         return f"{signature}\n{body}"
-    docstring = _source_without_decorator(right).split("\n")[1]
+    docstring = _source_without_decorator(correct).split("\n")[1]
     return f"{signature}\n{docstring}\n{body}"
 
 
@@ -135,22 +135,25 @@ def _source_without_decorator(function: Callable[..., Any]) -> str:
 
 
 def draw_checks(
-    random: Random, family: BuggyFunction, module: str, bug: FunctionBug | None
+    random: Random, family: FunctionWithBugs, module: str, bug: FunctionBug | None
 ) -> list[CheckCall]:
     """Draw hidden tests of a function.
 
-    Args: random: random numbers. family: the function. module: of the function in the package. bug:
-        in the function; half of the tests then fail because of it. None: the function is right.
+    Args:
+        random: random numbers.
+        family: the function and its variants.
+        module: module of the function in the package.
+        bug: bug in the function, because of which half of the tests fail; None: no bug.
     """
     missing = {True: _CHECKS_OF_OTHERS}  # number of tests by their result before the repair
     if bug is not None:
         missing = {True: _CHECKS_OF_BUG, False: _CHECKS_OF_BUG}
-    name = family.right.__name__
+    name = family.correct.__name__
     seen: set[str] = set()
     checks: list[CheckCall] = []
     for _ in range(_MAX_DRAWS):
         arguments = family.draw_arguments(random)
-        expected = family.right(*arguments)
+        expected = family.correct(*arguments)
         passes = bug is None or bug.function(*arguments) == expected
         text = json.dumps(arguments)
         if text in seen or not missing.get(passes):

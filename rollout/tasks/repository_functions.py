@@ -1,8 +1,8 @@
-"""Functions of generated repositories: right ones, each with variants that have one bug.
+"""Functions of generated repositories: correct ones, each with variants that have one bug.
 
-Agents read the text of these functions, so they have no types. The body of a variant is shown under
-the name and the docstring of the right function; the name of its bug is the part of its own name
-after that of the right function. A decorator must be on one line, which is not shown.
+Agents see this source, so it has no annotations. `_chunks_dropped` is the bug `dropped` of
+`chunks`: agents see its body under the name and docstring of `chunks`. A decorator must fit on one
+line, because exactly one line is stripped.
 """
 
 # mypy: disable-error-code="no-untyped-def, var-annotated"
@@ -29,39 +29,43 @@ class FunctionBug:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuggyFunction:
-    """Function with variants that have a bug.
+class FunctionWithBugs:
+    """Correct function and its variants with one bug each.
 
     Attributes:
-        right: the right function.
+        correct: the correct function.
         draw_arguments: draws arguments, which are JSON values.
-        bugs: by name.
+        bugs: variants by the name of their bug.
     """
 
-    right: _Function
+    correct: _Function
     draw_arguments: Callable[[Random], tuple[Any, ...]]
     bugs: dict[str, FunctionBug] = field(default_factory=dict)
 
 
-BUGGY_FUNCTIONS: list[BuggyFunction] = []
+FUNCTIONS_WITH_BUGS: list[FunctionWithBugs] = []
 
 
-def _right(draw_arguments: Callable[[Random], tuple[Any, ...]]) -> Callable[[_Function], _Function]:
-    """Register a right function."""
+def _correct(
+    draw_arguments: Callable[[Random], tuple[Any, ...]],
+) -> Callable[[_Function], _Function]:
+    """Register a correct function."""
 
     def register(function: _Function) -> _Function:
-        BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw_arguments=draw_arguments))
+        FUNCTIONS_WITH_BUGS.append(
+            FunctionWithBugs(correct=function, draw_arguments=draw_arguments)
+        )
         return function
 
     return register
 
 
 def _bug(complaint: str) -> Callable[[_Function], _Function]:
-    """Register a variant with a bug of the right function before it."""
+    """Register a variant, with one bug, of the last correct function above it."""
 
     def register(function: _Function) -> _Function:
-        family = BUGGY_FUNCTIONS[-1]
-        name = function.__name__.removeprefix(f"_{family.right.__name__}_")
+        family = FUNCTIONS_WITH_BUGS[-1]
+        name = function.__name__.removeprefix(f"_{family.correct.__name__}_")
         family.bugs[name] = FunctionBug(function, complaint)
         return function
 
@@ -77,7 +81,7 @@ def _draw_intervals(random: Random) -> list[list[int]]:
     return [[start, start + random.randint(1, 6)] for start in starts]
 
 
-@_right(lambda r: (_draw_numbers(r), r.randint(1, 4)))
+@_correct(lambda r: (_draw_numbers(r), r.randint(1, 4)))
 def window_sums(values, size):
     """The sum of every run of `size` neighbouring values, from left to right."""
     return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
@@ -93,7 +97,7 @@ def _window_sums_long(values, size):
     return [sum(values[i : i + size]) for i in range(len(values))]
 
 
-@_right(lambda r: (_draw_intervals(r),))
+@_correct(lambda r: (_draw_intervals(r),))
 def merge_intervals(intervals):
     """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
     merged = []
@@ -127,7 +131,7 @@ def _merge_intervals_inside(intervals):
     return merged
 
 
-@_right(lambda r: (_draw_numbers(r), r.randint(1, 4)))
+@_correct(lambda r: (_draw_numbers(r), r.randint(1, 4)))
 def chunks(values, size):
     """The values in lists of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values), size)]
@@ -143,7 +147,7 @@ def _chunks_overlapping(values, size):
     return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
 
 
-@_right(lambda r: (_draw_numbers(r), r.randint(0, 10)))
+@_correct(lambda r: (_draw_numbers(r), r.randint(0, 10)))
 def rotate(values, places):
     """The values moved to the right by `places`, those at the end to the front."""
     if not values:
@@ -167,7 +171,7 @@ def _rotate_far(values, places):
     return values[len(values) - places :] + values[: len(values) - places]
 
 
-@_right(lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
+@_correct(lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
 def in_base(number, base):
     """A number from 0 on, in a base from 2 to 10, as text."""
     digits = ""
@@ -195,7 +199,7 @@ def _in_base_reversed(number, base):
     return digits or "0"
 
 
-@_right(lambda r: (_draw_numbers(r, 1),))
+@_correct(lambda r: (_draw_numbers(r, 1),))
 def middle(values):
     """The median of some numbers: the mean of the two in the middle where their count is even."""
     ordered = sorted(values)
@@ -220,7 +224,7 @@ def _middle_unsorted(values):
     return (values[half - 1] + values[half]) / 2
 
 
-@_right(lambda r: (_draw_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
+@_correct(lambda r: (_draw_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
 def clipped(values, low, high):
     """The values, those below `low` as `low` and those above `high` as `high`."""
     return [min(max(value, low), high) for value in values]
@@ -236,7 +240,7 @@ def _clipped_out(values, low, high):
     return [value for value in values if low <= value <= high]
 
 
-@_right(lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
+@_correct(lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
 def runs(text):
     """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
     found = []

@@ -1,4 +1,4 @@
-"""Data splits: which of them a generated task belongs to, and draws without replacement."""
+"""Assignment of generated tasks to data splits, and sampling without replacement."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Sequence

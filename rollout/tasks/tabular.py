@@ -1,4 +1,4 @@
-"""Data science tasks: generated tables, whose baseline and ceiling are known, and those of DSBench.
+"""Data science tasks: generated tables with known baseline and best scores, and DSBench's tasks.
 
 The generated ones can be solved with the standard library. DSBench's data modeling tasks (arXiv
 2409.07703) are read from its folder, laid out as in its repository and archive:

@@ -1,7 +1,8 @@
-"""Teachers that speak for the agents of a team, whose words become demonstrations.
+"""Scripted teachers that reply in place of agents; their replies become demonstrations.
 
-A `TeachingSession` stands in for a team whose agents are asked once a turn. `chat_demonstrations`
-plays the real team with its real tools, with a teacher in place of its models.
+A `TeachingSession` stands in for a team whose agents get one prompt per turn, without tools.
+`chat_demonstrations` plays the real team with its real tools, with a teacher in place of its
+models.
 """
 
 import asyncio

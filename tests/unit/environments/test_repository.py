@@ -21,7 +21,7 @@ from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS
 from rollout.tasks.generators import GENERATORS
 from rollout.tasks.repositories import draw_checks, source_of
-from rollout.tasks.repository_functions import BUGGY_FUNCTIONS
+from rollout.tasks.repository_functions import FUNCTIONS_WITH_BUGS
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
 
@@ -155,16 +155,16 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
 def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
     box: Sandbox,
 ) -> None:
-    for family in BUGGY_FUNCTIONS:
-        right = source_of(family.right, family.right)
+    for family in FUNCTIONS_WITH_BUGS:
+        correct = source_of(family.correct, family.correct)
         for name, bug in family.bugs.items():
-            source = source_of(bug.function, family.right)
-            assert source.splitlines()[:2] == right.splitlines()[:2]
+            source = source_of(bug.function, family.correct)
+            assert source.splitlines()[:2] == correct.splitlines()[:2]
             assert bug.complaint.endswith(".")
             checks = draw_checks(Random(name), family, "pkg.m", bug)
             assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
             for check in checks:
-                assert family.right(*check.arguments) == check.expected
+                assert family.correct(*check.arguments) == check.expected
                 assert (bug.function(*check.arguments) == check.expected) is check.passes
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
@@ -172,7 +172,7 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
         box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task
     )
     assert (unchanged.metrics["fail_to_pass"], unchanged.metrics["pass_to_pass"]) == (0.0, 1.0)
-    _, [fixed] = steps(box, block(source.rstrip(), right.rstrip()), task=task)
+    _, [fixed] = steps(box, block(source.rstrip(), correct.rstrip()), task=task)
     assert fixed.metrics["solved"] == 1.0
 
 
