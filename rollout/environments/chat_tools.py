@@ -68,7 +68,7 @@ async def python_tools(
         functions: list[Callable[..., Awaitable[str]]] = [python]
         if files:
             functions += _file_functions(open_session)
-        yield [tool_of(function, again=True) for function in functions]
+        yield [tool_of(function, repeat_on_replay=True) for function in functions]
 
 
 def _file_functions(

@@ -174,7 +174,7 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
     )
     hints = description.annotations
     read_only = bool(hints and hints.read_only_hint)
-    return Tool(schema=schema, run=run, parallel=read_only, again=True)
+    return Tool(schema=schema, run=run, parallel=read_only, repeat_on_replay=True)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -32,16 +32,16 @@ class Tool:
         recorded_by_env: True if a call is a step of the environment, which records it.
         parallel: True if calls of one reply may run at the same time, because no call changes the
             result of another.
-        again: True if calls are made again when a trajectory is played again after a restart,
-            because their effects are lost with the process, such as variables of a session. If
-            False, a call that was answered before the restart gets its recorded result.
+        repeat_on_replay: True if calls are made again when a trajectory is replayed after a
+            restart, because their effects are lost with the process, such as variables of a
+            session. If False, a call that was answered before the restart gets its recorded result.
     """
 
     schema: ToolSchema
     run: Callable[..., Awaitable[str]]
     recorded_by_env: bool = False
     parallel: bool = False
-    again: bool = False
+    repeat_on_replay: bool = False
 
 
 # Opens tools for one trajectory. Its parameters `env` and `calls`, if it has them, get the

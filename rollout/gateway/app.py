@@ -201,14 +201,14 @@ class _ReplyStream(StreamingResponse):
         self._request = request
         self._backend = backend
         self._call = call
-        self._was_read = False
+        self._is_complete = False
         super().__init__(self._events(), media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if not self._was_read:
+            if not self._is_complete:
                 self._backend.abandon(self._call)
 
     async def _events(self) -> AsyncIterator[str]:
@@ -226,7 +226,7 @@ class _ReplyStream(StreamingResponse):
                 previous = reply
                 events_sent += len(events)
             yield dialect.end_of_stream
-            self._was_read = True
+            self._is_complete = True
         except Exception as error:
             body = dialect.render_error(_gateway_error(error))
             yield _render_event(StreamEvent("error", {"type": "error", **body}))
@@ -255,10 +255,11 @@ def _gateway_error(error: Exception) -> GatewayError:
 def _with_error_responses(
     handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler with its failures as HTTP responses.
+    """Wrap a handler: convert its exceptions to HTTP error responses.
 
     Args:
-        dialect: API that writes the errors; None: the API whose headers the request has.
+        handler: handler of one route.
+        dialect: API whose error format is used; None: choose it by the request's headers.
     """
 
     async def answer(http_request: Request) -> Response:
@@ -270,7 +271,7 @@ def _with_error_responses(
             if api is None:
                 is_anthropic = "anthropic-version" in http_request.headers
                 api = MESSAGES if is_anthropic else COMPLETIONS
-            # The vendors' clients retry by themselves; only a crowded gateway is worth a retry.
+            # Clients of OpenAI and Anthropic retry by default; a retry helps only after 429.
             headers = {"Retry-After": "1"} if error.status == 429 else {"x-should-retry": "false"}
             body = api.render_error(error)
             return JSONResponse(body, status_code=error.status, headers=headers)

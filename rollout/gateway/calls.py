@@ -1,4 +1,4 @@
-"""Calls of the gateway: replies while they are sampled, for streams and for later readers."""
+"""Calls of the gateway, with partial replies that streams and repeated requests read."""
 
 from __future__ import annotations
 

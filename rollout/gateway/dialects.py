@@ -1,6 +1,6 @@
-"""Terms that the HTTP APIs of the gateway share: requests, replies, stream events and errors.
+"""Types that the HTTP APIs of the gateway share: requests, replies, stream events and errors.
 
-A `Dialect` translates between one API and these terms. The dialects are in `completions.py`,
+A `Dialect` translates between one API and these types. The dialects are in `completions.py`,
 `responses.py` and `messages.py`. A call that cannot be read or answered raises a `GatewayError`.
 """
 
@@ -125,7 +125,7 @@ class ChatReply:
         return blocks
 
     def is_prefix_of(self, reasoning: str, text: str) -> bool:
-        """Return True if a reply of these thoughts and this text continues this one."""
+        """Return True if this partial reply is a prefix of one with this reasoning and text."""
         if self.text:
             return reasoning == self.reasoning and text.startswith(self.text)
         return reasoning.startswith(self.reasoning)

@@ -1,10 +1,11 @@
-"""Sessions of the gateway: calls of an agent program in one trajectory, each of which is a turn.
+"""Sessions of the gateway: an agent program's calls in one trajectory; each call is one turn.
 
-A call carries its whole conversation. `GatewaySession` finds the longest beginning of the
+A call carries its whole conversation. `GatewaySession` finds the longest prefix of the
 conversation that ends with a reply of this session, and continues that reply's chat with its
 sampled token ids. Conversations are compared by content: ids of calls, spaces around a reply,
 thoughts and the formatting of JSON do not count. If the program has rewritten a reply, the chat is
-tokenized anew and the turn has the score `root`.
+tokenized anew, and the turn gets the score `root` = 1: its prompt does not continue the token ids
+of an earlier turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log of a collection in progress: finished trajectories, and results of calls made once only.
 
-A run that is killed while it collects a step finds in the step's `CollectionLog` the trajectories
-that had finished. Trajectories that were under way are sampled again with the same seeds.
+A run that was killed during a collection finds the finished trajectories in the step's
+`CollectionLog`. Trajectories that had not finished are sampled again with the same seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import IO, Any
 from pydantic_core import to_json
 
 from rollout.base.processes import say
-from rollout.records.files import trajectory_of_row
+from rollout.records.files import validate_trajectory
 from rollout.records.trajectory import Trajectory
 
 
@@ -61,7 +61,7 @@ class CollectionLog:
     def trajectory(self, name: str) -> Trajectory | None:
         """Return the finished trajectory of this name, or None."""
         row = self._trajectories.get(name)
-        return None if row is None else trajectory_of_row(row)
+        return None if row is None else validate_trajectory(row)
 
     def add_trajectory(self, name: str, trajectory: Trajectory) -> None:
         """Append a finished trajectory."""

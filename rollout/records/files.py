@@ -208,7 +208,7 @@ def read_scores(path: Path) -> list[Trajectory]:
 def parse_trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory in a row of the file `path`; raise RecordError if it is none."""
     try:
-        return trajectory_of_row(row)
+        return validate_trajectory(row)
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
@@ -217,32 +217,31 @@ def parse_trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
         ) from error
 
 
-def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """Return a trajectory from its fields as plain values.
+def validate_trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory in a row of plain values.
 
     Fields that an older file lacks are None in its rows; they get their defaults.
 
     Raises:
-        ValidationError: the values are not those of a trajectory.
+        ValidationError: a field is missing or has a wrong type.
     """
     turns = row["turns"]
     if turns:
         turns = [
-            {**_known_fields(turn), "messages": _known_fields_of_all(turn["messages"])}
-            for turn in turns
+            {**_drop_none(turn), "messages": _drop_none_of_all(turn["messages"])} for turn in turns
         ]
-    tools = _known_fields_of_all(row["tools"])
+    tools = _drop_none_of_all(row["tools"])
     return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": tools})
 
 
-def _known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _known_fields_of_all(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _drop_none_of_all(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     if rows is None:  # in a damaged file, as the validation will say
         return None
-    return [_known_fields(row) for row in rows]
+    return [_drop_none(row) for row in rows]
 
 
 # --- parquet

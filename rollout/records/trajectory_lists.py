@@ -55,11 +55,11 @@ class TrajectoryFilter:
     """Conditions on the trajectories of a list; the defaults let all trajectories through.
 
     Attributes:
-        text: part of the task's id, the answer or the error, in upper or lower case.
+        text: part of the task's id, the answer or the error, case-insensitive.
         agent: agent that has a turn.
         status: status of the trajectory.
         low: minimum of the mean reward, or of the outcome if no turn has a reward.
-        high: maximum, likewise.
+        high: maximum of the same value.
     """
 
     text: str = ""

@@ -80,7 +80,7 @@ class Sandbox(Runner):
 
     @asynccontextmanager
     async def session(self, limits: RunLimits | None = None) -> AsyncIterator[Session]:
-        """Return a context with a process that keeps variables and files from cell to cell.
+        """Yield a session whose cells share variables and files.
 
         Args:
             limits: `wall_s` holds for each cell; `cpu_s` does not apply.
@@ -101,8 +101,9 @@ class Sandbox(Runner):
             if self.pool is not None and not self.pool.is_alive:
                 if not self.restarts.take():
                     raise SandboxUnavailable(
-                        f"the sandbox has ended {_RESTARTS_PER_HOUR} times within an hour; find "
-                        "out which process ends it"
+                        f"the sandbox's zygote has died more than {_RESTARTS_PER_HOUR} times "
+                        "within an hour; find out what kills it (dmesg names the OOM killer's "
+                        "victims)"
                     )
                 self.close()
             if self.pool is None:

@@ -264,16 +264,19 @@ class Chat:
         """Make a tool call; return its result."""
         rules = self._agent.chats
         tool = self._tools.get(call.name)
-        make = partial(
+        make_call = partial(
             call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars
         )
-        if tool is not None and tool.recorded_by_env:  # a step of the environment, which records it
-            return (await make()).result
-        if tool is None or not tool.again:
-            make = partial(
-                self._host.calls.once, ToolCall, make, self.id, call.name, call.arguments
+        # The environment records its own steps.
+        if tool is not None and tool.recorded_by_env:
+            return (await make_call()).result
+        # A call that was answered before a restart gets its recorded result.
+        call_or_recall = make_call
+        if tool is None or not tool.repeat_on_replay:
+            call_or_recall = partial(
+                self._host.calls.once, ToolCall, make_call, self.id, call.name, call.arguments
             )
-        return (await self._host.run_tool(call.name, make, reply.turn)).result
+        return (await self._host.run_tool(call.name, call_or_recall, reply.turn)).result
 
     async def drop_results(self) -> bool:
         """Drop the older half of the remaining tool results; return False if there are none."""

@@ -1,4 +1,4 @@
-"""Errors that code of a team, an environment or a tool raises although it should not."""
+"""Conversion of unexpected exceptions in orchestras, environments and tools to `Defect`."""
 
 from dataclasses import dataclass
 

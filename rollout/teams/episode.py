@@ -19,6 +19,7 @@ from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.defects import DefectGuard
 from rollout.teams.team import Call, RecordedReply, TeamSession
 
+# Control flow of a team: an async function that calls agents and steps the environment.
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
 
@@ -149,11 +150,11 @@ class Episode:
         return step
 
     def _update_state(self) -> None:
-        """Store the environment's state in the session, if the environment names its states."""
-        state = getattr(self._env, "state", None)
-        if state is not None:
+        """Store the environment's state in the session, if the environment has a method `state`."""
+        get_state = getattr(self._env, "state", None)
+        if get_state is not None:
             with DefectGuard(f"{self._name}.state"):
-                self.session.state = state()
+                self.session.state = get_state()
 
     async def preview(self, action: str) -> Step:
         return await self._call_optional(PlayedEnv.preview, "preview an action", action)

@@ -234,7 +234,7 @@ class TeamSession:
         self.scores[turn].update(scores)
 
     def seed(self, *choice: int | str) -> int:
-        """Return the seed of a random choice; it is the same whenever the trajectory is played."""
+        """Return a seed for the random choice with these keys, equal in every replay."""
         return derive_seed(*self._seed_path, "orchestra", *choice)
 
     def mask(self, turn: int, /) -> None:

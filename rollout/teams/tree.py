@@ -216,7 +216,7 @@ class BranchSession(TeamSession):
             self.changed.set()
 
     def set_node(self, turn: int, /, node: str) -> None:
-        """Refuse: the turns of this session have their nodes already."""
+        """Raise ValueError: the tree sets the nodes of this session's turns."""
         raise ValueError(
             f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching"
         )
@@ -273,8 +273,10 @@ class Branch:
             self._task.add_done_callback(lambda _: session.changed.set())
         while not self._task.done():
             session.changed.clear()
-            # every wait is for an open call: no step is under way, and every reply was taken
-            if session.open and len(session.open) == len(session.waiting):
+            # Every wait is for an open call: no step is under way, and every reply was taken.
+            only_calls_pending = len(session.open) == len(session.waiting)
+            if session.open and only_calls_pending:
+                # A single task settles in one cycle; nested gathers need several.
                 cycles = 1 if session.tasks == {self._task} else _SETTLE_CYCLES
                 for _ in range(cycles):
                     await asyncio.sleep(0)

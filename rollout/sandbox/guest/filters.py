@@ -135,7 +135,7 @@ def confine_program(*, readable: Iterable[str], writable: Iterable[str], port: i
     """
     confine_files(readable=readable, writable=writable, port=port)
     linux.drop_capabilities()
-    install_filter(processes=True, own_pid=0, connects=True)
+    install_filter(allow_processes=True, own_pid=0, allow_tcp=True)
 
 
 def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int = 0) -> None:
@@ -208,20 +208,20 @@ def _allow_below(rules: int, path: str, rights: int) -> None:
         os.close(file)
 
 
-def install_filter(*, processes: bool, own_pid: int, connects: bool = False) -> None:
+def install_filter(*, allow_processes: bool, own_pid: int, allow_tcp: bool = False) -> None:
     """Install a seccomp filter for this process and its children, for good.
 
     Args:
-        processes: True if the process may start others, signal them and change attributes of files,
-            because it has a process namespace and a root file system of its own. Otherwise it may
-            have threads and signal itself, and changes of attributes do nothing.
+        allow_processes: True if the process may start others, signal them and change attributes of
+            files, because it has a process namespace and a root file system of its own. Otherwise
+            it may have threads and signal itself, and changes of attributes do nothing.
         own_pid: id of the process.
-        connects: True if the process may open TCP connections. It then stays in its process group,
+        allow_tcp: True if the process may open TCP connections. It then stays in its process group,
             and changes of attributes do nothing.
     """
     code = b"".join(
         struct.pack("=HBBI", *instruction)
-        for instruction in filter_program(processes, own_pid, connects)
+        for instruction in filter_program(allow_processes, own_pid, allow_tcp)
     )
     code_buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code_buffer))
@@ -230,21 +230,23 @@ def install_filter(*, processes: bool, own_pid: int, connects: bool = False) -> 
     linux.prctl(linux.SET_SECCOMP, _SET_MODE_FILTER, ctypes.addressof(program_buffer))
 
 
-def filter_program(processes: bool, own_pid: int, connects: bool = False) -> list[Instruction]:
+def filter_program(
+    allow_processes: bool, own_pid: int, allow_tcp: bool = False
+) -> list[Instruction]:
     """Return the BPF program of a filter; see `install_filter` for the arguments."""
     code = [
         *_kill_other_architectures(),
-        *_check_sockets(connects),
+        *_check_sockets(allow_tcp),
         *_check_commands(),
-        *_check_processes(processes, own_pid),
+        *_check_processes(allow_processes, own_pid),
     ]
 
     # these calls succeed and do nothing
-    if connects or not processes:
+    if allow_tcp or not allow_processes:
         for number in _numbers(_ATTRIBUTE_CALLS):
             code += _for_call(number, [_refuse(0)])
 
-    for first, last in _ranges(_allowed_numbers(processes, connects)):
+    for first, last in _ranges(_allowed_numbers(allow_processes, allow_tcp)):
         code += [(_IF_AT_LEAST, 0, 2, first), (_IF_ABOVE, 1, 0, last), _ALLOW]
     code += [(_IF_AT_LEAST, 0, 1, _FIRST_RECENT_CALL), _refuse(errno.ENOSYS), _refuse()]
     return code
@@ -263,9 +265,9 @@ def _kill_other_architectures() -> list[Instruction]:
     ]
 
 
-def _check_sockets(connects: bool) -> list[Instruction]:
+def _check_sockets(allow_tcp: bool) -> list[Instruction]:
     code = _for_call(_SOCKETPAIR, _allow_streams(_AF_UNIX))
-    if connects:
+    if allow_tcp:
         code += _for_call(_SOCKET, _allow_streams(_AF_INET))
         for number, flags_index in ((_SENDTO, 3), (_SENDMSG, 2)):
             code += _for_call(number, _refuse_any_bit(flags_index, _MSG_FASTOPEN))
@@ -282,10 +284,11 @@ def _check_commands() -> list[Instruction]:
     ]
 
 
-def _check_processes(processes: bool, own_pid: int) -> list[Instruction]:
+def _check_processes(allow_processes: bool, own_pid: int) -> list[Instruction]:
+    """Return the instructions that restrict clone and kill."""
     # clone3 has its flags in memory that a filter cannot read; libc falls back to clone
     code = _for_call(_CLONE3, [_refuse(errno.ENOSYS)])
-    if processes:
+    if allow_processes:
         code += _for_call(_CLONE, _refuse_any_bit(0, _CLONE_NAMESPACES))
         return code
 
@@ -296,13 +299,13 @@ def _check_processes(processes: bool, own_pid: int) -> list[Instruction]:
     return code
 
 
-def _allowed_numbers(processes: bool, connects: bool) -> list[int]:
+def _allowed_numbers(allow_processes: bool, allow_tcp: bool) -> list[int]:
     """Return the numbers of the calls that are allowed with any arguments, sorted."""
     allowed = set(_numbers(_ALLOWED_CALLS))
-    if processes:
+    if allow_processes:
         allowed.update(_numbers(_PROCESS_CALLS))
-        allowed.update(_numbers(_CONNECTION_CALLS if connects else _ATTRIBUTE_CALLS))
-    if connects:
+        allowed.update(_numbers(_CONNECTION_CALLS if allow_tcp else _ATTRIBUTE_CALLS))
+    if allow_tcp:
         allowed.difference_update(_numbers(_SESSION_CALLS))
     return sorted(allowed)
 

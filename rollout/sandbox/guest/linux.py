@@ -98,7 +98,7 @@ def _checked(result: int, call_name: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces of these flags for new ones."""
+    """Move this process into new namespaces of the kinds in `flags`."""
     call("unshare", flags, on=f"{flags:#x}")
 
 

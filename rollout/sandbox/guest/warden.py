@@ -269,7 +269,7 @@ class Warden:
             linux.drop_capabilities()
             filters.confine_files(readable=self._settings["readable"], writable=[self._box_path])
         if self._tier != "unisolated":
-            filters.install_filter(processes=self._tier == "namespaces", own_pid=os.getpid())
+            filters.install_filter(allow_processes=self._tier == "namespaces", own_pid=os.getpid())
         for name in list(sys.modules):
             if name.partition(".")[0] == __package__:
                 del sys.modules[name]

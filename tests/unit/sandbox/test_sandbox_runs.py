@@ -187,7 +187,7 @@ def test_a_sandbox_that_ends_too_often_is_not_restarted() -> None:
             with pytest.raises(SandboxError, match="it has ended"), box.pool.lend():
                 pass
         with pytest.raises(
-            SandboxUnavailable, match="the sandbox has ended 20 times within an hour"
+            SandboxUnavailable, match="zygote has died more than 20 times within an hour"
         ):
             run(box, "print(1)")
     finally:

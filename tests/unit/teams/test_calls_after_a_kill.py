@@ -60,7 +60,7 @@ async def tools(folder: Path) -> AsyncIterator[list[Tool]]:
         note(folder / "remembered", what)
         return " ".join(session)
 
-    yield [tool_of(send), tool_of(remember, again=True)]
+    yield [tool_of(send), tool_of(remember, repeat_on_replay=True)]
 
 
 def call(name: str, **arguments: str) -> str:
@@ -154,7 +154,7 @@ def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) 
             note(tmp_path / "read", "")
             return " ".join(pages)
 
-        yield [tool_of(write, again=True), tool_of(read)]
+        yield [tool_of(write, repeat_on_replay=True), tool_of(read)]
 
     class Seeded(ScriptedEngine):
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
