@@ -1,4 +1,4 @@
-"""A Ray of several nodes that runs already: joining it, its nodes, and their loss."""
+"""Existing Ray cluster of several nodes: connect to it, list its nodes, detect lost nodes."""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
         ray.init(
             address=address,
             namespace="mcore-mas",
-            runtime_env={"worker_process_setup_hook": _change_folder(str(Path.cwd()))},
+            runtime_env={"worker_process_setup_hook": _setup_hook(str(Path.cwd()))},
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
@@ -93,8 +93,11 @@ def _check_reachable(address: str) -> None:
         pass
 
 
-def _change_folder(folder: str) -> Callable[[], None]:
-    """Return a function for Ray's processes, which cannot import this package before they are in its folder."""
+def _setup_hook(folder: str) -> Callable[[], None]:
+    """Return the setup hook of Ray's workers, which changes to `folder`.
+
+    Workers can import this package only from there.
+    """
 
     def change_folder() -> None:
         import contextlib

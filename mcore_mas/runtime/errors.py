@@ -1,9 +1,15 @@
-"""Errors that end a training."""
+"""Errors that end a training run."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot continue: one line that says what is wrong, where, and what to do."""
+    """Error that ends a training run.
+
+    The message is one line: what is wrong, where, and what to do.
+    """
 
 
 class ClusterError(RuntimeError):
-    """No Ray starts on this machine, or a running one cannot be used: one line that says what, where, what to do."""
+    """Error of a Ray cluster that cannot be started on this machine, or joined.
+
+    The message is one line: what is wrong, where, and what to do.
+    """

@@ -1,4 +1,4 @@
-"""A Ray of a run's own on this machine."""
+"""Private Ray cluster of a run, on this machine."""
 
 import logging
 import os
@@ -38,13 +38,14 @@ def running_ray(
     keep_pages: bool = False,
     logs: Path | None = None,
 ) -> Iterator[None]:
-    """Start a Ray without a dashboard for the block; it ends with this process, however that ends.
+    """Start Ray for this block; it shuts down with this process, even if that is killed.
 
     Args:
         cpus: CPUs that Ray hands out.
         object_store_mb: size of the object store.
         gpus: GPUs that Ray hands out.
-        keep_pages: its processes keep memory that they free, unless the environment says otherwise.
+        keep_pages: Ray's processes retain freed memory instead of returning it to the OS. Variables
+            that are already set in the environment take precedence.
         logs: folder that its logs are moved to if the block fails.
 
     Raises:
@@ -54,11 +55,11 @@ def running_ray(
         for name, value in KEEP_PAGES.items():
             os.environ.setdefault(name, value)
 
-    # Ray reads these when it starts
-    os.environ.pop("RAY_ADDRESS", None)  # else it would join the cluster there
-    os.environ.pop(
-        "RAY_AUTH_MODE", None
-    )  # then it asks for its token; `disabled` would leave that out
+    # Ray reads these variables when it starts.
+    # Otherwise `ray.init` would join the cluster at this address.
+    os.environ.pop("RAY_ADDRESS", None)
+    # Unset, Ray requires the token of `make_private_token`; `disabled` would accept everybody.
+    os.environ.pop("RAY_AUTH_MODE", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default its workers give way to all else)
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  (`ray.init` waits for ever if one of them ends)

@@ -1,4 +1,4 @@
-"""Clients of a run's policies: of those with an engine, and of remote models."""
+"""Clients that sample from a run's policies: the run's engines and remote models."""
 
 from __future__ import annotations
 

@@ -21,10 +21,11 @@ _FAILURE = b"failure"
 
 @contextmanager
 def reaped(session: Path, logs: Path | None) -> Iterator[None]:
-    """Let a Ray end with this process, even if this process is killed, and remove the folder of its session.
+    """Shut Ray down when this process ends, even if it is killed, and remove the session folder.
 
-    Processes of Ray survive a killed driver. A small process waits for our end of a pipe to close, then kills every
-    process that still writes to the session's logs. If we were killed, it says so, because we could not.
+    Ray's processes survive a killed driver. A helper process waits until this process's end of a
+    pipe is closed, then kills every process that still writes to the session's logs. If this
+    process was killed, the helper prints that.
 
     Args:
         session: folder of the session.

@@ -51,4 +51,5 @@ def _to_array(value: Any) -> Any:
 def _to_tensor(name: str, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
+    # Only `routing` remains a read-only view of the store, because it can be gigabytes.
     return torch.from_numpy(value if name == "routing" else value.copy())

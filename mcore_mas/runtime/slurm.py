@@ -1,4 +1,4 @@
-"""Slurm job of this process: its id, its machines, and its requeue when it is told to stop."""
+"""Slurm job of this process: its id, its machines, and requeueing after a stop signal."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Patches of Snakemake (9.27.1) and of its executor for Slurm (2.8.0), which are silent about some failed jobs."""
+"""Patches that make Snakemake (9.27.1) and its Slurm executor (2.8.0) report all failed jobs."""
 
 import sys
 from typing import Any

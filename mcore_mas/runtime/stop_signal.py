@@ -1,4 +1,4 @@
-"""Signals that stop a process early: they are heard from its first line on, and what was learned is saved first."""
+"""Stop signals: handled from process start; training state is saved before the process exits."""
 
 import asyncio
 import signal
