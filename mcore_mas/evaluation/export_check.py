@@ -1,7 +1,8 @@
-"""Check that transformers reads an exported model like the run: token ids and log-probabilities.
+"""Check that transformers reads an exported model like the run's engine.
 
-transformers replaces the pre-tokeniser of every Qwen2 model by that of the published ones. A Qwen2
-with another tokenizer is therefore rewritten as the Llama that it also is.
+Token ids and log-probabilities are compared. transformers replaces the pre-tokenizer of every Qwen2
+model by the pre-tokenizer of the published ones. A Qwen2 with another tokenizer is therefore
+rewritten as an equivalent Llama.
 """
 
 import asyncio
@@ -168,14 +169,18 @@ def _largest_gap(folder: Path, replies: Sequence[SampledReply]) -> float:
 
 
 def _rewrite_as_llama(folder: Path) -> None:
-    """Rewrite a Qwen2 as a Llama with biases in its projections; those of the output are 0.
+    """Rewrite a Qwen2 as a Llama with attention biases; the biases of `o_proj` are 0.
 
     Raises:
         ExportError: the model is no Qwen2.
     """
     config = read_config(folder)
-    if config.get("model_type") != "qwen2":
-        raise ExportError(f"{folder}: AutoTokenizer gives other token ids than the run had")
+    model_type = config.get("model_type")
+    if model_type != "qwen2":
+        raise ExportError(
+            f"{folder}: AutoTokenizer gives other token ids than the run had; only a Qwen2 can be "
+            f"rewritten as a Llama, not model_type '{model_type}'"
+        )
     for key in _QWEN2_ONLY_KEYS:
         config.pop(key, None)
     config["model_type"] = "llama"

@@ -32,8 +32,8 @@ def config_with_seats(
 
     Args:
         config: of the run.
-        state: "base" or "trained" for agents without a seat; any other name is that of a table
-            cell, and means "trained".
+        state: model of agents without a seat: "base" or "trained". The name of a table cell counts
+            as "trained", and is valid only with seats.
         seats: by agent, one of
 
             - "base" or "trained";
@@ -42,8 +42,8 @@ def config_with_seats(
             - {"model": folder}, or {"remote": {...}} with the settings of a remote model.
 
     Raises:
-        ConfigError: there is no such agent or run, a seat is none of these, or there is no such
-            state and no seat.
+        ConfigError: there is no such agent or run, a seat is none of these, or `state` is
+            neither "base" nor "trained" and there are no seats.
         FolderError: a run has not finished its training.
     """
     if not seats and state not in STATES:

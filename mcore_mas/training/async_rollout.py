@@ -158,7 +158,7 @@ class AsyncRollouts:
                 new_groups = await self._collect_and_reward(step, tasks, started, log)
             groups += new_groups
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            problem = self._problem(step, trajectories)
+            problem = self._batch_problem(step, trajectories)
             if problem:
                 # The user can look into the failed trajectories; a restart collects them again.
                 await self._write(step, trajectories, batches=number - 1, complete=False)
@@ -291,8 +291,8 @@ class AsyncRollouts:
             options=options,
         )
 
-    def _problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:
-        """Return why the run cannot train on the trajectories of a step, or ""."""
+    def _batch_problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:
+        """Return the reason why the run cannot train on the trajectories of a step, or ""."""
         quarantined = [
             trajectory for trajectory in trajectories if "quarantined" in trajectory.metrics
         ]
@@ -300,8 +300,8 @@ class AsyncRollouts:
             return (
                 f"step {step}: {len(quarantined)} of {len(trajectories)} trajectories are "
                 "quarantined, more than collection.max_quarantined allows; the first: "
-                f"{quarantined[0].error}; see to it with `mcore-mas replay` and a file of "
-                f"{self.collected.quarantine}"
+                f"{quarantined[0].error}; reproduce it with `mcore-mas replay FILE`, with a file "
+                f"from {self.collected.quarantine}"
             )
         if all(trajectory.status is not Status.COMPLETED for trajectory in trajectories):
             first_error = trajectories[0].error

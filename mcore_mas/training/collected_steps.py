@@ -1,4 +1,4 @@
-"""Files of the steps that a run has collected, and the logs of collections under way; what a restart finds of them."""
+"""Files of collected steps and logs of unfinished collections, and their reuse after a restart."""
 
 from __future__ import annotations
 

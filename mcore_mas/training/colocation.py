@@ -83,7 +83,7 @@ class Colocation:
 
 
 @asynccontextmanager
-async def trainers_away(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
+async def trainers_offloaded(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
     """Offload trainers for this block; calls to them wait.
 
     An engine process that died beside trainers is started again here, because it sizes its memory

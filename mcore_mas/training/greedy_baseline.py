@@ -28,7 +28,7 @@ def greedy_to_scores(group: Group) -> Group:
     """
     *sampled, greedy = group.trajectories
     if greedy.status is not Status.COMPLETED:
-        return replace(group, trajectories=tuple(_fail(sampled, greedy)))
+        return replace(group, trajectories=tuple(_fail_trajectories(sampled, greedy)))
 
     rewards_by_agent: dict[str, list[float]] = defaultdict(list)
     for turn in greedy.turns:
@@ -49,8 +49,11 @@ def greedy_to_scores(group: Group) -> Group:
     return replace(group, trajectories=tuple(scored))
 
 
-def _fail(trajectories: Sequence[Trajectory], greedy: Trajectory) -> list[Trajectory]:
-    """Give trajectories without an error the status of the failed greedy one."""
+def _fail_trajectories(trajectories: Sequence[Trajectory], greedy: Trajectory) -> list[Trajectory]:
+    """Return the trajectories as failed, because their greedy trajectory failed.
+
+    Trajectories that have an error already keep it.
+    """
     error = f"no greedy baseline: {greedy.error}"
     return [
         trajectory if trajectory.error else replace(trajectory, status=greedy.status, error=error)

@@ -262,7 +262,10 @@ class PolicyTrainer:
         return result
 
     async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """Set log-probabilities under the weights at the start of the step."""
+        """Return the micro-batches with `proximal` set.
+
+        These are the log-probabilities under the weights at the start of the step.
+        """
         scores = await self._group.score(microbatches)
         return [
             replace(microbatch, proximal=score)

@@ -1,4 +1,4 @@
-"""The training step as an algorithm box, and the parts of a run that it works with."""
+"""Training step, written like the algorithm's pseudocode, and the components that it uses."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSession:
-    """Parts of a run, as `train` starts them.
+    """Components of a run that a training step uses; `train` starts them.
 
     Attributes:
         config: of the run.

@@ -1,4 +1,4 @@
-"""Training of one run from its config: start its processes, train, and restart after losses.
+"""Training of a run: start its processes, train, and restart after the loss of processes or nodes.
 
 `train` starts Ray, engines, trainers and the retriever. `train_session` takes the steps.
 """

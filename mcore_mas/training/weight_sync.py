@@ -1,4 +1,4 @@
-"""Weight sync: a policy's trained weights into its engine, version by version."""
+"""Weight sync: send each new version of a policy's weights to its engine."""
 
 import asyncio
 import time

@@ -20,7 +20,7 @@ from mcore_mas.runtime.placement import DevicePlacement
 from mcore_mas.runtime.rank_pool import TrainerTurns
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
-from mcore_mas.training.colocation import trainers_away
+from mcore_mas.training.colocation import trainers_offloaded
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
@@ -38,7 +38,7 @@ class RunWorkers:
     """The engines and trainers of a run. Engines outlive the loss of nodes that they are not on."""
 
     def __init__(self, config: RunConfig, devices: RunDevices) -> None:
-        """Start nothing before `start`."""
+        """Initialize without starting processes; see `start`."""
         threads = devices.threads_per_process(config)
         cluster = config.cluster.model_copy(update={"threads_per_process": threads})
         self.devices = devices
@@ -49,7 +49,7 @@ class RunWorkers:
 
     @property
     def offloaded(self) -> list[TrainerGroup]:
-        """Trainer groups that give memory away while the team acts; of groups on the same ranks only the first."""
+        """Trainer groups to offload during rollouts, one for each set of ranks."""
         groups: list[TrainerGroup] = []
         for policy, trainer in self.trainers.items():
             if self._config.policies[policy].offload:
@@ -120,6 +120,7 @@ class RunWorkers:
         close_engines(self.engines)
 
     def _start_engines(self) -> None:
+        """Start an engine for every policy whose engine does not run yet."""
         models = {}
         placements = {}
         for policy, model in self._config.models.items():
@@ -138,14 +139,17 @@ class RunWorkers:
             trained=True,
             placements=placements,
             nodes=len(self.devices.nodes) if self.devices.joined else None,
-            restart_guard=self._trainers_away,
+            restart_guard=self._trainers_offloaded,
         )
 
-    def _trainers_away(self) -> AbstractAsyncContextManager[object]:
-        """Return a context manager that offloads trainers if they share their memory with engines."""
+    def _trainers_offloaded(self) -> AbstractAsyncContextManager[object]:
+        """Return a context manager that offloads the trainers while an engine restarts.
+
+        It does nothing if engines and trainers do not share GPUs.
+        """
         if not self._config.engine.sleep:
             return nullcontext()
-        return trainers_away(self.offloaded)
+        return trainers_offloaded(self.offloaded)
 
     def _avoid_shared_memory_between_nodes(self) -> None:
         """Let engines whose trainer is on other nodes take weights from a folder."""

@@ -177,7 +177,7 @@ class TestFailures:
     def test_an_environment_of_the_user_is_named_where_it_breaks(self, tmp_path: Path) -> None:
         """The tasks name another environment, math."""
         name = f"{__name__}:BrokenEnv"
-        message = rf"the first: Defect: {name}\.step: KeyError: 'own'; see to it"
+        message = rf"the first: Defect: {name}\.step: KeyError: 'own'; reproduce it"
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, answer_correctly, f"env={{name: {name}}}"))
 
