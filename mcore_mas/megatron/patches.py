@@ -1,11 +1,11 @@
-"""megatron-core made ready for this machine, as this is imported: before any module of Megatron's."""
+"""Patch megatron-core for this machine; import this module before any module of Megatron."""
 
 import warnings
 
 from mcore_mas.megatron.apex_replacements import patch_fallbacks
 from mcore_mas.megatron.cpu import patch_cuda, patch_release
 
-# Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
+# Training without Transformer Engine or Apex is supported, so Megatron need not warn of it.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
 warnings.filterwarnings(
     "ignore", message="full scope is deprecated"

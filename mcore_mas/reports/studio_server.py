@@ -131,7 +131,10 @@ def _json_response(value: Any) -> Response:
 
 
 def _check_access(request: Request, token: str | None) -> None:
-    """Refuse a request without the token, or without one that names another host."""
+    """Refuse a request without the token.
+
+    Without a token, refuse a request whose Host is not this machine (DNS rebinding).
+    """
     if token is None:
         # The name of a hostile page's host may lead to this machine.
         if not is_loopback(request.url.hostname or ""):

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.models.exact import COLUMNS, row_attention
 
-# Costs are counted in tokens of context that can be read in the time of the overhead.
+# Overheads, as the number of context tokens that could be read in the same time.
 _ROW_BLOCK_COST = 400  # starting another attention product
 _GROUP_BLOCK_COST = 600  # the same with the copies and sums between a group block's products
 

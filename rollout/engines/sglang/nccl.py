@@ -22,8 +22,8 @@ def nccl_mismatch(python: Path) -> str | None:
     if here == there or not here or not there:
         return None
     return (
-        f"NCCL takes no two versions into one group, and it is {here} here and {there} in "
-        f"{python}; install nvidia-nccl {there} here (environment.post-deploy.sh)"
+        f"NCCL cannot connect two versions: this environment has {here}, {python} has {there}; "
+        f"install nvidia-nccl {there} here (environment.post-deploy.sh)"
     )
 
 

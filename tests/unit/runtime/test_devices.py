@@ -144,13 +144,13 @@ def test_two_versions_of_nccl_are_refused_before_anything_starts(
         versions[sys.executable] = "9.9.9"
         assert nccl_mismatch(python) is None
     assert told == (
-        f"NCCL takes no two versions into one group, and it is 2.29.7 here and 9.9.9 in {python}; install nvidia-nccl "
+        f"NCCL cannot connect two versions: this environment has 2.29.7, {python} has 9.9.9; install nvidia-nccl "
         "9.9.9 here (environment.post-deploy.sh)"
     )
     if here:
         with pytest.raises(
             PlacementError,
-            match=r"policies.solver: engine.transport: distributed: NCCL takes no two",
+            match=r"policies.solver: engine.transport: distributed: NCCL cannot connect two",
         ):
             find_devices(config(*apart), GPUS)
 
