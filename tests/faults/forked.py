@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.evaluation import evaluate, measure
+from mcore_mas.evaluation import evaluate, trajectory_shards
 from mcore_mas.reports.tables import make_table
 from mcore_mas.training import train
 from retrieval.build import build_index
@@ -88,7 +88,7 @@ def pipeline(run: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with training_here(patch):
             train.train(run / "config.yaml")
-        patch.setattr(measure, "_SIZE", 2)
+        patch.setattr(trajectory_shards, "_TRAJECTORIES_PER_FILE", 2)
         scores = run / "evaluation" / "trained.json"
         evaluate.evaluate(run / "config.yaml", "trained", scores)
         make_table(

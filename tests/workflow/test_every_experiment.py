@@ -19,7 +19,7 @@ import pytest
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation import evaluate, running_team
-from mcore_mas.pipeline import prepare
+from mcore_mas.pipeline import passage_index, prepare
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
@@ -54,7 +54,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         owner = loaded.tasks[config.run]  # whose retriever all use that share its index
         if owner not in urls:
             index = config.results / owner / "index"
-            prepare.index_passages(
+            passage_index.index_passages(
                 config.folder / "config.yaml", index.parent / "tasks/passages.jsonl", index
             )
             urls[owner] = servers.enter_context(

@@ -108,14 +108,14 @@ def test_an_update_by_kernels_is_that_by_expert(
             )
         trainer = MegatronTrainer(ranks.spec_of(str(tmp_path), recompute=recompute))
         scores = trainer.score([batch])[0]
-        norm = trainer.update([batch])["grad_norm"]
-        found.append((scores, norm, dict(gradients_of(trainer))))
+        gradient_norm = trainer.update([batch])["grad_norm"]
+        found.append((scores, gradient_norm, dict(gradients_of(trainer))))
         assert len(launched) == 2 * kernels  # of one sparse layer
-    (scores, norm, gradients), (same_scores, same_norm, same_gradients) = found
+    (scores, gradient_norm, gradients), (same_scores, same_norm, same_gradients) = found
     assert float((scores - same_scores).abs().max()) <= 1e-5
-    assert same_norm == pytest.approx(norm, rel=1e-5)
+    assert same_norm == pytest.approx(gradient_norm, rel=1e-5)
     for name, gradient in gradients.items():
-        assert float((same_gradients[name] - gradient).norm()) <= 1e-5 * norm, name
+        assert float((same_gradients[name] - gradient).norm()) <= 1e-5 * gradient_norm, name
 
 
 @interpreted

@@ -168,7 +168,7 @@ def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(
             )  # all of it is given away already
             async with solver.awake():
                 await verifier.score(batches)
-            with pytest.raises(RuntimeError, match="asleep"):
+            with pytest.raises(RuntimeError, match="the trainer is offloaded"):
                 await solver.score(batches)
             await verifier.wake()
         scores = await asyncio.gather(solver.score(batches), verifier.score(batches))

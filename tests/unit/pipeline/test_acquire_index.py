@@ -176,7 +176,7 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
         import_index(copied, mine, Encoder.of("e5", ENCODER))
     mine.write_bytes(lines)
     with pytest.raises(
-        RetrievalError, match=r"canary: row 0 .* another encoder than other, or other prefixes"
+        RetrievalError, match=r"canary: row 0 .* another encoder than other, or with other prefixes"
     ):
         import_index(copied, mine, Encoder.of("e5", "other"))
     with pytest.raises(RetrievalError, match="canary: row 0"):
