@@ -376,11 +376,11 @@ def order_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(ordered)
 
 
-def _unknown_call(call_id: str, known_ids: Iterable[str]) -> str:
+def _unknown_call(call_id: str, earlier_ids: Iterable[str]) -> str:
     """Return the error text of a tool result that belongs to no call."""
     if not call_id:
         return "a tool result has no id of its call; send the id with which the call came"
-    calls = ", ".join(f"'{known}'" for known in known_ids) or "none"
+    calls = ", ".join(f"'{earlier_id}'" for earlier_id in earlier_ids) or "none"
     return (
         f"a tool result answers call '{call_id}', which no assistant message before it makes; "
         f"calls so far: {calls}"

@@ -14,6 +14,7 @@ _HERMES_START = re.compile(r"<tool_call>")
 _HERMES_END = re.compile(r"</tool_call>|\Z")
 _FENCED_START = re.compile(r"^```tool[ \t]*\n", re.MULTILINE)
 _FENCED_END = re.compile(r"^```[ \t]*$|\Z", re.MULTILINE)
+_SPACES = re.compile(r"\s*")
 _CALL_KEYS = {"id", "type", "name", "arguments", "parameters"}
 _UNREADABLE = 'This tool call cannot be read. Write it as JSON: {"name": "...", "arguments": {...}}'
 _INSTRUCTIONS = """To call a tool, write
@@ -108,7 +109,9 @@ def _leading_objects(text: str, position: int) -> tuple[list[str], int]:
     decoder = json.JSONDecoder()
     objects: list[str] = []
     while True:
-        start = position + len(text[position:]) - len(text[position:].lstrip())
+        spaces = _SPACES.match(text, position)
+        assert spaces is not None, "the pattern also matches no space"
+        start = spaces.end()
         if not text.startswith("{", start):
             return objects, position
         try:

@@ -78,7 +78,7 @@ TABLE_COMMANDS = table_commands()
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What runs a command of the pages, in place of tests/workflow/test_shell_blocks.py.
+    """Test or target that runs a command of the pages instead of test_shell_blocks.py.
 
     Attributes:
         by: file below tests/ or of the repository, or a make target; "itself" for a make target that is a suite of

@@ -41,11 +41,11 @@ def summarise(
     Returns:
         "loss", the sum of the losses; "tokens", their number; and the reduced statistics.
     """
-    own = _merge(
+    rank_part = _merge(
         {name: _reduce_column(name, column) for name, column in statistics.items()}
         for statistics in rows
     )
-    merged = _merge(exchange(own))
+    merged = _merge(exchange(rank_part))
     total_loss, tokens, *_ = merged.pop("loss")
 
     summary = {"loss": total_loss, "tokens": tokens}

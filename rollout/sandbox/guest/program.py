@@ -4,6 +4,7 @@ import _sitebuiltins
 import ast
 import atexit
 import builtins
+import contextlib
 import gc
 import io
 import linecache
@@ -52,10 +53,9 @@ def _flush_open_files() -> None:
     """
     for value in (sys.__stdout__, sys.__stderr__, *gc.get_objects()):
         if issubclass(type(value), io.IOBase):
-            try:
+            # A file may be closed, or of a class of the program's own.
+            with contextlib.suppress(Exception):
                 value.flush()
-            except (OSError, ValueError):  # such as a closed file
-                continue
 
 
 def run_cells(channel: int) -> NoReturn:

@@ -305,9 +305,10 @@ def test_targets_that_sglang_would_leave_out_are_refused(
 def test_targets_that_sglang_computes_are_accepted(
     folder: Path, targets: tuple[Projection, ...]
 ) -> None:
-    SGLangSettings(
+    settings = SGLangSettings(
         folder=folder, adapters=[shape(targets=targets)], max_length=64, python=str(FAKE)
     )
+    assert [adapter.targets for adapter in settings.adapters] == [targets]
 
 
 def config(*overrides: str) -> RunConfig:

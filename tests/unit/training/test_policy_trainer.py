@@ -242,7 +242,9 @@ class TestAgreement:
         assert len(group.updates) == 1
 
     def test_without_a_correction_only_the_first_update_is_compared(self) -> None:
-        update_once("+trainer.minibatch=3", group=DisagreeingGroup(first=1))
+        group = DisagreeingGroup(first=1)
+        update_once("+trainer.minibatch=3", group=group)
+        assert len(group.updates) > 1  # a later update disagreed, and was not compared
 
     def test_with_a_correction_all_updates_of_the_first_pass_are_compared(self) -> None:
         """All of them are scored by the weights at the start of the step."""
