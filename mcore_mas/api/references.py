@@ -41,11 +41,12 @@ def reference_to(thing: Any, label: str) -> str:
 def _script_module() -> str:
     """Return the module name of this process's script, or "" if it must not be imported.
 
-    A notebook has no module, and importing a script without a `__main__` guard would run it again.
+    A notebook, an interactive Python and a program that is read from stdin have no module.
+    Importing a script without a `__main__` guard would run it again.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
-    if not file:
+    if not file or not Path(file).is_file():  # it is "<stdin>" of `python < script.py`
         return ""
     source = Path(file).read_text(encoding="utf-8")
     if re.search(r"^if __name__ ==", source, re.MULTILINE) is None:

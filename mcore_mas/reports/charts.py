@@ -28,7 +28,8 @@ _MAX_COLUMNS = 4  # panels in a row
 _FIRST_SECTION = "reward and accuracy"
 # Titles of the panels of the first section, by metric.
 _FIRST_PANELS = {
-    "reward/mean": "mean reward of a trajectory",
+    "reward/mean": "mean reward of a turn",
+    "outcome/mean": "mean outcome of a trajectory",
     "validation/accuracy": "validation accuracy",
 }
 # Group and name of a metric with one panel for each agent or data source, by section. Other metrics

@@ -30,7 +30,9 @@ _SUMMED = frozenset({"grad_spikes", "skipped_updates", "tokens", "flops", "devic
 def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     """Return rewards, failures and lengths of a step's trajectories, in all and by agent.
 
-    Everything but failures is measured on completed trajectories.
+    Everything but failures is measured on completed trajectories. `reward/mean` is the mean of the
+    rewards that the turns are trained with, and `outcome/mean` that of the environment's outcomes.
+    They differ where a reward of the user's, or a penalty, comes between the two.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     completed = _completed(groups)
@@ -44,7 +46,10 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
         return metrics
 
     turns = [turn for trajectory in completed for turn in trajectory.turns]
-    metrics["reward/mean"] = fmean(trajectory.outcome or 0.0 for trajectory in completed)
+    rewards = [turn.reward for turn in turns if turn.reward is not None]
+    if rewards:
+        metrics["reward/mean"] = fmean(rewards)
+    metrics["outcome/mean"] = fmean(trajectory.outcome or 0.0 for trajectory in completed)
     metrics["rollout/turns"] = fmean(len(trajectory.path) for trajectory in completed)
     metrics["rollout/tokens"] = float(sum(len(turn.completion_ids) for turn in turns))
     metrics |= _chat_metrics([turn for turn in turns if turn.chat])

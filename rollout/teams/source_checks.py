@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -50,8 +51,11 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     Returns:
         None if the source does not say: there is none, or slots come from another module or a `**`.
     """
-    module = inspect.getmodule(inspect.unwrap(getattr(orchestra, "func", orchestra)))
+    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
+    module = inspect.getmodule(function)
     try:
+        if not _is_compiled_from(function, inspect.getfile(module)):  # type: ignore[arg-type]
+            return None
         tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):
         return None
@@ -73,6 +77,15 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     if not is_own and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
+
+
+def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
+    """Return True if a function's code comes from a file, or if it has no code of its own.
+
+    `exec` gives functions the module of its caller, whose file does not hold their source.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or Path(code.co_filename).resolve() == Path(file).resolve()
 
 
 def _names_agent(call: ast.Call, agent: str) -> bool:

@@ -49,5 +49,8 @@ def test_a_script_with_a_main_guard_can_be_imported(
     assert reference_to(main.world, "x.env") == "mine:world"
     assert lookup("env", "mine:world", {}) is main.world  # it is not imported a second time here
 
+    main.__file__ = "<stdin>"  # python < mine.py
+    assert reference_to(main.world, "x.env") == "here:x.env"
+
     del main.__file__  # a notebook
     assert reference_to(main.world, "x.env") == "here:x.env"

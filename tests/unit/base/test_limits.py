@@ -29,7 +29,7 @@ def test_a_late_call_fails_its_trajectory_alone_and_names_the_agent(tmp_path):
     assert (late.outcome, late.metrics) == (None, {"late/agent/a": 1.0})
     metrics = rollout_metrics(groups)
     assert (metrics["rollout/failed"], metrics["agent/a/late"]) == (1.0, 1.0)
-    assert metrics["reward/mean"] == 1.0  # of the two that are known
+    assert metrics["outcome/mean"] == 1.0  # of the two that are known
     write_trajectories(tmp_path / "t.parquet", [late])
     assert read_trajectories(tmp_path / "t.parquet") == [late]
 

@@ -169,7 +169,7 @@ def test_a_bug_of_an_environment_fails_only_its_trajectory(where, error):
     )
     assert [t.error for group in groups for t in group.trajectories] == ["", error, ""]
     assert groups[1].trajectories[0].outcome is None
-    assert rollout_metrics(groups)["reward/mean"] == 1.0  # of the other two
+    assert rollout_metrics(groups)["outcome/mean"] == 1.0  # of the other two
 
 
 def test_an_environment_is_closed_after_every_kind_of_end():

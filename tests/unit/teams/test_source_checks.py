@@ -3,6 +3,7 @@
 import asyncio
 from functools import wraps
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked_agents(spread.relay) == {"writer", "editor"}
     # A module is no function, so it has no source of slots.
     assert filled_slots(spread, "writer") is None
+
+
+def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
+    script = tmp_path / "launched.py"
+    script.write_text(
+        "async def launched(task, team, env):\n    await team.act('drafter', story=task.prompt)\n"
+    )
+    # A launcher that executes a script gives its functions the launcher's module.
+    launched = run_path(str(script), run_name=__name__)["launched"]
+    assert filled_slots(launched, "drafter") is None
 
 
 OTHERS: Any = None

@@ -49,7 +49,8 @@ def test_rollout_metrics_are_of_completed_trajectories_and_by_agent() -> None:
     metrics = rollout_metrics(groups)
     assert metrics["rollout/failed"] == 1.0
     assert metrics["rollout/trajectories"] == 3.0
-    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/mean"] == 0.5  # of the turns with a reward: 1 and 0
+    assert metrics["outcome/mean"] == 0.5
     assert metrics["rollout/turns"] == 1.5
     assert metrics["rollout/tokens"] == 8.0
     assert metrics["agent/solver/response_length"] == 3.0
@@ -59,6 +60,19 @@ def test_rollout_metrics_are_of_completed_trajectories_and_by_agent() -> None:
     assert metrics["agent/verifier/valid_ratio"] == 0.0
     assert "agent/verifier/reward_mean" not in metrics
     assert valid_turn_share(groups) == pytest.approx(2 / 3)
+
+
+def test_mean_reward_is_of_the_rewards_that_train_and_not_of_the_outcomes() -> None:
+    turns = (turn(0, "solver", reward=0.25), turn(1, "verifier", reward=0.75))
+    metrics = rollout_metrics([group(trajectory(*turns, outcome=0.0))])
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["outcome/mean"] == 0.0
+
+
+def test_without_rewards_there_is_no_mean_reward() -> None:
+    metrics = rollout_metrics([group(trajectory(turn(0), outcome=1.0))])
+    assert "reward/mean" not in metrics
+    assert metrics["outcome/mean"] == 1.0
 
 
 def test_masked_turns_are_counted_and_have_no_reward() -> None:
@@ -109,7 +123,7 @@ def test_success_is_what_the_environment_measures_or_else_the_outcome(
     ]
     groups = [group(*played, failed())]
     assert (mean_success(groups), valid_turn_share(groups)) == (success, 1.0)
-    assert rollout_metrics(groups)["reward/mean"] == pytest.approx(sum(outcomes) / 2)
+    assert rollout_metrics(groups)["outcome/mean"] == pytest.approx(sum(outcomes) / 2)
 
 
 def test_without_completed_trajectories_success_is_unknown() -> None:
