@@ -150,8 +150,8 @@ def measure(axis: str) -> None:
             batches = pack(samples, microbatch_tokens)
             # Sampling is one forward pass over the packed last turns; an update counts as three
             # passes.
-            flops = sum(cost.work_of(batch) for batch in pack(last_turns, sys.maxsize))
-            flops += 3 * sum(cost.work_of(batch) for batch in batches)
+            flops = sum(cost.batch_work(batch) for batch in pack(last_turns, sys.maxsize))
+            flops += 3 * sum(cost.batch_work(batch) for batch in batches)
             row = {
                 "axis": axis,
                 "size": size,

@@ -1,4 +1,4 @@
-"""Micro-batches: packed prefix trees, their cost, load balancing over data-parallel ranks."""
+"""Micro-batches of packed prefix trees, a model of their cost, and load balancing over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,268 +14,358 @@ from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture, read_architecture
 
+# Columns of a micro-batch that have an entry for each token; the others have one for each row.
+_TOKEN_COLUMNS = ("token_ids", "position_ids", "routing")
+
+# All bytes of `Microbatch.routing` of a token whose experts are not on record.
+UNKNOWN_EXPERT = 255
+
+# Number of micro-batches per pipeline stage up to which it can pay to make more and smaller ones:
+# they shorten the time in which the stages wait for the first and the last micro-batch.
+_MAX_PER_STAGE = 2
+
+# `CostModel.sharing_cost` on a CPU, where attention to a shared segment is a call of its own, whose
+# result is joined with those of the other calls. Measured with models of width 128 and 256: if all
+# prompts shared their first 15 tokens, an update took 3 to 7 % longer than if these were repeated;
+# with 40 shared tokens it took equally long. Triton's kernels need no such calls.
+_CPU_SHARING_COST = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A node of a prefix tree: a stretch of tokens that is stored once, for all sequences that continue it.
+    """Node of a prefix tree: consecutive tokens that are stored once for all sequences that contain them.
 
-    Its tokens attend to those before them in it and to all of the segments above it: of its parent, its parent's
-    parent, and so on.
+    A token attends to itself, to the earlier tokens of its segment, and to all tokens of the
+    segment's ancestors.
+
+    Attributes:
+        tokens: number of tokens.
+        parent: index of the segment that this one continues; -1 for the first segment of a tree.
     """
 
     tokens: int
-    parent: int = -1  # place of the segment that it continues; -1: it begins a sequence
+    parent: int = -1
 
 
 def depths(segments: Sequence[Segment]) -> list[int]:
-    """How many tokens lie above each segment."""
-    above: list[int] = []
+    """Return the depth of each segment: the number of tokens of all its ancestors."""
+    result: list[int] = []
     for segment in segments:
-        above.append(
-            above[segment.parent] + segments[segment.parent].tokens if segment.parent >= 0 else 0
-        )
-    return above
+        if segment.parent < 0:
+            result.append(0)
+        else:
+            result.append(result[segment.parent] + segments[segment.parent].tokens)
+    return result
 
 
-def pairs(segments: Sequence[Segment]) -> int:
-    """Pairs of a token and one that it attends to, itself among them."""
+def attention_pairs(segments: Sequence[Segment]) -> int:
+    """Return the number of pairs of a token and a token that it attends to, which may be itself."""
     return sum(
-        s.tokens * (2 * above + s.tokens + 1) // 2
-        for s, above in zip(segments, depths(segments), strict=True)
+        segment.tokens * (2 * depth + segment.tokens + 1) // 2
+        for segment, depth in zip(segments, depths(segments), strict=True)
     )
-
-
-_BY_TOKEN = (
-    "token_ids",
-    "position_ids",
-    "routing",
-)  # columns of a micro-batch that are of its tokens, not its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Prefix trees of one agent's sequences, packed end to end: T tokens, N rows to train.
+    """Prefix trees of one agent's sequences, packed end to end: T tokens, and N rows to train.
 
-    Segments come depth first: all that continue one follow it directly. Row n says: what comes out at `predictors[n]`
-    predicts `labels[n]`. A token may predict several, and the same one for several samples.
+    Row n says that the model's output at token `predictors[n]` predicts the token `labels[n]`. One
+    token may predict several labels, or the same label for several samples.
+
+    Attributes:
+        agent: name of the agent that produced the sequences.
+        segments: depth first: a segment is followed by its descendants.
+        unshared: number of tokens if every sample were stored separately.
+        token_ids: [T] int64.
+        position_ids: [T] int64; the positions of a segment continue those of its parent.
+        predictors: [N] int64 indices into the T tokens.
+        labels: [N] int64 token ids.
+        temperatures: [N] float32.
+        sequences: [N] int64 index of the packed sample that a row belongs to.
+        behaviour: [N] float32 log-probabilities under the sampler; NaN if it reported none.
+        advantages: [N] float32.
+        weights: [N] float32 weights in the loss, divided by the denominator of the update.
+        kl_coef: [N] float32 coefficients of the KL term.
+        entropy_coef: [N] float32 coefficients of the entropy bonus.
+        proximal: [N] float32 log-probabilities under the weights at the start of the step.
+        reference: [N] float32 log-probabilities under the frozen reference model.
+        values: [N] float32 values of the critic at the start of the step.
+        returns: [N] float32 targets of the critic.
+        ages: [N] float32 number of weight updates since the oldest token of the reply was sampled;
+            None if all replies were sampled with the latest weights.
+        routing: [T, bytes] uint8 experts of each token, encoded as in `Completion.routing`;
+            `UNKNOWN_EXPERT` in all bytes of a token without a record.
     """
 
     agent: str
     segments: tuple[Segment, ...]
-    unshared: int  # tokens if every sample had been stored by itself
-    token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, each segment continues its parent
-    predictors: Tensor  # [N] int64, indices into T
-    labels: Tensor  # [N] int64
-    temperatures: Tensor  # [N] float32
-    sequences: Tensor  # [N] int64, which of the packed samples the row belongs to
-    behaviour: Tensor  # [N] float32 log-probabilities of the sampler; NaN where there was none
-    advantages: Tensor  # [N] float32
-    weights: Tensor  # [N] float32, the update's denominator included
-    kl_coef: Tensor  # [N] float32 factor of the KL term
-    entropy_coef: Tensor  # [N] float32 factor of the entropy bonus
-    proximal: Tensor | None = (
-        None  # [N] float32 log-probabilities under the weights at the start of the step
-    )
-    reference: Tensor | None = None  # [N] float32 log-probabilities under the frozen reference
-    values: Tensor | None = None  # [N] float32 the critic's values at the start of the step
-    returns: Tensor | None = None  # [N] float32 the critic's targets
-    ages: Tensor | None = (
-        None  # [N] float32 hand-overs since the reply's oldest token; None: all are fresh
-    )
-    routing: Tensor | None = (
-        None  # [T, bytes] uint8, each token's experts as `Completion` has them; all 255: not known
-    )
+    unshared: int
+    token_ids: Tensor
+    position_ids: Tensor
+    predictors: Tensor
+    labels: Tensor
+    temperatures: Tensor
+    sequences: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    weights: Tensor
+    kl_coef: Tensor
+    entropy_coef: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    ages: Tensor | None = None
+    routing: Tensor | None = None
 
-    def select(self, kept: Tensor) -> Microbatch:
-        """Only the rows `kept` [N] bool, with the segments that lead to them."""
-        if kept.all():
+    def select(self, selected: Tensor) -> Microbatch:
+        """Return the micro-batch of some rows, without the segments that these do not depend on.
+
+        `unshared` keeps its value.
+
+        Args:
+            selected: [N] bool.
+        """
+        if selected.all():
             return self
+
         lengths = torch.tensor([segment.tokens for segment in self.segments])
-        owner = torch.arange(len(self.segments)).repeat_interleave(
-            lengths
-        )  # [T] the segment of each token
-        needed = torch.zeros(len(self.segments), dtype=torch.bool)
-        needed[owner[self.predictors[kept]]] = True
-        for number in reversed(
-            range(len(self.segments))
-        ):  # a segment comes after the one that it continues
-            if needed[number] and self.segments[number].parent >= 0:
-                needed[self.segments[number].parent] = True
-        tokens = needed[owner]
-        numbers = (needed.cumsum(0) - 1).tolist()
-        columns: dict[str, Any] = {
-            name: column[tokens if name in _BY_TOKEN else kept] for name, column in self._columns()
-        }
-        columns["predictors"] = (tokens.cumsum(0) - 1)[columns["predictors"]]
-        segments = (
-            replace(segment, parent=numbers[segment.parent] if segment.parent >= 0 else -1)
-            for segment, stays in zip(self.segments, needed.tolist(), strict=True)
-            if stays
-        )
+        segment_of_token = torch.arange(len(self.segments)).repeat_interleave(lengths)  # [T]
+        is_needed = torch.zeros(len(self.segments), dtype=torch.bool)
+        is_needed[segment_of_token[self.predictors[selected]]] = True
+        # Parents have smaller indices than their children, so a reverse pass marks all ancestors.
+        for index in reversed(range(len(self.segments))):
+            parent = self.segments[index].parent
+            if is_needed[index] and parent >= 0:
+                is_needed[parent] = True
+
+        new_indices = (is_needed.cumsum(0) - 1).tolist()
+        segments = []
+        for segment, needed in zip(self.segments, is_needed.tolist(), strict=True):
+            if needed:
+                parent = new_indices[segment.parent] if segment.parent >= 0 else -1
+                segments.append(replace(segment, parent=parent))
+
+        needed_tokens = is_needed[segment_of_token]
+        columns = self._index_columns(tokens=needed_tokens, rows=selected)
+        columns["predictors"] = (needed_tokens.cumsum(0) - 1)[columns["predictors"]]
         return replace(self, segments=tuple(segments), **columns)
 
     def padded(self, tokens: int) -> Microbatch:
-        """The same with T = `tokens`: those that are added are a sequence of their own and train nothing."""
+        """Return the micro-batch with T = `tokens`; the added tokens are a tree that trains nothing."""
         extra = tokens - len(self.token_ids)
         if not extra:
             return self
+        padding_positions = torch.arange(extra, device=self.position_ids.device)
+        routing = self.routing
+        if routing is not None:
+            routing = F.pad(routing, (0, 0, 0, extra), value=UNKNOWN_EXPERT)
         return replace(
             self,
             segments=(*self.segments, Segment(tokens=extra)),
             token_ids=torch.cat([self.token_ids, self.token_ids.new_zeros(extra)]),
-            position_ids=torch.cat(
-                [self.position_ids, torch.arange(extra, device=self.position_ids.device)]
-            ),
-            routing=None
-            if self.routing is None
-            else F.pad(self.routing, (0, 0, 0, extra), value=255),
+            position_ids=torch.cat([self.position_ids, padding_positions]),
+            routing=routing,
         )
 
-    def part(self, ranks: int, rank: int) -> tuple[Microbatch, Tensor]:
-        """What context-parallel `rank` takes: T / ranks consecutive tokens and the n rows that these predict.
+    def context_parallel_part(self, ranks: int, rank: int) -> tuple[Microbatch, Tensor]:
+        """Return the part that one context-parallel rank computes.
 
-        Segments stay those of the whole micro-batch. With it comes [n] int64, which of the N rows they are.
+        The part has T / ranks consecutive tokens, which must be a whole number, the n rows that
+        these predict, and the segments of the whole micro-batch.
+
+        Returns:
+            The part, and the indices [n] int64 of its rows among the N rows.
         """
         if ranks == 1:
             return self, torch.arange(len(self.predictors))
         tokens = len(self.token_ids) // ranks
-        own = slice(tokens * rank, tokens * (rank + 1))
-        rows = ((self.predictors >= own.start) & (self.predictors < own.stop)).nonzero()[:, 0]
-        columns: dict[str, Any] = {
-            name: column[own if name in _BY_TOKEN else rows] for name, column in self._columns()
-        }
-        return replace(self, **columns | {"predictors": columns["predictors"] - own.start}), rows
+        start = tokens * rank
+        stop = start + tokens
+        is_predicted_here = (self.predictors >= start) & (self.predictors < stop)
+        rows = is_predicted_here.nonzero()[:, 0]
+        columns = self._index_columns(tokens=slice(start, stop), rows=rows)
+        columns["predictors"] = columns["predictors"] - start
+        return replace(self, **columns), rows
 
     def idle(self) -> Microbatch:
-        """One token and one row of weight 0 with the same columns, for a rank that must keep step without work."""
-        rows: dict[str, Any] = {
+        """Return a micro-batch with the same columns, but one token and one row of weight 0.
+
+        A rank without work computes it, so that it takes part in all collectives.
+        """
+        columns: dict[str, Any] = {
             name: column.new_zeros(1, *column.shape[1:]) for name, column in self._columns()
         }
-        rows["temperatures"] = torch.ones_like(rows["temperatures"])
+        columns["temperatures"] = torch.ones_like(columns["temperatures"])
         if self.routing is not None:
-            rows["routing"].fill_(255)
-        return replace(self, segments=(Segment(tokens=1),), unshared=1, **rows)
+            columns["routing"].fill_(UNKNOWN_EXPERT)
+        return replace(self, segments=(Segment(tokens=1),), unshared=1, **columns)
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
-        for column in fields(self):
-            if isinstance(value := getattr(self, column.name), Tensor):
-                yield column.name, value
+        """Yield the name and the tensor of each column that is not None."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
 
-
-_PER_STAGE = 2  # micro-batches of a rank, up to which more of them shorten the wait for the first and the last stage
-
-
-# On a CPU a shared stretch is a call of attention of its own, whose result is joined with the others'; Triton's kernels
-# have no such calls. Measured at widths of 128 and 256: with 15 tokens that all prompts begin with shared, an update
-# took 3 to 7 % longer than with these repeated, with 40 of them as long
-_CPU_PER_SHARED = 0.05
+    def _index_columns(self, *, tokens: slice | Tensor, rows: Tensor) -> dict[str, Any]:
+        """Return the columns by name, indexed by `tokens` or by `rows`."""
+        return {
+            name: column[tokens if name in _TOKEN_COLUMNS else rows]
+            for name, column in self._columns()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What micro-batches cost, and how long the ranks that they are spread over take for them."""
+    """Estimate of the work of micro-batches, and of the time in which a trainer's ranks do it.
+
+    Attributes:
+        dp: number of data-parallel ranks.
+        pp: number of pipeline ranks.
+        vpp: number of interleaved stages on each pipeline rank.
+        architecture: of the model; None: every token costs the same.
+        value_head: True for a critic.
+        lora: adapters that are trained; None: all weights are trained.
+        sharing_cost: cost, in tokens for each later token, of attending to one more shared segment.
+    """
 
     dp: int = 1
     pp: int = 1
     vpp: int = 1
-    architecture: Architecture | None = None  # None: every token costs the same
+    architecture: Architecture | None = None
     value_head: bool = False
     lora: LoraConfig | None = None
-    per_shared: float = 0.0  # what it takes, in tokens, that one of them attends to one more stretch that others share
+    sharing_cost: float = 0.0
 
     @classmethod
     def of(
         cls, spec: TrainerSpec, architecture: Architecture | None = None, *, cpu: bool = False
     ) -> CostModel:
-        """The cost model of a trainer, whose `architecture` is read if it is not given."""
-        a, per_shared = (
-            architecture or read_architecture(spec.model),
-            _CPU_PER_SHARED if cpu else 0.0,
-        )
-        sizes = {"dp": spec.dp, "pp": spec.pp, "vpp": spec.vpp}
+        """Return the cost model of a trainer.
+
+        Args:
+            spec: of the trainer.
+            architecture: of `spec.model`; None: read it from that folder.
+            cpu: True if the trainer runs on CPUs.
+        """
         return cls(
-            **sizes,
-            architecture=a,
+            dp=spec.dp,
+            pp=spec.pp,
+            vpp=spec.vpp,
+            architecture=architecture or read_architecture(spec.model),
             value_head=spec.head == "value",
             lora=spec.lora,
-            per_shared=per_shared,
+            sharing_cost=_CPU_SHARING_COST if cpu else 0.0,
         )
 
     @property
-    def spread(self) -> bool:
-        """Whether several ranks or stages take part, so that how samples are packed depends on them."""
+    def is_distributed(self) -> bool:
+        """True if several ranks or stages share the work, so that packing depends on their number."""
         return self.dp * self.pp > 1
 
-    def work(self, tokens: int, seen: int, rows: int) -> float:
-        """Floating-point operations of one forward pass, or tokens where the model is not known.
+    def work(self, tokens: int, pairs: int, rows: int) -> float:
+        """Return the floating-point operations of a forward pass, or `tokens` for an unknown model.
 
-        A backward pass has twice as many. An adapter's own are left out.
+        A backward pass takes twice as many. Operations of adapters are not counted.
 
         Args:
-            seen: pairs of a token and one that it attends to.
-            rows: tokens that go through the head.
+            tokens: number of tokens that go through the layers.
+            pairs: number of pairs of a token and a token that it attends to.
+            rows: number of tokens that go through the head.
         """
-        if (a := self.architecture) is None:
+        architecture = self.architecture
+        if architecture is None:
             return float(tokens)
-        attention = a.heads * a.head_dim
-        # a weight is used once per token: queries and outputs, keys and values; gate, up and down of a dense layer, of
-        # a sparse one those of the experts that see the token, and the router
-        weights = a.layers * a.hidden * (2 * attention + 2 * a.kv_heads * a.head_dim)
-        sparse = sum(a.experts.sparse) if a.experts else 0
-        weights += (a.layers - sparse) * a.hidden * 3 * a.ffn
-        if a.experts:
-            weights += (
-                sparse * a.hidden * (3 * a.experts.per_token * a.experts.ffn + a.experts.count)
-            )
-        head = a.hidden * (1 if self.value_head else a.vocab)
-        # scores and sums of values over what is attended to
-        return 2.0 * (tokens * weights + 2 * a.layers * seen * attention + rows * head)
+        layers = architecture.layers
+        hidden = architecture.hidden
+        experts = architecture.experts
 
-    def work_of(self, batch: Microbatch) -> float:
-        """`work` of a micro-batch."""
-        return self.work(len(batch.token_ids), pairs(batch.segments), len(batch.predictors))
+        # Every token is multiplied with these weights: of queries and attention outputs, of keys
+        # and values, and of the dense layers' gate, up and down projections.
+        attention_width = architecture.heads * architecture.head_dim
+        kv_width = architecture.kv_heads * architecture.head_dim
+        sparse_layers = sum(experts.sparse) if experts else 0
+        weights = layers * hidden * (2 * attention_width + 2 * kv_width)
+        weights += (layers - sparse_layers) * hidden * 3 * architecture.ffn
+        if experts:
+            # In a sparse layer these are the weights of the chosen experts, and of the router.
+            weights += (
+                sparse_layers * hidden * (3 * experts.per_token * experts.ffn + experts.count)
+            )
+        head_weights = hidden * (1 if self.value_head else architecture.vocab)
+
+        # Attention multiplies queries with keys, and probabilities with values.
+        attention = 2 * layers * pairs * attention_width
+        return 2.0 * (tokens * weights + attention + rows * head_weights)
+
+    def batch_work(self, batch: Microbatch) -> float:
+        """Return `work` of a micro-batch."""
+        return self.work(
+            len(batch.token_ids), attention_pairs(batch.segments), len(batch.predictors)
+        )
 
     def flops(self, *batches: Microbatch) -> float:
-        """Floating-point operations of training on micro-batches, forward and backward, recomputation not counted.
+        """Return the floating-point operations of training on micro-batches, without recomputation.
 
-        A frozen weight has no gradient, so with adapters its products are two of three, and there are the adapters'.
+        With full training they are three times those of the forward pass. With adapters, no
+        gradients of frozen weights are computed, and the adapters' own operations are added.
         """
-        work, a = 3 * sum(map(self.work_of, batches)), self.architecture
-        if self.lora is None or a is None:
-            return work
-        adapters = sum(sum(a.projections[x]) for x in self.lora.targets) * self.lora.rank
-        tokens, rows = (
-            sum(len(b.token_ids) for b in batches),
-            sum(len(b.predictors) for b in batches),
-        )
-        return work - self.work(tokens, 0, rows) + 6 * a.layers * tokens * adapters
+        full_training = 3 * sum(map(self.batch_work, batches))
+        architecture = self.architecture
+        if self.lora is None or architecture is None:
+            return full_training
+        tokens = sum(len(batch.token_ids) for batch in batches)
+        rows = sum(len(batch.predictors) for batch in batches)
+        adapter_width = sum(sum(architecture.projections[name]) for name in self.lora.targets)
+        adapter_weights = adapter_width * self.lora.rank
+        frozen_gradients = self.work(tokens, 0, rows)
+        return full_training - frozen_gradients + 6 * architecture.layers * tokens * adapter_weights
 
-    def counts(self, least: int) -> list[int]:
-        """How many micro-batches may be worth their while, where at least `least` are needed."""
-        if not self.spread:
+    def batch_counts(self, min_count: int) -> list[int]:
+        """Return numbers of micro-batches, at least `min_count`, that may balance the work better.
+
+        They are multiples of the number of ranks; with interleaved stages, each rank gets a
+        multiple of `pp`. The list is empty if a single rank does all the work.
+        """
+        if not self.is_distributed:
             return []
-        turns = self.pp if self.vpp > 1 else 1  # interleaved stages take turns of pp each
-        fewest = -(-least // (self.dp * turns)) * turns  # of a rank
-        most = max(fewest, _PER_STAGE * self.pp if self.pp > 1 else 1)
-        return [self.dp * count for count in range(fewest, most + 1, turns)]
+        step = self.pp if self.vpp > 1 else 1
+        min_per_rank = -(-min_count // (self.dp * step)) * step
+        max_per_rank = max(min_per_rank, _MAX_PER_STAGE * self.pp if self.pp > 1 else 1)
+        return [self.dp * per_rank for per_rank in range(min_per_rank, max_per_rank + 1, step)]
 
     def makespan(self, loads: Sequence[float]) -> float:
-        """How long a pass takes, in work: the busiest rank's, and its stages' wait for the first and the last."""
-        ranks = [[loads[i] for i in own] for own in balance_work(loads, self.dp)]
-        return max((sum(own) + (self.pp - 1) * max(own, default=0.0)) / self.pp for own in ranks)
+        """Return the time of a pass over micro-batches on all ranks, in units of work.
+
+        It is the time of the rank that finishes last. In a pipeline, each stage also waits until
+        the first micro-batch has reached it and until the last one has left the later stages.
+
+        Args:
+            loads: work of each micro-batch.
+        """
+        times = []
+        for indices in balance_work(loads, self.dp):
+            rank_loads = [loads[i] for i in indices]
+            waiting = (self.pp - 1) * max(rank_loads, default=0.0)
+            times.append((sum(rank_loads) + waiting) / self.pp)
+        return max(times)
 
 
 def balance_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Load balancing: which micro-batches each rank gets, the dearest first, each to the rank with least so far.
+    """Assign micro-batches to ranks: the most expensive first, each to the rank with the least work.
 
-    At most 4/3 of the best possible maximum (Graham 1969). Equal loads go to the lowest rank, so that every process
-    comes to the same answer; a rank's micro-batches keep their order, and a rank may get none.
+    The largest load is at most 4/3 of the smallest possible one (Graham 1969). Among equal loads
+    the lowest rank is chosen, so that every process computes the same assignment.
+
+    Returns:
+        For each rank, the indices of its micro-batches in ascending order; a rank may have none.
     """
     loads = [0.0] * ranks
-    given: list[list[int]] = [[] for _ in range(ranks)]
+    assignment: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
         loads[rank] += costs[i]
-        given[rank].append(i)
-    return [sorted(own) for own in given]
+        assignment[rank].append(i)
+    return [sorted(indices) for indices in assignment]

@@ -68,7 +68,7 @@ def bin_pack(
     estimator = _WorkEstimator(forest, rows, cost)
     items = [part for tree in estimator.trees() for part in estimator.cut(tree, max_tokens)]
     best = _first_fit(items, max_tokens)
-    for count in cost.counts(len(best)):
+    for count in cost.batch_counts(len(best)):
         balanced = _balance(items, count, max_tokens, estimator)
         if _makespan(balanced, cost) < _makespan(best, cost):
             best = balanced

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
+from mcore_mas.megatron.batch import UNKNOWN_EXPERT, CostModel, Microbatch, Segment
 from mcore_mas.packing.bin_packing import PackingItem, bin_pack
 from mcore_mas.packing.prefix_tree import PrefixForest, prefix_forest, unshared_forest
 
 _NAN = float("nan")
-_UNKNOWN_EXPERT = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,7 @@ def pack(
         members = [sequence for sequence in sequences if sequence.sample.agent == agent]
         tokens = [member.tokens for member in members]
         if share:
-            forest, leaf_of = prefix_forest(tokens, cost.per_shared)
+            forest, leaf_of = prefix_forest(tokens, cost.sharing_cost)
         else:
             forest, leaf_of = unshared_forest(tokens)
         by_leaf: list[list[_Sequence]] = [[] for _ in forest.sequences]
@@ -265,7 +264,7 @@ def _routing(
     """Return the recorded experts of each token, [T, bytes] uint8; None if no sample has a record.
 
     A token that several samples share has the experts of the first of them that has a record, and a
-    token without a record has 255.
+    token without a record has `UNKNOWN_EXPERT`.
 
     Args:
         tokens: T.
@@ -282,7 +281,7 @@ def _routing(
         length = len(sample.prompt_ids) + len(sample.completion_ids) - 1
         rows = torch.frombuffer(bytearray(sample.routing), dtype=torch.uint8).view(length, -1)
         if routing is None:
-            routing = torch.full((tokens, rows.shape[1]), _UNKNOWN_EXPERT, dtype=torch.uint8)
+            routing = torch.full((tokens, rows.shape[1]), UNKNOWN_EXPERT, dtype=torch.uint8)
         routing[indices] = rows[: len(indices)]
     return routing
 

@@ -79,13 +79,13 @@ class PrefixForest:
 
 
 def prefix_forest(
-    sequences: Sequence[Tensor], per_shared: float = 0.0
+    sequences: Sequence[Tensor], sharing_cost: float = 0.0
 ) -> tuple[PrefixForest, list[int]]:
     """Build the prefix forest of sequences.
 
     Args:
         sequences: each [tokens] int64, in any order.
-        per_shared: cost, in tokens for each later token, of attending to one more shared segment.
+        sharing_cost: cost, in tokens for each later token, of attending to one more shared segment.
 
     Returns:
         The forest, and for each sequence the index of the forest's sequence that it is a prefix of
@@ -103,7 +103,7 @@ def prefix_forest(
             leaves.append(sequences[i])
             shared.append(common)
         leaf_of[i] = len(leaves) - 1
-    worthwhile = _drop_short_prefixes(leaves, shared, per_shared)
+    worthwhile = _drop_short_prefixes(leaves, shared, sharing_cost)
     return PrefixForest(sequences=leaves, shared=worthwhile), leaf_of
 
 
@@ -120,7 +120,7 @@ def _common_prefix_length(a: Tensor, b: Tensor) -> int:
 
 
 def _drop_short_prefixes(
-    sequences: Sequence[Tensor], shared: Sequence[int], per_shared: float
+    sequences: Sequence[Tensor], shared: Sequence[int], sharing_cost: float
 ) -> list[int]:
     """Return `shared` without prefixes that save fewer than `MIN_SAVED_TOKENS` tokens, or less than they cost."""
     result = list(shared)
@@ -137,7 +137,7 @@ def _drop_short_prefixes(
         branches = [i for i in range(first + 1, end) if shared[i] == common]
         saved = (common - depth) * len(branches)
         tokens_behind = tokens_before[end] - tokens_before[first] + shared[first] - common
-        if saved >= max(MIN_SAVED_TOKENS, per_shared * tokens_behind):
+        if saved >= max(MIN_SAVED_TOKENS, sharing_cost * tokens_behind):
             depth = common
         for i in branches:
             result[i] = depth

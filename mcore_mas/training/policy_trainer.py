@@ -132,7 +132,7 @@ class PolicyTrainer:
         max_tokens = self._config.trainer.microbatch_tokens
         packed = PackedSamples(samples, max_tokens, self._group.cost_model)
         critic_packed = packed
-        if self._critic is not None and self._critic.cost_model.spread:
+        if self._critic is not None and self._critic.cost_model.is_distributed:
             critic_packed = PackedSamples(samples, max_tokens, self._critic.cost_model)
         return UpdateBatch(samples=samples, packed=packed, critic_packed=critic_packed)
 

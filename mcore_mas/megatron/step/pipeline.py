@@ -124,7 +124,7 @@ class Pipeline:
         Returns:
             Statistics by the micro-batch's index among all of them; {} before the last stage.
         """
-        costs = [self._cost.work_of(batch) for batch in microbatches]
+        costs = [self._cost.batch_work(batch) for batch in microbatches]
         assignment = balance_work(costs, self._spec.dp)
         own_numbers = assignment[parallel_state.get_data_parallel_rank()]
         batches = [microbatches[number] for number in own_numbers]
@@ -171,7 +171,9 @@ class Pipeline:
     def _prepare_input(self, batch: Microbatch, tokens: int) -> _StageInput:
         """Pad a micro-batch to `tokens` and lay it out, on the CPU."""
         batch = batch.padded(tokens)
-        part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
+        part, rows = batch.context_parallel_part(
+            self._spec.cp, parallel_state.get_context_parallel_rank()
+        )
         layout = PackedTrees.of(batch.segments, self._device.type, self._tiles)
         # Values are tested here, because testing them on the GPU would make the host wait.
         return _StageInput(

@@ -237,7 +237,7 @@ def test_the_experts_of_a_shared_token_are_those_of_the_first_sequence() -> None
     # what goes with tokens, and what is added for ranks that wait
     assert batch.padded(17).routing[12:].tolist() == [[99, 99]] + [[255, 255]] * 4
     assert batch.idle().routing.tolist() == [[255, 255]]
-    part, _ = batch.padded(16).part(2, 1)
+    part, _ = batch.padded(16).context_parallel_part(2, 1)
     assert part.routing.tolist() == batch.padded(16).routing[8:].tolist()
     kept = batch.select(batch.sequences == 1)  # of `first`
     assert (

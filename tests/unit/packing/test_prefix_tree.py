@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_mas.megatron.batch import Segment, depths, pairs
+from mcore_mas.megatron.batch import Segment, attention_pairs, depths
 from mcore_mas.packing.prefix_tree import (
     MIN_SAVED_TOKENS,
     PrefixForest,
@@ -46,7 +46,7 @@ def test_three_levels_deep_with_ragged_ends() -> None:
     assert depths(segments) == [0, 0, 10, 10, 20, 20]
     assert forest.tokens == 26 == sum(segment.tokens for segment in segments)
     # a sequence of n sees n (n + 1) / 2; of the second and the third what they share is seen once
-    assert pairs(segments) == 3 + 66 + (253 - 55) + (231 - 210)
+    assert attention_pairs(segments) == 3 + 66 + (253 - 55) + (231 - 210)
 
 
 def test_equal_sequences_and_beginnings_are_held_by_the_longest() -> None:
