@@ -15,7 +15,8 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.environments.protocol import PlayedEnv, after_thought
-from rollout.orchestras.replies import boxed, graded, parse_listed
+from rollout.orchestras.answers import ask_for_answer, boxed
+from rollout.orchestras.replies import parse_listed
 from rollout.records.trajectory import Task
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
@@ -135,7 +136,7 @@ async def self_verify(
     solution = ""
     answer: str | None = None
     for _ in range(max_turns):
-        reply = await graded(team, env, "solver", problem=problem, solution=solution)
+        reply = await ask_for_answer(team, env, "solver", problem=problem, solution=solution)
         previous_answer = answer
         answer = reply.value
         solution = after_thought(reply.text)

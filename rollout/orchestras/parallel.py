@@ -1,8 +1,11 @@
-"""Agents side by side: MARTI's debate and mixture of agents, Stronger-MAS's math team and its ensemble with a judge.
+"""Orchestras that ask several agents at the same time.
 
-Replies are read without their thoughts, malformed ones as they were said; a malformed last one leaves the team without
-an answer. The local score of a turn is the reward that its answer would have alone, 1 or 0; of a tool user's, whose
-answer is the last line that its program printed, -1 when the program failed or there is none.
+`debate` and `mixture` are MARTI's, `reason_tool` and `ensemble_judge` Stronger-MAS's. Agents read
+the replies of others without their thoughts, also malformed replies, and a malformed last reply
+leaves the team without an answer.
+
+The local score of a turn is the reward that its answer alone would have. A tool user's turn has the
+local score -1 if there is no program or it failed.
 """
 
 import asyncio
@@ -13,7 +16,7 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
 from rollout.base.section import Names
 from rollout.environments.protocol import PlayedEnv, after_thought
-from rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
+from rollout.orchestras.answers import ask_for_answer, ask_tool_user, boxed, numbered, vote
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Task
 from rollout.teams.roles import AgentReply
@@ -30,48 +33,65 @@ async def debate(
     max_others: NonNegativeInt = 5,
     contain_self: bool = True,
 ) -> None:
-    """Let all `debaters` answer side by side, `rounds` times; the answer given most often in the last round is final.
+    """Ask all `debaters` at the same time, in several rounds; the majority of the last round decides.
 
-    Templates may use the slots `problem` and `others`: replies of the round before, shuffled by a hash of task, round
-    and agent; "" in the first round. Of equally frequent answers the one whose debater is named first is final. A
-    malformed reply does not vote; when nobody votes the team has no answer.
+    Templates may use the slots `problem` and `others`, replies of the round before, at first "".
+    The order of these replies is random, and the same whenever the task is played again.
+
+    A malformed reply does not vote, and a team without votes has no answer. If several answers are
+    equally frequent, that of the debater who is named first is final.
 
     Args:
         debaters: agents that debate.
-        rounds: rounds of answers.
-        max_others: other agents' replies that each agent reads, at most.
-        contain_self: each agent also reads its own last reply.
+        rounds: number of rounds, in each of which every debater answers.
+        max_others: most replies of other debaters that a debater reads.
+        contain_self: whether a debater also reads its own reply of the round before.
     """
     problem = env.reset(task)
-    said: dict[str, str] = {}
-    replies: list[AgentReply] = []
-    for number in range(rounds):
-        heard = [
-            _others(said, name, (task.id, number), max_others, contain_self) for name in debaters
-        ]
-        asked = (
-            graded(team, env, name, problem=problem, others=others)
-            for name, others in zip(debaters, heard, strict=True)
-        )
-        replies = await asyncio.gather(*asked)
-        said = {
-            name: after_thought(reply.text) for name, reply in zip(debaters, replies, strict=True)
-        }
-    await env.step(boxed(await vote(env, [reply.value for reply in replies])))
+    replies: dict[str, AgentReply] = {}  # of the latest round, by debater
+    for round_number in range(rounds):
+        previous_texts = {name: after_thought(reply.text) for name, reply in replies.items()}
+        calls = []
+        for name in debaters:
+            texts = _texts_for_debater(
+                name,
+                previous_texts,
+                seed_path=(task.id, round_number),
+                max_others=max_others,
+                contain_self=contain_self,
+            )
+            calls.append(ask_for_answer(team, env, name, problem=problem, others=numbered(texts)))
+        replies = dict(zip(debaters, await asyncio.gather(*calls), strict=True))
+
+    answers = [reply.value for reply in replies.values()]
+    await env.step(boxed(await vote(env, answers)))
 
 
-def _others(
-    said: Mapping[str, str], listener: str, place: tuple[str, int], most: int, contain_self: bool
-) -> str:
-    """What `listener` reads of what was `said`."""
+def _texts_for_debater(
+    debater: str,
+    previous_texts: Mapping[str, str],
+    *,
+    seed_path: tuple[str, int],
+    max_others: int,
+    contain_self: bool,
+) -> list[str]:
+    """Return the texts that a debater reads, in a random order.
+
+    Args:
+        debater: name of the debater.
+        previous_texts: text of every debater in the round before, by name.
+        seed_path: task id and round number, which decide the order together with the names.
+        max_others: most texts of other debaters.
+        contain_self: whether the debater's own text is among them.
+    """
 
     def shuffled(names: Sequence[str]) -> list[str]:
-        return sorted(names, key=lambda name: derive_seed("debate", *place, listener, name))
+        return sorted(names, key=lambda name: derive_seed("debate", *seed_path, debater, name))
 
-    chosen = shuffled([name for name in said if name != listener])[:most]
-    own = [listener] if contain_self and listener in said else []
-    names = shuffled([*chosen, *own])
-    return numbered(said[name] for name in names)
+    names = shuffled([name for name in previous_texts if name != debater])[:max_others]
+    if contain_self and debater in previous_texts:
+        names = shuffled([*names, debater])
+    return [previous_texts[name] for name in names]
 
 
 async def mixture(
@@ -81,50 +101,52 @@ async def mixture(
     *,
     proposers: Names = ("proposer_1", "proposer_2", "proposer_3"),
 ) -> None:
-    """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
+    """Ask all `proposers` at the same time, then `aggregator`, whose answer is final.
 
-    Templates may use the slots `problem`, the aggregator's also `proposals`, in the order in which the proposers are
-    named.
+    Templates may use the slot `problem`; that of the aggregator also `proposals`, the proposers'
+    replies in the order of `proposers`.
 
     Args:
-        proposers: agents that propose.
+        proposers: agents that propose a solution.
     """
     problem = env.reset(task)
-    replies = await asyncio.gather(
-        *(graded(team, env, name, problem=problem) for name in proposers)
-    )
+    calls = [ask_for_answer(team, env, name, problem=problem) for name in proposers]
+    replies = await asyncio.gather(*calls)
     proposals = numbered(after_thought(reply.text) for reply in replies)
-    final = await graded(team, env, "aggregator", problem=problem, proposals=proposals)
+    final = await ask_for_answer(team, env, "aggregator", problem=problem, proposals=proposals)
     await env.step(boxed(final.value))
 
 
 async def reason_tool(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 4
 ) -> None:
-    """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
+    """Ask `tool_user` and `reasoner` at the same time until they agree; the reasoner's answer is final.
 
-    The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what
-    the reasoner said, the tool user's program and what came of it. A malformed reply agrees with nothing.
+    Templates may use the slots `problem` and `history`: for each earlier turn, the tool user's
+    program with its output, and the reasoner's reply. A malformed reply agrees with no answer.
 
     Args:
-        max_turns: turns of the team, at most.
+        max_turns: most turns of the team.
     """
     problem = env.reset(task)
     history = ""
     for _ in range(max_turns):
         slots = {"problem": problem, "history": history}
-        (computed, shown), reasoned = await asyncio.gather(
-            calculated(team, env, **slots), graded(team, env, "reasoner", **slots)
+        calculation, reasoning = await asyncio.gather(
+            ask_tool_user(team, env, **slots), ask_for_answer(team, env, "reasoner", **slots)
         )
-        if computed and reasoned.value and await env.same(computed, reasoned.value):
+        computed = calculation.answer
+        if computed and reasoning.value and await env.same(computed, reasoning.value):
             break
-        history += f"[The program and what it printed]\n{shown}\n\n[The reasoner]\n{after_thought(reasoned.text)}\n\n"
-    await env.step(boxed(reasoned.value))
+        history += f"[The program and what it printed]\n{calculation.transcript}\n\n"
+        history += f"[The reasoner]\n{after_thought(reasoning.text)}\n\n"
+    await env.step(boxed(reasoning.value))
 
 
-def _somebody(tool_users: int, info: ValidationInfo) -> int:
+def _check_not_without_agents(tool_users: int, info: ValidationInfo) -> int:
+    """Validate `tool_users`, which may be 0 only if there are `reasoners`."""
     if not tool_users and not info.data.get("reasoners"):
-        raise ValueError("expected at least 1 without reasoners")
+        raise ValueError("expected at least 1 because reasoners is 0")
     return tool_users
 
 
@@ -134,27 +156,32 @@ async def ensemble_judge(
     env: PlayedEnv,
     *,
     reasoners: NonNegativeInt = 2,
-    tool_users: Annotated[NonNegativeInt, AfterValidator(_somebody)] = 1,
+    tool_users: Annotated[NonNegativeInt, AfterValidator(_check_not_without_agents)] = 1,
 ) -> None:
-    """Ask `reasoner` and `tool_user` so many times side by side, then `judge`, whose answer is final.
+    """Ask `reasoner` and `tool_user` several times at once, then `judge`, whose answer is final.
 
-    Templates may use the slots `problem` and `history`, which is always "" (the roles are those of `reason_tool`), the
-    judge's `problem` and `candidates`: what the reasoners said, then the tool users' programs with what came of them.
+    Templates of reasoner and tool user may use the slots `problem` and `history`; `history` is
+    always "", and exists because their roles are those of `reason_tool`. The judge's template may
+    use `problem` and `candidates`: the reasoners' replies, then the tool users' programs with their
+    output.
 
     Args:
         reasoners: replies of the agent `reasoner`.
-        tool_users: replies of the agent `tool_user`.
+        tool_users: replies of the agent `tool_user`; at least 1 if `reasoners` is 0.
     """
     problem = env.reset(task)
     slots = {"problem": problem, "history": ""}
 
     async def reason() -> str:
-        return after_thought((await graded(team, env, "reasoner", **slots)).text)
+        reply = await ask_for_answer(team, env, "reasoner", **slots)
+        return after_thought(reply.text)
 
     async def calculate() -> str:
-        return (await calculated(team, env, **slots))[1]
+        calculation = await ask_tool_user(team, env, **slots)
+        return calculation.transcript
 
-    asked = [reason() for _ in range(reasoners)] + [calculate() for _ in range(tool_users)]
-    candidates = numbered(await asyncio.gather(*asked))
-    verdict = await graded(team, env, "judge", problem=problem, candidates=candidates)
+    calls = [reason() for _ in range(reasoners)]
+    calls += [calculate() for _ in range(tool_users)]
+    candidates = numbered(await asyncio.gather(*calls))
+    verdict = await ask_for_answer(team, env, "judge", problem=problem, candidates=candidates)
     await env.step(boxed(verdict.value))

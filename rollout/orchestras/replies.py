@@ -1,4 +1,4 @@
-"""Replies of agents: parsers, and the grading of and voting on answers.
+"""Parsers of agents' replies, and the fences in which programs are shown.
 
 roles.yaml names the parsers without their prefix `parse_`. A parser returns the value of a reply,
 or None if the reply is malformed.
@@ -6,16 +6,12 @@ or None if the reply is malformed.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
-from rollout.base.errors import Undecided
 from rollout.environments.fenced_programs import last_program
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.patches import BadPatch, parse_patch
-from rollout.environments.protocol import PlayedEnv, after_thought, last_tag
-from rollout.sandbox.records import NO_OUTPUT
-from rollout.teams.roles import AgentReply
-from rollout.teams.team import TeamSession
+from rollout.environments.protocol import after_thought, last_tag
 
 LISTED = "**Actions List**:"  # before proposed actions of a game, in a reply or a program's output
 DECIDED = "####"  # before the final actions of a game
@@ -32,6 +28,11 @@ Steps = tuple[tuple[str, str], ...]  # (sub-question, assumed answer) of each st
 def fenced(program: str | None) -> str:
     """Return a program in a fence, as environments read it; "" without a program."""
     return f"```python\n{program.rstrip()}\n```" if program else ""
+
+
+def with_output(program: str, output: str) -> str:
+    """Return a program in a fence, followed by its output, as agents read it."""
+    return f"```python\n{program}\n```\n{output}"
 
 
 def parse_spoken(text: str) -> str | None:
@@ -274,87 +275,3 @@ parse_program = last_program
 parse_pseudocode = _tag_parser("pseudocode", skip_thought=True)
 parse_reflection = _tag_parser("reflection", skip_thought=True)
 parse_summary = _tag_parser("summary", skip_thought=True)
-
-
-def boxed(answer: str | None) -> str:
-    """Return an answer in a box, as the environment `math` reads it; "" without an answer."""
-    return f"\\boxed{{{answer}}}" if answer else ""
-
-
-async def grade(team: TeamSession, env: PlayedEnv, turn: int, answer: str | None) -> float | None:
-    """Record and return the local score of a turn: the reward that its answer alone would have.
-
-    A malformed or truncated reply is graded as a reply without an answer. If the environment cannot
-    decide, the turn has the score `undecided` = 1 in place of a local score, and None is returned.
-    """
-    try:
-        step = await env.preview(boxed(answer))
-    except Undecided:
-        team.score(turn, undecided=1.0)
-        return None
-    # A tree selects its branch by this score, so it is recorded before another agent is asked.
-    team.score(turn, local=step.reward)
-    return step.reward
-
-
-async def graded(team: TeamSession, env: PlayedEnv, name: str, **slots: object) -> AgentReply:
-    """Ask an agent for a boxed answer and record the local score of the reply; see `grade`."""
-    reply = await team.act(name, **slots)
-    await grade(team, env, reply.turn, reply.value)
-    return reply
-
-
-async def calculated(team: TeamSession, env: PlayedEnv, **slots: object) -> tuple[str | None, str]:
-    """Ask the agent `tool_user`, run the program of its reply, and record its local score.
-
-    The score is that of Stronger-MAS: 1 for the right answer, 0 for a wrong one, -1 if there is no
-    program or it failed.
-
-    Returns:
-        The answer, and the program with its output for the other agents. The answer is the content
-        of the box in the last printed line, or else that line; None without one.
-    """
-    reply = await team.act("tool_user", **slots)
-    if reply.value is None:
-        team.score(reply.turn, local=-1.0)
-        return None, with_output("", "There was no program.")
-    call = await env.run(reply.value)
-    shown = with_output(reply.value.strip(), call.result)
-    if call.failed:
-        team.score(reply.turn, local=-1.0)
-        return None, shown
-    line = "" if call.result == NO_OUTPUT else call.result.splitlines()[-1].strip()
-    box = last_boxed(line)
-    answer = (line if box is None else box) or None
-    await grade(team, env, reply.turn, answer)
-    return answer, shown
-
-
-def numbered(texts: Iterable[str]) -> str:
-    """Return solutions under numbered headings, for an agent that compares them."""
-    return "\n\n".join(f"[Solution {number}]\n{text}" for number, text in enumerate(texts, start=1))
-
-
-def with_output(program: str, output: str) -> str:
-    """Return a program in a fence, followed by its output."""
-    return f"```python\n{program}\n```\n{output}"
-
-
-async def vote(env: PlayedEnv, answers: Sequence[str | None]) -> str | None:
-    """Return the most frequent answer, as it was first written; the first of equally frequent ones.
-
-    Absent answers (None) have no vote; the result is None if all are absent.
-    """
-    groups: list[list[str]] = []  # answers that are the same
-    for answer in answers:
-        if answer is None:
-            continue
-        for group in groups:
-            if await env.same(answer, group[0]):
-                group.append(answer)
-                break
-        else:
-            groups.append([answer])
-    if not groups:
-        return None
-    return max(groups, key=len)[0]  # the first of groups of equal size

@@ -11,24 +11,25 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.environments.protocol import Env, PlayedEnv, after_thought
-from rollout.orchestras.replies import boxed, grade, graded, with_output
+from rollout.orchestras.answers import ask_for_answer, boxed, grade
+from rollout.orchestras.replies import with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 
 
-def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
+def slots(problem: str, replies: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return the slots of both user templates, for rollouts and for demonstrations.
 
     Args:
         problem: problem as the environment states it.
-        said: (agent, text) of every reply so far, oldest first.
+        replies: (agent, text) of every reply so far, oldest first.
 
     Returns:
         `problem`; `team_context`, every reply after its agent's name and before a blank line, at
         first ""; `solution`, the latest reply of the solver, at first "".
     """
-    context = "".join([f"[{agent}]\n{text}\n\n" for agent, text in said])
-    solution = next((text for agent, text in reversed(said) if agent == "solver"), "")
+    context = "".join([f"[{agent}]\n{text}\n\n" for agent, text in replies])
+    solution = next((text for agent, text in reversed(replies) if agent == "solver"), "")
     return {"problem": problem, "team_context": context, "solution": solution}
 
 
@@ -49,14 +50,14 @@ async def solver_verifier(
         malformed_verdict: verdict that a malformed reply of the verifier counts as.
     """
     problem = env.reset(task)
-    said: list[tuple[str, str]] = []
+    replies: list[tuple[str, str]] = []
     for attempt in range(1, max_loops + 1):
-        solution = await team.act("solver", **slots(problem, said))
-        said.append(("solver", solution.text))
+        solution = await team.act("solver", **slots(problem, replies))
+        replies.append(("solver", solution.text))
         if attempt == max_loops:
             break
-        verdict = await team.act("verifier", **slots(problem, said))
-        said.append(("verifier", verdict.text))
+        verdict = await team.act("verifier", **slots(problem, replies))
+        replies.append(("verifier", verdict.text))
         if (verdict.value or malformed_verdict) == "approve":
             break
     await env.step(solution.text)
@@ -80,7 +81,7 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
         team.score(review.turn, undecided=1.0)
     else:
         team.score(review.turn, local=float(review.value == str(int(right > 0))))
-    final = await graded(
+    final = await ask_for_answer(
         team, env, "refiner", problem=problem, solution=solution, review=after_thought(review.text)
     )
     await env.step(boxed(final.value))
