@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_mas.api.references import ArgumentError, reference_to
+from rollout.base.error_location import describe_with_location
 from rollout.base.errors import OptionsError
 from rollout.base.lookup import lookup
 from rollout.base.signatures import check_call
 from rollout.records.trajectory import Group, Status, Trajectory
+from rollout.rewards.allocation import RewardError
 
 
 def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, Any]:
@@ -71,20 +73,22 @@ def _with_rewards(trajectory: Trajectory, reward: Callable[..., Any]) -> Traject
     """Return the trajectory with rewards on its turns, unchanged if it was not completed."""
     if trajectory.status is not Status.COMPLETED:
         return trajectory
-    result = reward(trajectory)
-    turns = tuple(
-        replace(turn, reward=_reward_of_agent(result, turn.agent, reward))
-        for turn in trajectory.turns
-    )
-    return replace(trajectory, turns=turns)
-
-
-def _reward_of_agent(result: Any, agent: str, reward: Callable[..., Any]) -> float:
+    name = getattr(reward, "__name__", repr(reward))
     try:
-        return float(result[agent] if isinstance(result, Mapping) else result)
-    except (KeyError, TypeError, ValueError) as error:
-        name = getattr(reward, "__name__", repr(reward))
-        raise ArgumentError(
-            f"reward {name} returned {result!r:.80} for a turn of agent '{agent}'; expected a "
-            "number, or a number for each agent"
+        result = reward(trajectory)
+    except Exception as error:
+        raise RewardError(
+            f"trajectory {trajectory.id}: reward {name} raised {describe_with_location(error)}"
         ) from error
+
+    turns = []
+    for turn in trajectory.turns:
+        try:
+            value = float(result[turn.agent] if isinstance(result, Mapping) else result)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardError(
+                f"trajectory {trajectory.id}: reward {name} returned {result!r:.80} for a turn of "
+                f"agent '{turn.agent}'; expected a number, or a number for each agent"
+            ) from error
+        turns.append(replace(turn, reward=value))
+    return replace(trajectory, turns=tuple(turns))

@@ -22,13 +22,14 @@ from mcore_mas.training.greedy_baseline import append_greedy, greedy_to_scores
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.base.async_tasks import gather_or_cancel
+from rollout.base.error_location import describe_with_location
 from rollout.base.watchdog import Wait, Watchdog
 from rollout.config.reward import build_allocator
 from rollout.engines.remote.client import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.rewards.allocation import judge_undecided
+from rollout.rewards.allocation import RewardError, judge_undecided
 from rollout.rewards.coach import Coach
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.team import Team
@@ -155,7 +156,8 @@ class AsyncRollouts:
             if is_resumed:
                 new_groups = resumed.groups(tasks)
             else:
-                new_groups = await self._collect_and_reward(step, tasks, started, log)
+                played = await self._collect(step, tasks, started, log)
+                new_groups = await self._allocate_rewards(step, played, earlier_batches=number - 1)
             groups += new_groups
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
             problem = self._batch_problem(step, trajectories)
@@ -205,10 +207,10 @@ class AsyncRollouts:
         )
         await retry_while_full(partial(asyncio.to_thread, write), self.collected.path(step))
 
-    async def _collect_and_reward(
+    async def _collect(
         self, step: int, tasks: Sequence[Task], started: float, log: CollectionLog
     ) -> list[Group]:
-        """Play a batch of tasks, and give every turn a reward and the scores that its credit needs.
+        """Play a batch of tasks; add the greedy trajectories and the scores that credit needs.
 
         Args:
             step: number of the step.
@@ -216,12 +218,7 @@ class AsyncRollouts:
             started: time at which the step's collection began, on the event loop's clock.
             log: of the finished trajectories of the step.
         """
-        config = self.config
-        needs_greedy = any(
-            REQUIRED_COLUMN.get(config.advantage_of(agent).name) == "greedy"
-            for agent in config.agents
-        )
-        if needs_greedy:
+        if self._needs_greedy():
             groups, greedy_groups = await gather_or_cancel(
                 [
                     self._play(step, tasks, started, log),
@@ -232,18 +229,42 @@ class AsyncRollouts:
         else:
             groups = await self._play(step, tasks, started, log)
 
-        groups = judge_undecided(groups, config.collection.max_undecided)
+        groups = judge_undecided(groups, self.config.collection.max_undecided)
         if self.coach is not None:
             groups = await self._score_by_coach(self.coach, step, groups)
-        allocate = build_allocator(config.reward, config.agents)
+        return groups
+
+    async def _allocate_rewards(
+        self, step: int, groups: Sequence[Group], *, earlier_batches: int
+    ) -> list[Group]:
+        """Give every turn a reward.
+
+        Raises:
+            TrainingError: the reward failed. The step's file then holds the trajectories, without
+                rewards, so that the user can look into them.
+        """
+        allocate = build_allocator(self.config.reward, self.config.agents)
         try:
-            groups = [allocate(group) for group in groups]
-        except SystemExit as error:
-            # asyncio would end the event loop without a message
+            rewarded = [allocate(group) for group in groups]
+        except (Exception, SystemExit) as error:  # asyncio would end the event loop at sys.exit
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            await self._write(step, trajectories, batches=earlier_batches, complete=False)
+            message = str(error) if isinstance(error, RewardError) else self._reward_failure(error)
             raise TrainingError(
-                f"step {step}: the reward called sys.exit({error.code!r})"
+                f"step {step}: {message}; its trajectories are in {self.collected.path(step)} "
+                "(`mcore-mas show` prints them)"
             ) from error
-        return [greedy_to_scores(group) for group in groups] if needs_greedy else groups
+        if self._needs_greedy():
+            rewarded = [greedy_to_scores(group) for group in rewarded]
+        return rewarded
+
+    def _reward_failure(self, error: BaseException) -> str:
+        return f"reward '{self.config.reward.name}' raised {describe_with_location(error)}"
+
+    def _needs_greedy(self) -> bool:
+        """Return True if an agent's estimator compares with a greedy trajectory."""
+        estimators = map(self.config.advantage_of, self.config.agents)
+        return any(REQUIRED_COLUMN.get(estimator.name) == "greedy" for estimator in estimators)
 
     async def _play(
         self, step: int, tasks: Sequence[Task], started: float, log: CollectionLog

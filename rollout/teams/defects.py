@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rollout.base.deadlines import Late
+from rollout.base.error_location import describe_with_location
 from rollout.base.errors import Defect, EngineError, EnvError, Unusable
 
 
@@ -24,4 +25,4 @@ class DefectGuard:  # a class, since @contextmanager is several times slower, th
             return
         if isinstance(error, (EngineError, EnvError, Late, Unusable)):
             return
-        raise Defect(f"{self.code}: {type(error).__name__}: {error}") from error
+        raise Defect(f"{self.code}: {describe_with_location(error)}") from error

@@ -4,9 +4,8 @@ import operator
 
 import pytest
 
-from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.rewards import allocator_of
-from rollout.rewards.allocation import shared_outcome
+from rollout.rewards.allocation import RewardError, shared_outcome
 from tests.support.played import group, trajectory, turn
 
 PLAYED = group(
@@ -41,6 +40,20 @@ def test_a_reward_that_is_no_number_is_refused(result: object) -> None:
     def worth(trajectory):
         return result
 
-    message = r"^reward worth returned .* for a turn of agent 'editor'; expected a number, or"
-    with pytest.raises(ArgumentError, match=message):
+    message = r"^trajectory \S+: reward worth returned .* for a turn of agent 'editor'; expected a"
+    with pytest.raises(RewardError, match=message):
         allocator_of(worth)(group(trajectory(turn(0, "editor"))))
+
+
+def test_an_error_of_a_reward_names_the_trajectory_the_file_and_the_line() -> None:
+    def worth(trajectory):
+        return 1 / len(trajectory.trained_by)
+
+    played = group(trajectory(turn(0, "editor")))
+    with pytest.raises(RewardError) as caught:
+        allocator_of(worth)(played)
+    line = worth.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"trajectory {played.trajectories[0].id}: reward worth raised AttributeError: 'Trajectory' "
+        f"object has no attribute 'trained_by' (test_rewards.py:{line})"
+    )

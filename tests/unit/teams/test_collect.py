@@ -117,7 +117,10 @@ def test_a_score_of_a_missing_turn_is_refused():
         team.score(1, local=0.5)
 
     [trajectory] = play(orchestra, replying("0"))
-    assert trajectory.error == "Defect: orchestra: KeyError: 'no turn 1 to score; turns: 0'"
+    line = orchestra.__code__.co_firstlineno + 2
+    assert trajectory.error == (
+        f"Defect: orchestra: KeyError: 'no turn 1 to score; turns: 0' (test_collect.py:{line})"
+    )
 
 
 def test_simultaneous_turns_keep_the_order_of_their_calls():

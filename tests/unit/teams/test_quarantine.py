@@ -38,6 +38,7 @@ from rollout.teams.roles import ROLES
 from rollout.teams.team import RecordedReply
 from rollout.teams.tree import Branching
 from tests.support import casts, played
+from tests.support.error_texts import without_location
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -133,7 +134,7 @@ def test_a_defect_quarantines_its_trajectory_and_can_be_replayed(
         Status.FAILED,
         Status.COMPLETED,
     ]
-    assert [t.error for t in played] == [
+    assert [without_location(t.error) for t in played] == [
         "",
         "Defect: adder.step: MemoryError: 13",
         "Defect: orchestra: RecursionError: seven",
@@ -185,7 +186,7 @@ def test_a_failing_environment_maker_and_a_nan_reward_are_defects(
         run = collect(
             [TASK], make_team(engine), make_env, one_step, group_size=1, seed=SEED, step=STEP
         )
-        assert asyncio.run(run)[0].trajectories[0].error == error
+        assert without_location(asyncio.run(run)[0].trajectories[0].error) == error
 
 
 @pytest.mark.parametrize("tree", [None, Branching(width=2)])
@@ -204,7 +205,8 @@ def test_a_defect_names_the_environment_of_the_config(
         env="own:Breaks",
         tree=tree,
     )
-    assert asyncio.run(run)[0].trajectories[0].error == "Defect: own:Breaks.step: MemoryError: 13"
+    error = asyncio.run(run)[0].trajectories[0].error
+    assert without_location(error) == "Defect: own:Breaks.step: MemoryError: 13"
 
 
 PIECES = (

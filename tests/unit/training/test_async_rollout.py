@@ -163,7 +163,25 @@ def test_d10_the_greedy_trajectory_is_rewarded_like_the_others(tmp_path: Path) -
     assert [len(group.trajectories) for group in batch.groups] == [1, 1]
 
 
+def worth_of_four_digits(group: Group) -> Group:
+    """Raise a KeyError as a faulty reward does."""
+    raise KeyError(group.task.id)
+
+
 class TestFailures:
+    def test_an_error_of_the_reward_ends_the_run_and_the_trajectories_are_kept(
+        self, tmp_path: Path
+    ) -> None:
+        name = f"{__name__}:{worth_of_four_digits.__name__}"
+        file = tmp_path / "trajectories" / "step_000000.parquet"
+        line = worth_of_four_digits.__code__.co_firstlineno + 2
+        with pytest.raises(TrainingError) as caught:
+            collect(make_run(tmp_path, answer_correctly, f"reward={{name: {name}}}"))
+        message = str(caught.value)
+        assert message.startswith(f"step 0: reward '{name}' raised KeyError: ")
+        assert f"(test_async_rollout.py:{line}); its trajectories are in {file}" in message
+        assert [t.status for t in read_trajectories(file)] == [Status.COMPLETED] * 4
+
     def test_a_step_whose_trajectories_all_failed_ends_the_run(self, tmp_path: Path) -> None:
         def fail(prompt: tuple[int, ...], call: int) -> bytes:
             raise EngineError("no engine")
@@ -177,7 +195,7 @@ class TestFailures:
     def test_an_environment_of_the_user_is_named_where_it_breaks(self, tmp_path: Path) -> None:
         """The tasks name another environment, math."""
         name = f"{__name__}:BrokenEnv"
-        message = rf"the first: Defect: {name}\.step: KeyError: 'own'; reproduce it"
+        message = rf"the first: Defect: {name}\.step: KeyError: 'own' \(test_async_rollout.py:\d+\); reproduce"
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, answer_correctly, f"env={{name: {name}}}"))
 
@@ -211,7 +229,9 @@ def test_a_quarantined_trajectory_is_replayed_from_its_file(
     session = make_run(tmp_path, answer_thirteen(calls=1))
     batch = collect(session)
     [broken] = [t for t in trajectories_in(batch) if t.status is not Status.COMPLETED]
-    assert broken.error == "Defect: math.step: KeyError: 'thirteen'"
+    line = break_at_thirteen.__code__.co_firstlineno + 3
+    location = f"test_async_rollout.py:{line}"
+    assert broken.error == f"Defect: math.step: KeyError: 'thirteen' ({location})"
     assert rollout_metrics(batch.groups)["rollout/quarantined"] == 1.0
 
     [file] = session.rollouts.collected.quarantine.iterdir()
