@@ -1,171 +1,188 @@
-"""Workflow graph from the config: agents and actions as nodes, conditions on the edges, checked at the door."""
+"""Orchestra `graph`: a workflow that the config states as a graph.
+
+The nodes of a `Graph` ask agents or step the environment, and conditions on its edges decide which
+nodes run next. A graph is validated when the config is read.
+"""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import keyword
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from string import Formatter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from rollout.base.section import StrictSection
 from rollout.environments.protocol import Env
+from rollout.orchestras.conditions import parse_condition
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 
-GIVEN = ("problem", "history")  # what every template may use besides the nodes
+_EPISODE_NAMES = ("problem", "history")  # names of templates and conditions that are not nodes
+_RESERVED_NAMES = (*_EPISODE_NAMES, "len")
 
 
-def _template(text: str) -> str:
+def _check_template(text: str) -> str:
+    """Validate a template, in which braces may contain names only."""
     try:
-        parts = list(Formatter().parse(text))
+        fields = list(Formatter().parse(text))
     except ValueError as error:
         raise ValueError(f"{error}; write a brace itself as {{{{ or }}}}") from error
-    if any(form or conversion for _, _, form, conversion in parts):
-        raise ValueError("expected names alone between braces")
+    if any(format_spec or conversion for _, _, format_spec, conversion in fields):
+        raise ValueError("expected names alone between braces, without a conversion or format")
     return text
 
 
-def _node_name(name: str) -> str:
-    if not name.isidentifier() or keyword.iskeyword(name) or name in (*GIVEN, "len"):
+def _check_node_name(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name) or name in _RESERVED_NAMES:
         raise ValueError(
-            f"expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}"
+            f"expected a name of letters, digits and _ that is not {', '.join(_RESERVED_NAMES)}"
         )
     return name
 
 
-Template = Annotated[str, AfterValidator(_template)]  # with named gaps, written {name}
+def _check_condition(text: str) -> str:
+    return parse_condition(text).text
+
+
+def _as_list(start: object) -> object:
+    """Convert the name of a single first node to a list."""
+    return [start] if isinstance(start, str) else start
+
+
+Template = Annotated[str, AfterValidator(_check_template)]  # text with names in braces, as {name}
 
 
 class GraphNode(StrictSection):
-    """An agent who is asked, with the slots of the user template; or an action that is taken in the environment."""
+    """A node: either an agent to ask, or an action with which the environment is stepped."""
 
     agent: str | None = None
-    slots: Mapping[str, Template] = Field(default_factory=dict)
+    slots: Mapping[str, Template] = Field(default_factory=dict)  # of the agent's user template
     action: Template | None = None
-    wait: Literal["any", "all"] = "any"  # edges into it
+    wait: Literal["any", "all"] = "any"  # which of the edges into the node must have been taken
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> GraphNode:
-        if (self.agent is None) == (self.action is None) or (
-            self.action is not None and self.slots
-        ):
+    def _check_kind(self) -> GraphNode:
+        has_agent = self.agent is not None
+        has_action = self.action is not None
+        if has_agent == has_action or (has_action and self.slots):
             raise ValueError("expected either agent, with its slots, or action")
         return self
 
 
 class Edge(StrictSection):
-    """What may follow what."""
+    """An edge between two nodes, which is taken after its source has run if its condition holds."""
 
     source: str = Field(alias="from")
     target: str = Field(alias="to")
-    when: Annotated[str, AfterValidator(lambda text: read_expression(text).text)] | None = (
-        None  # null: always
-    )
+    when: Annotated[str, AfterValidator(_check_condition)] | None = None  # null: always
 
 
 class Graph(StrictSection):
-    """Nodes by name in the config's order, edges, and the nodes that come first.
+    """Nodes by name, the edges between them, and the nodes that run first.
 
     Raises:
-        ValueError: it names what is not there, has a node that is never reached, a cycle without a condition, or no
-            action.
+        ValueError: a name is unknown, a node cannot be reached, a cycle has no condition, or no
+            node has an action.
     """
 
-    nodes: Mapping[Annotated[str, AfterValidator(_node_name)], GraphNode] = Field(min_length=1)
+    nodes: Mapping[Annotated[str, AfterValidator(_check_node_name)], GraphNode] = Field(
+        min_length=1
+    )
     edges: Sequence[Edge] = ()
-    start: Annotated[
-        Sequence[str],
-        BeforeValidator(
-            lambda start: [start] if isinstance(start, str) else start, Sequence[str] | str
-        ),
-    ] = ()
+    start: Annotated[Sequence[str], BeforeValidator(_as_list, Sequence[str] | str)] = ()
 
     @model_validator(mode="after")
-    def _playable(self) -> Graph:
+    def _check_graph(self) -> Graph:
         for name in self.start:
-            _known("start", name, self.nodes)
+            _check_name("start", name, self.nodes)
         for number, edge in enumerate(self.edges, start=1):
-            _known(f"edge {number}, from", edge.source, self.nodes)
-            _known(f"edge {number}, to", edge.target, self.nodes)
-        if not any(node.action is not None for node in self.nodes.values()):
-            raise ValueError("no node has an action; something must step the environment")
-        self._check_names()
-        self._check_reached()
+            _check_name(f"edge {number}, from", edge.source, self.nodes)
+            _check_name(f"edge {number}, to", edge.target, self.nodes)
+        if all(node.action is None for node in self.nodes.values()):
+            raise ValueError("no node has an action, so nothing would step the environment")
+        self._check_templates()
+        self._check_conditions()
+        self._check_reachable()
         self._check_cycles()
         return self
 
-    def blank(self) -> dict[str, str | int]:
-        """Every name that templates and conditions may use, with its value before the start."""
-        values: dict[str, str | int] = dict.fromkeys(GIVEN, "")
+    def initial_values(self) -> dict[str, str | int]:
+        """Return the values of all names, before any node runs, that templates and conditions use."""
+        values: dict[str, str | int] = dict.fromkeys(_EPISODE_NAMES, "")
         for name in self.nodes:
-            values |= {name: "", f"{name}.text": "", f"{name}.runs": 0}
+            values[name] = ""
+            values[f"{name}.text"] = ""
+            values[f"{name}.runs"] = 0
         return values
 
     def check_agents(self, templates: Mapping[str, str]) -> None:
         """Refuse nodes that do not fit a team.
 
         Args:
-            templates: the user template of every agent in the team.
+            templates: user template of every agent in the team, by agent.
 
         Raises:
-            ValueError: a node asks for an agent who is not there, or leaves a slot of the agent's template open.
+            ValueError: a node asks an agent who is not in the team, or does not fill a slot of the
+                agent's template.
         """
         for name, node in self.nodes.items():
             if node.agent is None:
                 continue
             if node.agent not in templates:
-                known = ", ".join(templates)
                 raise ValueError(
-                    f"graph: node '{name}' asks agent '{node.agent}', who is not in the team; agents: {known}"
+                    f"graph: node '{name}' asks agent '{node.agent}', who is not in the team; "
+                    f"agents: {', '.join(templates)}"
                 )
-            for slot in _gaps(templates[node.agent]):
+            for slot in _names_in(templates[node.agent]):
                 if slot not in node.slots:
                     raise ValueError(
-                        f"graph: node '{name}' leaves slot '{slot}' of agent '{node.agent}' open; add it to its slots"
+                        f"graph: node '{name}' does not fill slot '{slot}' of agent "
+                        f"'{node.agent}'; add it to the node's slots"
                     )
 
-    def _check_names(self) -> None:
-        """Refuse a template or condition over names that are not there, or over values that cannot be compared."""
-        values = self.blank()
-        for name, node in self.nodes.items():
-            texts = {
-                **{f"slot '{slot}'": text for slot, text in node.slots.items()},
-                "action": node.action or "",
-            }
-            for place, text in texts.items():
-                for gap in _gaps(text):
-                    _known(f"node '{name}', {place}", gap, values)
-        for number, edge in enumerate(self.edges, start=1):
-            if edge.when is not None:
-                condition = read_expression(edge.when)
-                for name in condition.names:
-                    _known(f"edge {number}", name, values)
-                condition.holds(values)
+    def _check_templates(self) -> None:
+        """Refuse a template with an unknown name."""
+        known_names = self.initial_values()
+        for node_name, node in self.nodes.items():
+            for slot, template in node.slots.items():
+                for name in _names_in(template):
+                    _check_name(f"node '{node_name}', slot '{slot}'", name, known_names)
+            for name in _names_in(node.action or ""):
+                _check_name(f"node '{node_name}', action", name, known_names)
 
-    def _check_reached(self) -> None:
-        reached = list(self.start)
-        for name in reached:
-            reached += [
-                edge.target
-                for edge in self.edges
-                if edge.source == name and edge.target not in reached
-            ]
+    def _check_conditions(self) -> None:
+        """Refuse a condition with an unknown name, or that compares values of different types."""
+        values = self.initial_values()
+        for number, edge in enumerate(self.edges, start=1):
+            if edge.when is None:
+                continue
+            condition = parse_condition(edge.when)
+            for name in condition.names:
+                _check_name(f"edge {number}", name, values)
+            # The values' types do not change later, so a condition that can be evaluated now can
+            # be evaluated in every wave.
+            condition.holds(values)
+
+    def _check_reachable(self) -> None:
+        """Refuse a node to which no edges lead from the start."""
+        reached: set[str] = set()
+        pending = list(self.start)
+        while pending:
+            name = pending.pop()
+            if name not in reached:
+                reached.add(name)
+                pending += [edge.target for edge in self.edges if edge.source == name]
         for name in self.nodes:
             if name not in reached:
-                raise ValueError(
-                    f"node '{name}' is never reached from start ({', '.join(self.start) or 'empty'})"
-                )
+                start = ", ".join(self.start) or "empty"
+                raise ValueError(f"node '{name}' is never reached from start ({start})")
 
     def _check_cycles(self) -> None:
-        """Refuse a way along unconditional edges that comes back to where it was."""
+        """Refuse a cycle of edges without a condition, which would never end."""
         sorter = TopologicalSorter[str]()
         for edge in self.edges:
             if edge.when is None:
@@ -182,176 +199,107 @@ class Graph(StrictSection):
 async def graph(
     task: Task, team: TeamSession, env: Env, *, graph: Graph, max_steps: PositiveInt = 16
 ) -> None:
-    """Play one task along `graph`, in at most `max_steps` waves.
+    """Play one task along `graph`, in at most `max_steps` waves of nodes.
 
-    The first wave is the nodes in `start`. In a wave every node sees what there was before it: agents are asked side
-    by side, then actions step the environment one after another, in the order of the nodes. Then every edge is taken
-    that leaves a node of the wave and whose condition holds. The next wave is the nodes with a taken edge into them,
-    or, with `wait: all`, with all edges into them taken since they ran. The end is a done environment or an empty wave.
+    The first wave is the nodes in `start`. All nodes of a wave use the values from before it. First
+    the agents are asked at the same time, then the actions step the environment one after the
+    other, in the order of the nodes. Then the edges are taken that leave a node of the wave and
+    whose condition holds. The next wave is the nodes with a taken edge into them; with `wait: all`,
+    those into which all edges were taken since they last ran. The task ends if the environment is
+    done or a wave is empty.
 
-    Templates and conditions may use `problem` (as `reset` gave it), `history` (every action with its observation) and
-    of every node its latest value by its name: what the role's parser made of the reply, "" when it is malformed, or
-    the action's observation; `<node>.text` is the whole reply, `<node>.runs` how often the node ran. A graph that ends
-    without an action steps the environment with "", which scores it as an empty reply.
+    Templates and conditions may use these names: `problem`, the result of `reset`; `history`, every
+    action with its observation; `<node>`, the latest value of a node, at first "": the parsed reply
+    ("" if it is malformed) or the observation of the action; `<node>.text`, the whole reply;
+    `<node>.runs`, how often the node has run. If no action was taken, the environment is stepped
+    with "" at the end, which is scored as an empty reply.
 
     Args:
-        graph: nodes, edges and the node or nodes that come first.
-        max_steps: waves, at most.
+        graph: nodes, edges, and the node or nodes that run first.
+        max_steps: most waves.
     """
-    values = graph.blank() | {"problem": env.reset(task)}
+    values = graph.initial_values() | {"problem": env.reset(task)}
     wave = list(dict.fromkeys(graph.start))
-    taken: set[int] = set()
-    acted = False
+    taken_edges: set[int] = set()  # indices of edges that were taken since their target last ran
+    has_acted = False
     for _ in range(max_steps):
-        nodes = [(name, graph.nodes[name]) for name in wave]
-        actions = [
-            (name, fill(node.action, values)) for name, node in nodes if node.action is not None
-        ]
-        asked = {
-            name: team.act(
-                node.agent, **{slot: fill(text, values) for slot, text in node.slots.items()}
-            )
-            for name, node in nodes
-            if node.agent is not None
-        }
-        for name, reply in zip(asked, await asyncio.gather(*asked.values()), strict=True):
-            _note(values, name, reply.value or "", reply.text)
-        for name, action in actions:
+        calls = {}
+        actions = {}
+        for name in wave:
+            node = graph.nodes[name]
+            if node.agent is not None:
+                slots = {slot: fill_template(text, values) for slot, text in node.slots.items()}
+                calls[name] = team.act(node.agent, **slots)
+            elif node.action is not None:
+                actions[name] = fill_template(node.action, values)
+
+        replies = await asyncio.gather(*calls.values())
+        for name, reply in zip(calls, replies, strict=True):
+            _record_run(values, name, value=reply.value or "", text=reply.text)
+        for name, action in actions.items():
             step = await env.step(action)
-            acted = True
+            has_acted = True
             values["history"] = f"{values['history']}{action}\n{step.observation}\n"
-            _note(values, name, step.observation, step.observation)
+            _record_run(values, name, value=step.observation, text=step.observation)
             if step.done:
                 return
-        wave = _next(graph, wave, values, taken)
+
+        taken_edges |= _edges_taken_from(wave, graph, values)
+        wave = _ready_nodes(graph, taken_edges)
+        taken_edges -= {index for index in taken_edges if graph.edges[index].target in wave}
         if not wave:
             break
-    if not acted:
+    if not has_acted:
         await env.step("")
 
 
-def _note(values: dict[str, str | int], name: str, value: str, text: str) -> None:
-    values |= {name: value, f"{name}.text": text, f"{name}.runs": int(values[f"{name}.runs"]) + 1}
+def _record_run(values: dict[str, str | int], name: str, *, value: str, text: str) -> None:
+    """Update the values of a node that has run."""
+    values[name] = value
+    values[f"{name}.text"] = text
+    values[f"{name}.runs"] = int(values[f"{name}.runs"]) + 1
 
 
-def _next(
-    graph: Graph, wave: Sequence[str], values: Mapping[str, object], taken: set[int]
-) -> list[str]:
-    """The nodes of the next wave; edges into them are no longer in `taken`, the numbers of the edges taken so far."""
-    for number, edge in enumerate(graph.edges):
-        if edge.source in wave and (edge.when is None or read_expression(edge.when).holds(values)):
-            taken.add(number)
-    following = []
+def _edges_taken_from(wave: Sequence[str], graph: Graph, values: Mapping[str, object]) -> set[int]:
+    """Return the indices of the edges that leave a node of the wave and whose condition holds."""
+    taken = set()
+    for index, edge in enumerate(graph.edges):
+        if edge.source in wave and (edge.when is None or parse_condition(edge.when).holds(values)):
+            taken.add(index)
+    return taken
+
+
+def _ready_nodes(graph: Graph, taken_edges: set[int]) -> list[str]:
+    """Return the nodes into which enough edges were taken, in the order of the config."""
+    ready = []
     for name, node in graph.nodes.items():
-        into = {number for number, edge in enumerate(graph.edges) if edge.target == name}
-        if into & taken and (node.wait == "any" or into <= taken):
-            following.append(name)
-            taken -= into
-    return following
+        incoming = {index for index, edge in enumerate(graph.edges) if edge.target == name}
+        taken = incoming & taken_edges
+        if taken and (node.wait == "any" or taken == incoming):
+            ready.append(name)
+    return ready
 
 
-def fill(template: str, values: Mapping[str, object]) -> str:
-    """The text with every gap filled; what fills a gap is not looked at again."""
-    parts = Formatter().parse(template)
-    return "".join(text + ("" if name is None else str(values[name])) for text, name, _, _ in parts)
+def fill_template(template: str, values: Mapping[str, object]) -> str:
+    """Return a template with the value of every name in braces.
+
+    Braces in a value have no meaning. `str.format` cannot be used because it would read `node.text`
+    as an attribute.
+    """
+    text = ""
+    for literal, name, _, _ in Formatter().parse(template):
+        text += literal
+        if name is not None:
+            text += str(values[name])
+    return text
 
 
-def _gaps(template: str) -> list[str]:
+def _names_in(template: str) -> list[str]:
+    """Return the names in the braces of a template."""
     return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
 
 
-def _known(where: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{where}: unknown name {name!r}; known: {', '.join(known)}")
-
-
-_LIMIT = 500  # characters
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
-}
-_GRAMMAR = "names, texts, numbers, comparisons, in, and, or, not, len(...)"
-_Value = Callable[[Mapping[str, Any]], Any]  # of a part, given the values of names
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expression:
-    """A condition over named values; a dotted name is one name, not an attribute."""
-
-    text: str
-    names: tuple[str, ...]
-    _value: _Value
-
-    def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the condition is true of `values`, which has all of `names`.
-
-        Raises:
-            ValueError: two values cannot be compared. As every part is evaluated, whatever the others are, this
-                depends on the types of the values alone.
-        """
-        try:
-            return bool(self._value(values))
-        except TypeError as error:
-            raise ValueError(f"condition '{self.text}': {error}") from error
-
-
-@lru_cache(maxsize=1024)
-def read_expression(text: str) -> Expression:
-    """The condition that `text` writes; ValueError if it is none, or more than the grammar allows."""
-    if len(text) > _LIMIT:
-        raise ValueError(f"condition '{text[:20]}...': {len(text)} characters; at most {_LIMIT}")
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"condition '{text}': not an expression ({error})") from error
-    names: list[str] = []
-    value = _read(tree, text, names)
-    return Expression(text, tuple(dict.fromkeys(names)), value)
-
-
-def _read(node: ast.expr, text: str, names: list[str]) -> _Value:
-    """What computes a part of a condition; its names are added to `names`."""
-
-    def read(*parts: ast.expr) -> list[_Value]:
-        return [_read(part, text, names) for part in parts]
-
-    match node:
-        case ast.Constant(value=str() | int() | float() as constant):  # bool is an int
-            return lambda values: constant
-        case ast.Name() | ast.Attribute(value=ast.Name()):
-            names.append(ast.unparse(node))
-            return operator.itemgetter(names[-1])
-        case ast.BoolOp(op=op, values=parts):
-            join, truths = all if isinstance(op, ast.And) else any, read(*parts)
-            return lambda values: join([bool(truth(values)) for truth in truths])
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            [denied] = read(operand)
-            return lambda values: not denied(values)
-        case ast.Compare(left=left, ops=ops, comparators=right) if all(
-            type(op) in _COMPARISONS for op in ops
-        ):
-            sides, tests = read(left, *right), [_COMPARISONS[type(op)] for op in ops]
-
-            def holds(values: Mapping[str, Any]) -> bool:
-                found = [side(values) for side in sides]
-                truths = [
-                    test(a, b) for test, a, b in zip(tests, found[:-1], found[1:], strict=True)
-                ]
-                return all(truths)
-
-            return holds
-        case ast.Tuple(elts=parts) | ast.List(elts=parts):
-            items = read(*parts)
-            return lambda values: [item(values) for item in items]
-        case ast.Call(func=ast.Name(id="len"), args=[argument], keywords=[]):
-            [measured] = read(argument)
-            return lambda values: len(measured(values))
-    raise ValueError(
-        f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}"
-    )
+def _check_name(location: str, name: str, known_names: Iterable[str]) -> None:
+    """Raise ValueError if a name is not known."""
+    if name not in known_names:
+        raise ValueError(f"{location}: unknown name {name!r}; known: {', '.join(known_names)}")

@@ -312,7 +312,7 @@ def test_nodes_must_fit_the_team() -> None:
     asking = agents | {"answerer": AgentConfig(policy="shared", user="{question} {plan}")}
     with pytest.raises(
         ValueError,
-        match="node 'conclude' leaves slot 'plan' of agent 'answerer' open; add it to its",
+        match="node 'conclude' does not fill slot 'plan' of agent 'answerer'; add it to the node's slots",
     ):
         config.check_agents(asking)
     Graph.model_validate(draw({"one": END})).check_agents({})

@@ -1,16 +1,16 @@
-"""Conditions: what they say of values, and everything else that Python could say is refused."""
+"""Conditions of a graph's edges: their values, and the refusal of all other expressions."""
 
 from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.graph import read_expression
+from rollout.orchestras.conditions import parse_condition
 
 VALUES = {"verdict": "yes", "verdict.runs": 2, "draft": "", "draft.text": "no tag"}
 
 
 @pytest.mark.parametrize(
-    ("text", "truth"),
+    ("text", "expected"),
     [
         ("verdict == 'yes'", True),
         ("verdict != 'yes' or verdict.runs >= 2", True),
@@ -26,20 +26,17 @@ VALUES = {"verdict": "yes", "verdict.runs": 2, "draft": "", "draft.text": "no ta
         ("verdict.runs == 2.0 and True", True),
     ],
 )
-def test_conditions_are_about_values(text: str, truth: bool) -> None:
-    assert read_expression(text).holds(VALUES) is truth
+def test_a_condition_is_evaluated_on_values(text: str, expected: bool) -> None:
+    assert parse_condition(text).holds(VALUES) is expected
 
 
-def test_names_are_listed_once() -> None:
-    assert read_expression("verdict == 'a' or verdict == draft.text or len(draft)").names == (
-        "verdict",
-        "draft.text",
-        "draft",
-    )
+def test_each_name_is_listed_once() -> None:
+    condition = parse_condition("verdict == 'a' or verdict == draft.text or len(draft)")
+    assert condition.names == ("verdict", "draft.text", "draft")
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("text", "refused_part"),
     [
         ("__import__('os').system('true')", "__import__('os').system('true')"),
         ("verdict.text.format", "verdict.text.format"),
@@ -62,27 +59,29 @@ def test_names_are_listed_once() -> None:
         ("{'a': 1}", "{'a': 1}"),
     ],
 )
-def test_nothing_else_is_allowed(text: str, part: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        read_expression(text)
-    assert f"'{part}' is not allowed; allowed: names, texts" in str(caught.value)
+def test_other_python_expressions_are_refused(text: str, refused_part: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parse_condition(text)
+    assert f"'{refused_part}' is not allowed; allowed: names, texts" in str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ["", "verdict ==", "a = 1", "import os", "a; b", "\0", "(" * 300])
-def test_what_is_no_expression_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not an expression") as caught:
-        read_expression(text)
-    assert "\n" not in str(caught.value)
+def test_a_text_that_is_not_an_expression_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="not an expression") as refusal:
+        parse_condition(text)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_condition_is_short() -> None:
-    with pytest.raises(ValueError, match="501 characters; at most 500"):
-        read_expression("a" * 501)
+def test_a_long_condition_is_refused() -> None:
+    with pytest.raises(ValueError, match="it has 501 characters; at most 500"):
+        parse_condition("a" * 501)
 
 
 @pytest.mark.parametrize(
     "text", ["verdict < 3", "3 in verdict", "len(3) > 1", "verdict or draft < 3", "'a' in 3"]
 )
-def test_values_that_cannot_be_compared_are_refused_whatever_they_are(text: str) -> None:
+def test_every_comparison_is_evaluated_so_that_type_errors_do_not_depend_on_values(
+    text: str,
+) -> None:
     with pytest.raises(ValueError, match="condition '"):
-        read_expression(text).holds(VALUES)
+        parse_condition(text).holds(VALUES)
