@@ -106,7 +106,7 @@ def plan_suite(
     fits = True
     loaded = load_suite(suite, config_dir=config_dir)
     for run in loaded.runs:
-        config = loaded.checked(run)
+        config = loaded.run_config(run)
         run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")
         try:
             if as_configured:

@@ -50,7 +50,7 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
     """
     runs_by_problem: dict[str, list[str]] = {}
     for run in suite.runs:
-        config = suite.checked(run)
+        config = suite.run_config(run)
         problems = [
             *_starting_model_problems(suite, config, check_files=check_files),
             *machine_problems(config),
@@ -73,13 +73,13 @@ def _starting_model_problems(
     suite: Suite, config: RunConfig, *, check_files: bool
 ) -> Iterator[str]:
     """Yield the problems of the models that a run's policies start from."""
-    start = suite.starts.get(config.run)
+    start = suite.cold_start_owner.get(config.run)
     cold_started = Path(config.results, start, "bootstrap", "model") if start else None
     must_exist = check_files and suite.scale == "paper" and not start
     for name, model in config.models.items():
         try:
             if start and cold_started == Path(model):
-                cold_start = suite.checked(start).cold_start
+                cold_start = suite.run_config(start).cold_start
                 if cold_start:
                     architecture = cold_start_architecture(
                         cold_start.base, f"cold_start of {start}"
@@ -171,7 +171,7 @@ def _file_problems(suite: Suite, run: str) -> Iterator[str]:
     """
     if suite.scale != "paper":
         return
-    config = suite.checked(run)
+    config = suite.run_config(run)
     for split in SPLITS:
         for file in config.data.files(split):
             if not file.path.is_dir():
@@ -208,7 +208,7 @@ def _task_problems(suite: Suite, config: RunConfig) -> Iterator[str]:
     """
     train = config.data.train
     train_count = train if isinstance(train, int) else None
-    if suite.tasks[config.run] == config.run:
+    if suite.task_owner[config.run] == config.run:
         try:
             if _all_tasks_are_cheap(suite, config.data):
                 tasks = make_tasks(config.data, config.seed)

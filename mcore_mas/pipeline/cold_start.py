@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.run import RunConfig
@@ -23,7 +22,7 @@ from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.checkpoint import Checkpoints
+from mcore_mas.runtime.checkpoint import Checkpoints, Written
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
@@ -139,7 +138,7 @@ def _open_checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkp
     Their folder is named after the settings and the base model, so that a cold start with other
     ones does not continue from them.
     """
-    settings = settings_digest(config.model_dump(mode="json"), "start")
+    settings = settings_digest(config.model_dump(mode="json"), "cold_start")
     base = sha256(*sorted(base_dir.iterdir()))
     identity = Identity(run=config.run, models={}, inputs={"settings": settings, "base": base})
     return Checkpoints(folder / f"{settings}-{base}"[:40], identity, keep=1)
@@ -150,15 +149,16 @@ async def _save(
 ) -> None:
     """Save a checkpoint of `step` and wait until it is complete."""
 
-    async def write(folder: Path) -> Any:
+    async def start_saving(folder: Path) -> Written:
+        """Copy the trainer's state; return a function that waits until the files are written."""
         trainer.save(folder)
 
-        async def written() -> dict[str, Digest]:
+        async def wait_for_files() -> dict[str, Digest]:
             return trainer.written()
 
-        return written
+        return wait_for_files
 
-    await checkpoints.save(step, {"history": history}, write)
+    await checkpoints.save(step, {"history": history}, start_saving)
     await checkpoints.finish()
 
 

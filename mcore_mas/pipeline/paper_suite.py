@@ -29,14 +29,14 @@ _CONFIG_KEYS = ("scale", "results", "seeds", "gpus", ALL_TABLES)
 
 
 def requested_tables(
-    arguments: Sequence[str], configured: str | None, *, own_suite: bool = False
+    arguments: Sequence[str], configured: str | None, *, names_suite: bool = False
 ) -> list[str]:
     """Return the tables that a command line of Snakemake requests.
 
     Args:
         arguments: Snakemake's command line.
         configured: names joined by "+", which a submitted job has in its config, or None.
-        own_suite: True if the user names a suite, so that the target `acquire` is about that suite
+        names_suite: True if the user names a suite, so that the target `acquire` is about that suite
             and not about all tables.
 
     Raises:
@@ -56,7 +56,7 @@ def requested_tables(
         targets = ", ".join(f"table_{name}" for name in known)
         raise SuiteError(f"no target table_{unknown[0]}; expected {targets}")
 
-    all_tables = ALL_TABLES in arguments or (ACQUIRE in arguments and not own_suite)
+    all_tables = ALL_TABLES in arguments or (ACQUIRE in arguments and not names_suite)
     return known if all_tables else list(dict.fromkeys(requested))
 
 
@@ -175,8 +175,8 @@ def inputs(suite: Suite) -> dict[str, list[str]]:
     runs_by_path: dict[str, list[str]] = {}
     for run in suite.runs:
         paths = [*suite.data_files(run), *suite.data_folders(run), *suite.model_files(run)]
-        index = suite.index(run)
-        if index and not suite.indexes(run):
+        index = suite.index_manifest(run)
+        if index and not suite.builds_index(run):
             paths.append(index)
         for path in paths:
             runs_by_path.setdefault(path.removesuffix("/config.json"), []).append(run)
@@ -226,7 +226,7 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
     for experiment, state in table.evaluations:
         runs = [seed_run(experiment, seed) for seed in seeds]
         if state == "base":
-            runs = [suite.bases[run] for run in runs]
+            runs = [suite.base_evaluation_owner[run] for run in runs]
         files[f"{experiment}/{state}"] = [
             str(suite.config_path(run).with_name("evaluation") / f"{state}.json") for run in runs
         ]

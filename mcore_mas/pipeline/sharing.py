@@ -1,7 +1,10 @@
-"""Settings that a stage of the pipeline depends on.
+"""Settings that each stage of the pipeline depends on.
 
-Runs that agree in these settings share what the stage makes: tasks and indexes, cold starts, the
-scores of untrained teams. An edit of a config runs those stages again that depend on it.
+Runs with equal settings of a stage share its results: tasks and indexes, cold starts, and the
+evaluations of untrained teams. After an edit of a config, only the stages that depend on the edited
+settings run again.
+
+The stages are "tasks", "index", "cold_start", "train" and "evaluate".
 """
 
 import json
@@ -27,8 +30,8 @@ _COLD_START_KEYS = (
     "retriever",
     "cluster",
 )
-# Keys that the score of an untrained team depends on, beside its agents and their policies.
-_SCORE_KEYS = (
+# Keys that an evaluation of an untrained team depends on, beside its agents and their policies.
+_EVALUATION_KEYS = (
     "seed",
     "data",
     "env",
@@ -47,7 +50,7 @@ def stage_owners(runs: Runs, stage: str) -> dict[str, str]:
     """Return for each run the first run with the same settings of a stage.
 
     Args:
-        stage: "tasks", "index", "start", "training" or "score".
+        stage: "tasks", "index", "cold_start", "train" or "evaluate".
     """
     return first_equal((run, _STAGES[stage](config)) for run, config in runs.items())
 
@@ -58,8 +61,8 @@ def first_equal(items: Iterable[tuple[str, Any]]) -> dict[str, str]:
     return {run: first.setdefault(json_digest(value), run) for run, value in items}
 
 
-def with_start_of(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return a config that starts from the cold-started models of the run `owner`."""
+def with_cold_start_of(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return a config whose policies start from the cold-started models of the run `owner`."""
     if owner == config["run"]:
         return dict(config)
     run_folder = f"{config['results']}/{config['run']}/"
@@ -91,22 +94,22 @@ def _index_settings(config: Mapping[str, Any]) -> list[Any]:
     return [_task_settings(config), config.get("retriever")]
 
 
-def _start_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _cold_start_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: config[key] for key in _COLD_START_KEYS}, "agents": _untrained_agents(config)}
 
 
 def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings but tracking, and how often the trained team is sampled."""
+    """Return all settings except tracking and the number of samples of an evaluation."""
     evaluation = {**config["evaluation"], "samples": None}
     return {**config, "tracking": None, "evaluation": evaluation}
 
 
-def _score_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     agents = {}
     for name, agent in _untrained_agents(config).items():
         policy = config["policies"][agent["policy"]]
         agents[name] = {**agent, "policy": _untrained_policy(policy)}
-    return {**{key: config[key] for key in _SCORE_KEYS}, "agents": agents}
+    return {**{key: config[key] for key in _EVALUATION_KEYS}, "agents": agents}
 
 
 def _untrained_policy(policy: Mapping[str, Any]) -> list[Any]:
@@ -127,8 +130,8 @@ _STAGES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = MappingProxyType(
     {
         "tasks": _task_settings,
         "index": _index_settings,
-        "start": _start_settings,
-        "training": _training_settings,
-        "score": _score_settings,
+        "cold_start": _cold_start_settings,
+        "train": _training_settings,
+        "evaluate": _evaluation_settings,
     }
 )

@@ -43,17 +43,18 @@ class Suite:
     # Experiment by run; runs that differ only in their seed are of one experiment.
     experiments: Mapping[str, str]
     overrides: Mapping[str, list[str]]  # Hydra overrides by run
-    # By run, the run whose cold start its policies begin with. A run with models of its own has none.
-    starts: Mapping[str, str]
+    # The run whose cold start the policies of each run begin with. A run that brings its own models
+    # has no entry.
+    cold_start_owner: Mapping[str, str]
     cross_play: CrossPlay
-    # By run, the first run whose untrained team is evaluated in the same way.
-    bases: Mapping[str, str]
-    # By run, the first run with the same tasks and, if it has one, the same index.
-    tasks: Mapping[str, str]
+    # For each run, the first run whose untrained team is evaluated in the same way.
+    base_evaluation_owner: Mapping[str, str]
+    # For each run, the first run with the same tasks and, if runs build an index, the same index.
+    task_owner: Mapping[str, str]
     scale: str = "paper"  # or "tiny"
     folder: Path | None = None  # of the suite file
     configs: Path | None = None  # the user's configs, which take precedence over the shipped ones
-    _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
+    _run_configs: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
     @classmethod
     def load(
@@ -74,7 +75,7 @@ class Suite:
                 written, or overrides do not compose. The message has a line for each mistake.
         """
         suite_file.check_schema(suite)
-        configs = suite_file.own_configs(suite, folder)
+        configs = suite_file.user_configs_folder(suite, folder)
         code_folders = [folder, configs.parent if configs else None]
         code = [path.resolve() for path in code_folders if path]
         suite_file.make_importable(*code)
@@ -88,19 +89,21 @@ class Suite:
         if config_cache:
             config_cache.save()
 
-        starts, runs = _assign_cold_starts(runs, shared=bool(suite.get("share_cold_starts")))
+        cold_start_owner, runs = _assign_cold_starts(
+            runs, shared=bool(suite.get("share_cold_starts"))
+        )
         run_experiments = _group_seeds(overrides)
         return cls(
             name=suite["suite"],
             runs=_add_tags(runs, suite["suite"], run_experiments),
             experiments=run_experiments,
             overrides=overrides,
-            starts=starts,
+            cold_start_owner=cold_start_owner,
             cross_play=_check_cross_play(suite.get("evaluate", {}), runs),
             folder=folder,
             configs=configs,
-            bases=sharing.stage_owners(runs, "score"),
-            tasks=sharing.stage_owners(runs, "index"),
+            base_evaluation_owner=sharing.stage_owners(runs, "evaluate"),
+            task_owner=sharing.stage_owners(runs, "index"),
             scale=suite.get("scale", "paper"),
         )
 
@@ -123,7 +126,7 @@ class Suite:
         """Return the model of each agent that the run's own policy does not play."""
         return self.cross_play.get(run, {}).get(state, {})
 
-    def trained_for(self, run: str, state: str) -> list[str]:
+    def trained_runs_for(self, run: str, state: str) -> list[str]:
         """Return the runs whose trained policies play in an evaluation."""
         seats = self.seats(run, state)
         sources = [source for source in seats.values() if isinstance(source, str)]
@@ -139,15 +142,18 @@ class Suite:
 
     @property
     def cold_start_pattern(self) -> str:
-        """A regular expression that matches the runs with a cold start of their own."""
-        return _pattern([run for run, start in self.starts.items() if run == start])
+        """A regular expression that matches the runs that make a cold start."""
+        return _pattern([run for run, owner in self.cold_start_owner.items() if run == owner])
 
-    def indexes(self, run: str) -> bool:
+    def builds_index(self, run: str) -> bool:
         """Return True if a run builds an index, because no server or published index is named."""
-        return self.index(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
+        return self.index_manifest(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
 
-    def index(self, run: str) -> str | None:
-        """Return the manifest of the index that a run's own server searches, or None."""
+    def index_manifest(self, run: str) -> str | None:
+        """Return the manifest of the index that a run's retrieval server searches.
+
+        Return None if the run has no retriever, or if servers elsewhere are named.
+        """
         retriever = self.runs[run].get("retriever")
         if retriever is None or retriever.get("urls"):
             return None
@@ -156,7 +162,7 @@ class Suite:
 
     def data_files(self, run: str) -> list[str]:
         """Return the data files from which the tasks and passages of a run are read."""
-        files = [str(path) for path in self.checked(run).data.paths]
+        files = [str(path) for path in self.run_config(run).data.paths]
         retriever = self.runs[run].get("retriever") or {}
         if retriever.get("passages"):
             files.append(retriever["passages"])
@@ -164,7 +170,7 @@ class Suite:
 
     def data_folders(self, run: str) -> list[str]:
         """Return the folder that a run's generator reads, such as that of DSBench."""
-        data = self.checked(run).data
+        data = self.run_config(run).data
         if data.generator is None or ":" in data.generator:
             return []
         folder = data.options.get("folder")
@@ -176,7 +182,7 @@ class Suite:
         retriever = self.runs[run].get("retriever") or {}
         if retriever.get("encoder_folder"):
             folders.append(retriever["encoder_folder"])
-        if run not in self.starts:
+        if run not in self.cold_start_owner:
             policies = self.runs[run]["policies"].values()
             folders += [policy["model"] for policy in policies if policy["model"]]
         return [f"{folder}/config.json" for folder in dict.fromkeys(folders)]
@@ -188,18 +194,18 @@ class Suite:
             return {}
         formats: dict[str, str] = {}
         for run in self.runs:
-            data = self.checked(run).data
+            data = self.run_config(run).data
             formats |= dict.fromkeys(self.data_files(run), "passages")
             for split in SPLITS:
                 for file in data.files(split):
                     formats[str(file.path)] = file.format or data.format
         return formats
 
-    def checked(self, run: str) -> RunConfig:
+    def run_config(self, run: str) -> RunConfig:
         """Return the validated config of a run."""
-        if run not in self._checked:
-            self._checked[run] = RunConfig.check(dict(self.runs[run]), f"run '{run}'")
-        return self._checked[run]
+        if run not in self._run_configs:
+            self._run_configs[run] = RunConfig.check(dict(self.runs[run]), f"run '{run}'")
+        return self._run_configs[run]
 
     def config_path(self, run: str) -> Path:
         """Return the file of the resolved config of a run."""
@@ -230,21 +236,20 @@ class Suite:
                 folders.add(results / name)
         return sorted(folders)
 
-    def pattern(self, *, indexes: bool, shared: bool = False) -> str:
+    def run_pattern(self, *, builds_index: bool, shares_tasks: bool = False) -> str:
         """Return a regular expression that matches the runs of one kind.
 
         Args:
-            indexes: match runs that build an index, or else runs that build none.
-            shared: match runs that link the tasks and the index of another run, or else runs that
-                make their own.
+            builds_index: match runs that build an index, or else runs that build none.
+            shares_tasks: match runs that link the tasks and the index of another run, or else runs
+                that make them.
         """
-        return _pattern(
-            [
-                run
-                for run in self.runs
-                if self.indexes(run) is indexes and (self.tasks[run] != run) is shared
-            ]
-        )
+        matches = []
+        for run in self.runs:
+            links_tasks = self.task_owner[run] != run
+            if self.builds_index(run) is builds_index and links_tasks is shares_tasks:
+                matches.append(run)
+        return _pattern(matches)
 
 
 def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Suite:
@@ -280,28 +285,30 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
             folder.
     """
     path = Path(suite)
-    configs = suite_file.own_configs({"config_dir": config_dir}, Path())
-    own_config_dir = {}
+    configs = suite_file.user_configs_folder({"config_dir": config_dir}, Path())
+    config_dir_entry = {}
     if configs and (config_dir or configs != CONFIGS):
-        own_config_dir = {"config_dir": str(configs)}
+        config_dir_entry = {"config_dir": str(configs)}
 
     try:
         if path.is_file():
             values = read_yaml(path)
             if config_dir and isinstance(values, dict):
-                return {**values, **own_config_dir}
+                return {**values, **config_dir_entry}
             return values
-        known_experiments = {**experiments(), **(experiments(configs) if configs else {})}
+        experiment_names = list(experiments())
+        if configs:
+            experiment_names += experiments(configs)
     except yaml.YAMLError as error:
         raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
-    if suite not in known_experiments:
-        hint = nearest_hint(suite, [*known_experiments, *map(str, Path().glob("*.yaml"))])
+    if suite not in experiment_names:
+        hint = nearest_hint(suite, [*experiment_names, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(
             f"{suite}: no such file, and no experiment of this name "
             f"(`mcore-mas list experiments`){hint}"
         )
-    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own_config_dir}
+    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **config_dir_entry}
 
 
 def _run_overrides(suite: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -370,26 +377,27 @@ def _compose_run(
 def _assign_cold_starts(
     runs: dict[str, dict[str, Any]], *, shared: bool
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Assign a cold start to each run that has one.
+    """Assign a cold start to each run whose config has a section of this name.
 
     Returns:
-        The run whose cold start each run begins with, and the configs. If cold starts are shared,
-        the config of a run that takes another run's names the models of that run.
+        The run whose cold start each run begins with, and the configs of all runs. If cold starts
+        are shared, the config of a run names the models of the run that makes its cold start.
     """
     cold_started = {
         run: config for run, config in runs.items() if config.get("cold_start") is not None
     }
     if not shared:
         return {run: run for run in cold_started}, runs
-    starts = sharing.stage_owners(cold_started, "start")
+    owners = sharing.stage_owners(cold_started, "cold_start")
     configs = {
-        run: sharing.with_start_of(config, starts.get(run, run)) for run, config in runs.items()
+        run: sharing.with_cold_start_of(config, owners.get(run, run))
+        for run, config in runs.items()
     }
-    return starts, configs
+    return owners, configs
 
 
 def _group_seeds(overrides: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return for each run the first run with the same overrides, its seed aside."""
+    """Return for each run the first run with the same overrides, ignoring the seed."""
     without_seed = {
         run: [item for item in items if item.partition("=")[0] != "seed"]
         for run, items in overrides.items()
@@ -402,7 +410,7 @@ def _add_tags(
 ) -> dict[str, dict[str, Any]]:
     """Return the configs with the suite and the experiment as tags of MLflow's runs.
 
-    Tags that a config sets itself take precedence.
+    Tags that are set in a config take precedence.
     """
     tagged = {}
     for run, config in runs.items():
@@ -431,7 +439,7 @@ def _check_cross_play(cross_play: CrossPlay, runs: sharing.Runs) -> CrossPlay:
 def _check_seat(
     key: str, config: Mapping[str, Any], agent: str, source: Any, runs: sharing.Runs
 ) -> None:
-    """Check that an agent exists, and that the run and the agent whose policy plays it do.
+    """Check that an agent of an evaluation and the source of its policy exist.
 
     Args:
         key: key of the suite, for the message.

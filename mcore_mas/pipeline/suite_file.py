@@ -67,7 +67,7 @@ def check_command(arguments: Sequence[str]) -> None:
             raise SystemExit(f"error: --configfile {file}: not YAML ({reason})") from None
 
 
-def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
+def user_configs_folder(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
     """Return the folder of the user's configs, or None if there is none.
 
     It is the one that the suite names in `config_dir`, or else `configs` beside the suite file.

@@ -24,7 +24,9 @@ from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 from rollout.config.retriever import RetrieverConfig
 
-Stage = Literal["train", "evaluate", "start", "retriever"]
+# Stages of a run whose jobs request more than a fixed amount of memory; "index" has the jobs that
+# encode passages, build the index and probe its server.
+Stage = Literal["index", "cold_start", "train", "evaluate"]
 
 # Memory in MB. A process of a run on GPUs also has host memory that CUDA pins. The driver has the
 # rollout workers, Ray's own processes and tokenizers.
@@ -63,12 +65,12 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     """Return the resources of a stage of a run.
 
     Args:
-        config: of the run.
-        stage: training, evaluation, cold start, or the retriever's jobs.
-        node_gpus: GPUs of one machine. A training that needs more gets whole machines.
+        config: config of the run.
+        stage: "index", "cold_start", "train" or "evaluate".
+        node_gpus: number of GPUs of one machine. A training that needs more gets whole machines.
     """
-    if stage == "retriever":
-        return _retriever_needs(config)
+    if stage == "index":
+        return _index_job_needs(config)
 
     device_type = _device_type(config)
     if stage == "train":
@@ -180,7 +182,7 @@ def _evaluation_gpus(config: RunConfig, node_gpus: int) -> int:
     return min(node_gpus, max(1, engines_of_each) * one_of_each)
 
 
-def _retriever_needs(config: RunConfig) -> JobNeeds:
+def _index_job_needs(config: RunConfig) -> JobNeeds:
     retriever = config.retriever
     memory_mb = _RETRIEVER_JOB_MB
     threads = 1

@@ -169,7 +169,7 @@ def test_targets_and_settings_are_checked() -> None:
     ]
     assert requested_tables(["acquire_drmas_1"], None) == ["drmas_1"]
     assert requested_tables(["acquire"], None) == requested_tables(["tables"], None)
-    assert requested_tables(["acquire"], None, own_suite=True) == []
+    assert requested_tables(["acquire"], None, names_suite=True) == []
     assert (requests_inputs(["acquire_drmas_1"]), requests_inputs(["table_drmas_1"])) == (
         True,
         False,

@@ -241,7 +241,7 @@ def test_rewards_of_two_scales_are_each_agents_own(codebook: Any) -> None:
 def test_the_claims_suite_composes_and_its_demonstrations_slip_as_asked(codebook: Any) -> None:
     suite = Suite.load(yaml.safe_load((STUDIES / "claim.yaml").read_text()), STUDIES)
     assert (
-        len(suite.runs) == 32 and len(set(suite.starts.values())) == 16
+        len(suite.runs) == 32 and len(set(suite.cold_start_owner.values())) == 16
     )  # a cold start for each team and seed
     roles = {agent: ROLES[f"code_{agent}"] for agent in ("solver", "rescuer")}
     told = list(

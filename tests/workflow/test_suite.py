@@ -40,23 +40,23 @@ def test_what_a_run_needs_follows_from_its_config() -> None:
     loaded = Suite.load(
         suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"])
     )
-    assert {run: loaded.indexes(run) for run in loaded.runs} == {
+    assert {run: loaded.builds_index(run) for run in loaded.runs} == {
         "plain": False,
         "search": True,
         "external": False,
         "real": False,
     }
-    assert loaded.starts == {"plain": "plain", "search": "search", "external": "external"}
-    assert loaded.pattern(indexes=True) == "search"
-    assert loaded.tasks == {
+    assert loaded.cold_start_owner == {"plain": "plain", "search": "search", "external": "external"}
+    assert loaded.run_pattern(builds_index=True) == "search"
+    assert loaded.task_owner == {
         "plain": "plain",
         "search": "search",
         "external": "external",
         "real": "plain",
     }
-    assert loaded.pattern(indexes=False) == "plain|external"
-    assert loaded.pattern(indexes=False, shared=True) == "real"
-    assert Suite.load(suite(plain=MATH)).pattern(indexes=True) == "(?!)"
+    assert loaded.run_pattern(builds_index=False) == "plain|external"
+    assert loaded.run_pattern(builds_index=False, shares_tasks=True) == "real"
+    assert Suite.load(suite(plain=MATH)).run_pattern(builds_index=True) == "(?!)"
 
 
 def test_an_override_may_take_a_key_out() -> None:
@@ -147,7 +147,7 @@ def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
     def score(**own: Any) -> str:
         solver = {**config["policies"]["solver"], **own}
         return settings_digest(
-            {**config, "policies": {**config["policies"], "solver": solver}}, "score"
+            {**config, "policies": {**config["policies"], "solver": solver}}, "evaluate"
         )
 
     trained = {
@@ -190,7 +190,7 @@ def test_a_grid_is_a_run_per_combination() -> None:
     ]
     run = loaded.runs["demo_math_drmas_2"]
     assert (run["advantage"]["name"], run["seed"], run["trainer"]["steps"]) == ("drmas", 2, 7)
-    assert loaded.starts == {run: run for run in loaded.runs}
+    assert loaded.cold_start_owner == {run: run for run in loaded.runs}
     assert set(loaded.experiments.values()) == {"demo_math_grpo_1", "demo_math_drmas_1"}
 
 
@@ -204,7 +204,7 @@ def test_settings_follow_an_axis_value() -> None:
 
 def test_runs_that_only_train_differently_share_a_cold_start() -> None:
     loaded = Suite.load(grid(share_cold_starts=True))
-    assert loaded.starts == {
+    assert loaded.cold_start_owner == {
         "demo_math_grpo_1": "demo_math_grpo_1",
         "demo_math_grpo_2": "demo_math_grpo_2",
         "demo_math_drmas_1": "demo_math_grpo_1",
@@ -237,7 +237,7 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
         f"mas/evaluation/{state}" for state in ("base", "trained", *cells)
     ]
     assert len(suite.evaluations) == 10
-    assert [suite.trained_for("mas", state) for state in ("base", "trained", *cells)] == [
+    assert [suite.trained_runs_for("mas", state) for state in ("base", "trained", *cells)] == [
         [],
         ["mas"],
         ["mas"],

@@ -22,7 +22,8 @@ rule acquire_input:
         mem_mb=2000,
         runtime=1440,
     params:
-        # If an input was removed after it had been acquired, this changes and the job runs again.
+        # Snakemake runs a job again if one of its parameters changes. This parameter changes if the
+        # input is removed after it was acquired.
         exists_or_new=lambda wildcards, output: Path(wildcards.item).exists()
         or not Path(output.receipt).exists(),
     message:

@@ -88,7 +88,7 @@ def cluster_resources(stage):
 
     Each further attempt of a job requests more memory.
     """
-    needs = functools.cache(lambda run: job_needs(SUITE.checked(run), stage, NODE_GPUS))
+    needs = functools.cache(lambda run: job_needs(SUITE.run_config(run), stage, NODE_GPUS))
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
         "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,
@@ -104,25 +104,28 @@ def cluster_resources(stage):
 
 def files_of_owner(wildcards, *files):
     """Return files of the run whose tasks and index this run shares."""
-    return [f"<results>/{SUITE.tasks[wildcards.run]}/{file}" for file in files]
+    return [f"<results>/{SUITE.task_owner[wildcards.run]}/{file}" for file in files]
 
 
 def tasks_of_owner(wildcards):
     """Return the task files of the run whose tasks this run shares."""
-    return expand(list(TASKS.values()), run=SUITE.tasks[wildcards.run])
+    return expand(list(TASKS.values()), run=SUITE.task_owner[wildcards.run])
 
 
 def retriever_of(wildcards):
-    """Return the index and the probe's result if the run starts a retrieval server, or no file."""
-    index = SUITE.index(wildcards.run)
+    """Return the index and the probe of a run's retrieval server, or no file without such a server."""
+    index = SUITE.index_manifest(wildcards.run)
     if index is None:
         return []
-    probed_run = wildcards.run if SUITE.indexes(wildcards.run) else SUITE.tasks[wildcards.run]
+    probed_run = wildcards.run
+    if not SUITE.builds_index(wildcards.run):
+        # The index was published, so one probe serves all runs with the same tasks.
+        probed_run = SUITE.task_owner[wildcards.run]
     return [index, f"<results>/{probed_run}/retriever.json"]
 
 
 def shards_of(wildcards):
-    """Return the encoded shards of a run whose passages are encoded by several jobs."""
+    """Return the encoded shards of a run whose passages several jobs encode, or no file."""
     shards = SUITE.runs[wildcards.run]["retriever"]["shards"]
     if shards == 1:
         return []
@@ -131,18 +134,21 @@ def shards_of(wildcards):
 
 
 def starting_model_of(wildcards):
-    """Return the files of the model that the run's policies start from, if a rule makes it.
+    """Return the files of the models that a run's policies start from, if rules make them.
 
-    The model is the result of a cold start, of this run or of the run that it shares one with.
+    These are the result of a cold start, or the random models of the scale `tiny`.
     """
-    if wildcards.run in SUITE.starts:
-        return [f"<results>/{SUITE.starts[wildcards.run]}/bootstrap/bootstrap.json"]
+    if wildcards.run in SUITE.cold_start_owner:
+        return [f"<results>/{SUITE.cold_start_owner[wildcards.run]}/bootstrap/bootstrap.json"]
     return SUITE.model_files(wildcards.run) if SUITE.scale == "tiny" else []
 
 
-def weights_of(wildcards):
-    """Return the files that an evaluation needs: finished trainings, and the run's own start."""
-    trained_runs = SUITE.trained_for(wildcards.run, wildcards.state)
+def evaluated_models_of(wildcards):
+    """Return the files that show that the models of an evaluation are complete.
+
+    These are the records of the trainings whose policies play, and the run's starting model.
+    """
+    trained_runs = SUITE.trained_runs_for(wildcards.run, wildcards.state)
     trainings = [f"<results>/{run}/train/done.json" for run in trained_runs]
     return [*trainings, *starting_model_of(wildcards)]
 

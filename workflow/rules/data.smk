@@ -11,11 +11,11 @@ rule prepare_tasks:
     benchmark:
         "<results>/{run}/benchmarks/prepare_tasks.jsonl"
     wildcard_constraints:
-        run=SUITE.pattern(indexes=False),
+        run=SUITE.run_pattern(builds_index=False),
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=lambda wildcards, attempt: tasks_mb(SUITE.checked(wildcards.run).data.paths)
+        mem_mb=lambda wildcards, attempt: tasks_mb(SUITE.run_config(wildcards.run).data.paths)
         * attempt,
         runtime=30,
     params:
@@ -31,7 +31,7 @@ use rule prepare_tasks as prepare_tasks_and_passages with:
         **TASKS,
         passages="<results>/{run}/tasks/passages.jsonl",
     wildcard_constraints:
-        run=SUITE.pattern(indexes=True),
+        run=SUITE.run_pattern(builds_index=True),
     message:
         "{wildcards.run}: make the tasks and the passages"
 
@@ -44,7 +44,7 @@ rule share_tasks:
     log:
         "<results>/{run}/logs/share_tasks.log",
     wildcard_constraints:
-        run=SUITE.pattern(indexes=False, shared=True),
+        run=SUITE.run_pattern(builds_index=False, shares_tasks=True),
     localrule: True
     conda:
         ENVIRONMENT

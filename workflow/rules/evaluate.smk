@@ -1,10 +1,10 @@
-# Evaluation: the score of a run's team on held-out tasks, before training, after it, and with other
+# Evaluation: scores of a run's team on held-out tasks, before training, after it, and with other
 # models playing some of the agents (cross-play).
 
 
 rule evaluate:
     input:
-        weights_of,
+        evaluated_models_of,
         retriever_of,
         test="<results>/{run}/tasks/test.parquet",
     output:
@@ -19,7 +19,7 @@ rule evaluate:
         **cluster_resources("evaluate"),
         runtime=240,
     params:
-        **config_params("score"),
+        **config_params("evaluate"),
         seats=lambda wildcards: SUITE.seats(wildcards.run, wildcards.state),
     message:
         "{wildcards.run}: evaluate the {wildcards.state} team"

@@ -1,4 +1,5 @@
-# Retrieval: the index of a run's retrieval server, and a probe of that server.
+# Retrieval: the index of a run's retrieval server, and a probe of that server. An index depends on
+# the settings of the stage `tasks`, which include its passages, its encoder and its kind.
 
 
 rule encode_shard:
@@ -11,13 +12,13 @@ rule encode_shard:
     benchmark:
         "<results>/{run}/benchmarks/encode_shard_{number}-of-{shards}.jsonl"
     wildcard_constraints:
-        run=SUITE.pattern(indexes=True),
+        run=SUITE.run_pattern(builds_index=True),
         number=r"\d{4}",
         shards=r"\d{4}",
     conda:
         ENVIRONMENT
     resources:
-        **cluster_resources("retriever"),
+        **cluster_resources("index"),
         runtime=720,
     params:
         **config_params("tasks"),
@@ -38,11 +39,11 @@ rule build_index:
     benchmark:
         "<results>/{run}/benchmarks/build_index.jsonl"
     wildcard_constraints:
-        run=SUITE.pattern(indexes=True),
+        run=SUITE.run_pattern(builds_index=True),
     conda:
         ENVIRONMENT
     resources:
-        **cluster_resources("retriever"),
+        **cluster_resources("index"),
         runtime=720,
     params:
         **config_params("tasks"),
@@ -54,7 +55,7 @@ rule build_index:
 
 rule probe_retriever:
     input:
-        manifest=lambda wildcards: SUITE.index(wildcards.run),
+        manifest=lambda wildcards: SUITE.index_manifest(wildcards.run),
     output:
         probe="<results>/{run}/retriever.json",
         page=report(
@@ -68,11 +69,12 @@ rule probe_retriever:
     benchmark:
         "<results>/{run}/benchmarks/probe_retriever.jsonl"
     wildcard_constraints:
-        run=f"{SUITE.pattern(indexes=True)}|{SUITE.pattern(indexes=False)}",
+        # All runs that make their tasks. The others use or link the probe of another run.
+        run=f"{SUITE.run_pattern(builds_index=True)}|{SUITE.run_pattern(builds_index=False)}",
     conda:
         ENVIRONMENT
     resources:
-        **cluster_resources("retriever"),
+        **cluster_resources("index"),
         runtime=60,
     params:
         **config_params("tasks"),
@@ -96,7 +98,7 @@ rule share_index:
     log:
         "<results>/{run}/logs/share_index.log",
     wildcard_constraints:
-        run=SUITE.pattern(indexes=True, shared=True),
+        run=SUITE.run_pattern(builds_index=True, shares_tasks=True),
     localrule: True
     conda:
         ENVIRONMENT

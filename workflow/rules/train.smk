@@ -19,7 +19,7 @@ rule make_base_model:
         mem_mb=2000,
         runtime=30,
     params:
-        **config_params("start"),
+        **config_params("cold_start"),
     message:
         "{wildcards.run}: make a tokenizer and a random model"
     script:
@@ -44,10 +44,10 @@ rule bootstrap:
     conda:
         ENVIRONMENT
     resources:
-        **cluster_resources("start"),
+        **cluster_resources("cold_start"),
         runtime=120,
     params:
-        **config_params("start"),
+        **config_params("cold_start"),
     message:
         "{wildcards.run}: cold start on demonstrations of every role"
     script:
@@ -73,7 +73,7 @@ rule train:
         **cluster_resources("train"),
         runtime=1440,
     params:
-        **config_params("training"),
+        **config_params("train"),
     message:
         "{wildcards.run}: reinforcement learning of every policy (follow it: tail -f {log})"
     script:

@@ -166,10 +166,10 @@ def test_moments_in_host_memory_take_memory() -> None:
 def test_a_published_index_takes_memory_for_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "wiki"
     run = config("demo_search", f"retriever.folder={folder}", "retriever.passages=null")
-    assert job_needs(run, "retriever", 8).memory_mb == 1_000 + 80_000  # it is not there yet
+    assert job_needs(run, "index", 8).memory_mb == 1_000 + 80_000  # it is not there yet
     folder.mkdir()
     sparse_file(folder / "vectors", 8_000_000_000)
-    assert job_needs(run, "retriever", 8).memory_mb == 1_000 + 8_000 * 5 // 4 + 900
+    assert job_needs(run, "index", 8).memory_mb == 1_000 + 8_000 * 5 // 4 + 900
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ def test_an_index_of_a_million_passages_takes_memory(
     corpus = sparse_file(tmp_path / "c.jsonl", 660 * 1_000_000)
     overrides = [f"retriever.passages={corpus}", f"retriever.ranking={ranking}"]
     run = config("demo_search", *overrides)
-    assert job_needs(run, "retriever", 8).memory_mb == 1_000 + 900 + building_mb
+    assert job_needs(run, "index", 8).memory_mb == 1_000 + 900 + building_mb
     assert train_mb("demo_search", *overrides) - train_mb("demo_search") == serving_mb
 
 
 def test_a_small_index_is_part_of_the_retriever() -> None:
-    assert job_needs(config("demo_search"), "retriever", 8).memory_mb == 1_000 + 900
+    assert job_needs(config("demo_search"), "index", 8).memory_mb == 1_000 + 900
 
 
 def test_threads_of_a_retriever_take_cpus() -> None:
     plain = config("demo_search")
     threads = config("demo_search", "retriever.threads=4")
-    assert job_needs(threads, "retriever", 8).cpus == 4
+    assert job_needs(threads, "index", 8).cpus == 4
     more_cpus = job_needs(threads, "train", 8).cpus - job_needs(plain, "train", 8).cpus
     assert more_cpus == 3

@@ -156,7 +156,7 @@ def test_a_suite_places_its_runs() -> None:
     run = "drmas_t2_7b_separate_drmas"
     suite = Suite.load({"suite": "s", "experiments": {run: [f"experiment={run}", "cluster=auto"]}})
     placed = place_run(config(run), EIGHT)
-    placed_by_suite = suite.checked(run)
+    placed_by_suite = suite.run_config(run)
     assert placed_by_suite.policies == placed.policies
     assert placed_by_suite.engine == placed.engine
     assert placed_by_suite.cluster.pool == "shared"
