@@ -1,13 +1,13 @@
-"""Two small teams in which the scale of an advantage decides what is learned.
+"""Two small teams whose learning depends on the scale of the advantages.
 
 The module defines their tasks and demonstrations (`GENERATOR`), their environment (`guess`) and
 their orchestras (`rescue`, `scale`).
 
-A task names two codes and a distractor, for example "17 30 4". Each agent says a letter for one of
-the two codes, from a code book that is fixed and that the agent does not know. There are 24 codes
-and 8 letters, so a guess is right in 1 of 8 cases. A letter depends on a single code. An agent's
-share of right letters on held-out tasks therefore measures its own skill, whichever agent speaks
-before it.
+A task names two codes and a distractor, for example "17 30 4". Each agent answers one of the codes
+with a letter. A fixed code book, which the agents do not see, has the right letter of each code.
+There are 24 codes and 8 letters, so a guess is right in 1 of 8 cases. The right letter depends on
+one code only, so an agent's share of right letters on held-out tasks measures its skill
+independently of the other agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.teams.team import TeamSession
 LETTERS = "abcdefgh"
 CODES = range(10, 34)
 
-# Position of the number in a task that an agent's letter depends on.
+# Position in the task of the code that each agent answers.
 _POSITIONS = {"solver": 0, "rescuer": 1, "spender": 1}
 
 
@@ -47,9 +47,9 @@ def letter(prompt: str, agent: str) -> str:
 
 
 def tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """Return different tasks for each split.
+    """Return the tasks of each split.
 
-    The split of a task does not depend on the seed.
+    All tasks differ. The split of a task does not depend on the seed.
 
     Args:
         seed: seed of the order in which tasks are drawn.
@@ -124,7 +124,7 @@ for _agent in _POSITIONS:
 
 
 class Guess:
-    """Environment of one task: an action is "agent letter", for example "solver c"."""
+    """Environment of one task, in which an action names agent and letter, such as "solver c"."""
 
     _prompt = ""
 
@@ -147,10 +147,10 @@ def guess(task: Task) -> Guess:
 
 
 async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveInt = 4) -> None:
-    """Play a team in which the rescuer acts only if the solver is wrong, with one shared outcome.
+    """Play a team in which the rescuer acts only if the solver is wrong; all share one reward.
 
-    The rescuer is called up to `calls` times until it is right. It acts in few trajectories, those
-    that start with a failure, so its mean reward is far below the team's.
+    The rescuer is called up to `calls` times until it is right. It acts only in the few
+    trajectories that start with a failure, so its mean reward is far below that of the team.
     """
     problem = env.reset(task)
     reply = await team.act("solver", problem=problem)
@@ -163,9 +163,10 @@ async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveIn
 
 
 async def scale(task: Task, team: TeamSession, env: Guess, *, cost: float = 50.0) -> None:
-    """Play a team of two agents whose local rewards have scales that differ by the factor `cost`.
+    """Play a team of two agents whose local rewards differ in scale by the factor `cost`.
 
-    The solver earns 1 for a right letter. The spender loses up to `cost` for a wrong one.
+    The reward of the solver is 1 for a right letter. That of the spender is a random penalty of up
+    to `cost` for a wrong letter.
     """
     problem = env.reset(task)
     for agent in ("solver", "spender"):
