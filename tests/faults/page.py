@@ -28,9 +28,9 @@ _HEAD = """# Faults and their tests
 Each row is a fault, what must happen, and the test that plays it. The tests need no GPU and are part of
 the normal test suite. *Chaos* is `make chaos`: it injects at least 20 random faults into one training
 run (in Ray, a rank, an engine, and a retriever behind a proxy that corrupts answers), three times with
-other draws. The run must end with the same weights, optimizer state, metrics and trajectories as an
-undisturbed one, compared by SHA-256, and leave no process, shared memory, control group or folder
-behind.
+other random draws. The run must end with bitwise identical results and leave no process, shared memory,
+control group or folder behind. *Bitwise identical results* are weights, optimizer state, metrics and
+trajectories with the same SHA-256 as those of an undisturbed run.
 
 *Seconds* are the duration of a test, or the time from a fault of the chaos until the run continued. The rows are in
 [reliability.yaml](reliability.yaml). [checkpoints.md](checkpoints.md) explains what a user can rely on.
@@ -129,7 +129,7 @@ def _results(
         seconds = recovered.get(fault, [])
         if fault == "all":
             seconds = [second for values in recovered.values() for second in values]
-        yield ("same bits" if seconds else "not run"), max(seconds, default=None)
+        yield ("bitwise identical" if seconds else "not run"), max(seconds, default=None)
     if "untested" in row:
         yield "", None
 
