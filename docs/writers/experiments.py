@@ -24,11 +24,11 @@ def pages() -> dict[Path, str]:
     ]
     for row in read_published()["rows"]:
         differences = []
-        for name, _ in expand_braces(row["of"]):
+        for name, _ in expand_braces(row["experiments"]):
             for value in published_values(name).values():
                 if value.differs:
                     differences.append(str(value))
-        texts = [row["besides"], *dict.fromkeys(differences)]
+        texts = [row["differences"], *dict.fromkeys(differences)]
         text = "; ".join(text for text in texts if text)
-        lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")
+        lines.append(f"| `{row['experiments']}` | {row['reports']} | {row['evidence']} | {text} |")
     return {EXPERIMENTS: rendered("experiments", table="\n".join(lines))}

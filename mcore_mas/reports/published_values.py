@@ -34,8 +34,8 @@ class PublishedValue:
     name: str
     ours: Any
     theirs: Any  # or UNKNOWN
-    source: str  # where the paper's value is given
-    reason: str  # reason for another value here, "" if none is given
+    source: str  # key of `sources` in docs/published.yaml
+    reason: str  # why our value is another one, or ""
 
     @property
     def differs(self) -> bool:
@@ -50,7 +50,7 @@ class PublishedValue:
 
 @cache
 def read_published() -> dict[str, Any]:
-    """Read docs/published.yaml: `hyperparameters`, `sources`, `families`, `hardware` and `rows`."""
+    """Read docs/published.yaml, whose first lines explain its sections."""
     return dict(read_yaml(SHIPPED / "docs" / "published.yaml"))
 
 
@@ -61,7 +61,7 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
     sources: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for family in read_published()["families"]:
-        if not any(fnmatch(experiment, pattern) for pattern in family["of"]):
+        if not any(fnmatch(experiment, pattern) for pattern in family["experiments"]):
             continue
         for name in family.get("unknown", ()):
             theirs[name] = UNKNOWN
@@ -69,7 +69,7 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
         for name, (value, source) in family.get("values", {}).items():
             theirs[name] = value
             sources[name] = source
-        reasons |= family.get("differs", {})
+        reasons |= family.get("reasons", {})
 
     ours = compared_values(RunConfig.check(resolve([f"experiment={experiment}"]), experiment))
     return {
@@ -99,8 +99,8 @@ def known_deviations(table: PaperTable) -> list[str]:
     """
     notes = {}
     for row in read_published()["rows"]:
-        for experiment, _ in expand_braces(row["of"]):
-            notes[experiment] = row["besides"]
+        for experiment, _ in expand_braces(row["experiments"]):
+            notes[experiment] = row["differences"]
 
     experiments_by_text: dict[str, list[str]] = {}
     for experiment in table.experiments:
@@ -120,18 +120,18 @@ def _format_value(value: Any) -> str:
 
 
 def _common_value(values: Iterable[Any]) -> Any:
-    """Return the value that all have, or the list of different values."""
-    different: list[Any] = []
+    """Return the value if all values are equal, else the list of distinct values."""
+    distinct: list[Any] = []
     for value in values:
-        if value not in different:
-            different.append(value)
-    return different[0] if len(different) == 1 else different
+        if value not in distinct:
+            distinct.append(value)
+    return distinct[0] if len(distinct) == 1 else distinct
 
 
 def _value_at(value: Any, path: Sequence[str]) -> Any:
     """Return the value at a path of keys, None if a key is missing.
 
-    The key `*` stands for every policy or agent, whose common or different values are returned.
+    The key `*` stands for every policy or agent, whose values `_common_value` joins.
     """
     for position, key in enumerate(path, start=1):
         if key == "*":
@@ -157,7 +157,10 @@ def _describe_choice(choice: Choice | None) -> Any:
 
 
 def _estimator_option(estimators: Collection[str], option: str, config: RunConfig) -> Any:
-    """Return an option of the agents' estimators; None for other estimators, and without it."""
+    """Return an option of the agents' estimators.
+
+    The value is None for an agent whose estimator is not in `estimators`, or has no such option.
+    """
     values = []
     for agent in config.agents:
         estimator = config.advantage_of(agent)
@@ -210,7 +213,8 @@ def _tree_weights(config: RunConfig) -> list[Any]:
     return [_estimator_option(("mcts", "mars2"), option, config) for option in ("gamma", "lam")]
 
 
-# Hyper-parameters that are no single key of a config; docs/published.yaml has the keys of the rest.
+# Hyper-parameters that are computed from several keys of a config. docs/published.yaml names the
+# keys of the others.
 COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "estimator": _estimator,
     "group size": _group_size,

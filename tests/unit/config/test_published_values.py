@@ -143,7 +143,7 @@ def test_every_value_has_a_source_that_is_described() -> None:
         for family in read_published()["families"]
         for _, source in family.get("values", {}).values()
     ]
-    used += [own["source"] for own in read_published()["hardware"]]
+    used += [entry["source"] for entry in read_published()["hardware"]]
     assert set(used) == set(sources)
 
 

@@ -40,7 +40,7 @@ def paper_gpus(experiment: str) -> str | None:
     named = [
         entry["gpus"]
         for entry in read_published()["hardware"]
-        if any(fnmatch(experiment, pattern) for pattern in entry["of"])
+        if any(fnmatch(experiment, pattern) for pattern in entry["experiments"])
     ]
     return named[-1] if named else None
 
