@@ -226,7 +226,7 @@ def _make_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
     All samples name the same agent, because a micro-batch holds samples of one agent and gradients
     by agent are not measured here.
     """
-    ids, trained = renderer.dialogue(demonstration.messages)
+    ids, trained = renderer.tokenize_dialogue(demonstration.messages)
     return Sample(
         policy=_POLICY,
         agent=_POLICY,

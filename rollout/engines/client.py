@@ -13,7 +13,8 @@ from rollout.engines.policy_client import ChatState, PolicyClient, PolicyReply
 from rollout.engines.prompt_length import fit_prompt
 from rollout.engines.protocol import Engine, TokenCallback
 from rollout.engines.rendering import render_chat
-from rollout.models.chat_template import Renderer, WordStream
+from rollout.models.chat_template import Renderer
+from rollout.models.reply_text import ReplyText
 from rollout.records.trajectory import Completion, Message, Sampling
 
 _STOP_CHECK_TOKENS = 16  # sampled tokens between two checks of a reply for the stops of its chat
@@ -128,17 +129,17 @@ class _ReplyMonitor:
         self._renderer = renderer
         self._prompt_length = len(prompt_ids)
         self._chat = chat
-        self._words = WordStream(renderer, prompt_ids, calls=bool(chat.tools), stops=chat.stops)
+        self._text = ReplyText(renderer, prompt_ids, calls=bool(chat.tools), stops=chat.stops)
         self._token_ids: list[int] = []
         self.ended_by_chat = False
 
     def add(self, position: int, token_ids: Sequence[int]) -> bool:
         """Take the tokens from `position` on; return False if the reply should end."""
         self._token_ids[position:] = token_ids
-        text = self._words.add(position, token_ids)
+        text = self._text.add(position, token_ids)
         if self._chat.hear is not None:
             self.ended_by_chat = not self._chat.hear(text, self._renderer.tool_format)
-        return not self.ended_by_chat and not self._words.end
+        return not self.ended_by_chat and not self._text.end
 
     def end_at_stop(self, completion: Completion) -> Completion:
         """Cut a completion behind the token that completes its first stop."""
@@ -147,10 +148,10 @@ class _ReplyMonitor:
         seen = len(self._token_ids)
         if completion.token_ids[:seen] != tuple(self._token_ids):
             seen = 0  # the engine has sampled the reply again from the start
-        self._words.add(seen, completion.token_ids[seen:])
-        if not self._words.end:
+        self._text.add(seen, completion.token_ids[seen:])
+        if not self._text.end:
             return completion
-        return completion.truncated(self._words.end, self._prompt_length)
+        return completion.truncated(self._text.end, self._prompt_length)
 
 
 async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rollout.base.errors import PromptTooLong
-from rollout.models.chat_template import CUTS, Renderer
+from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Message, Sampling
+
+
+def _keep_end(token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return token_ids[len(token_ids) - count :]
+
+
+def _keep_both_ends(token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    start = count // 2
+    return token_ids[:start] + token_ids[len(token_ids) - (count - start) :]
+
+
+def _keep_start(token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return token_ids[:count]
+
+
+# Functions that cut token ids to a count. Each is named after the side that is cut, as in verl's
+# `data.truncation`.
+TRUNCATIONS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
+    "left": _keep_end,
+    "middle": _keep_both_ends,
+    "right": _keep_start,
+}
 
 
 def fit_prompt(
@@ -18,7 +40,7 @@ def fit_prompt(
 
     Args:
         limit: tokens of the prompt; None for no limit.
-        rule: key of `CUTS`, the side of the message that is cut; any other value refuses to cut.
+        rule: key of `TRUNCATIONS`, the side of the message that is cut; any other value refuses to cut.
 
     Returns:
         The messages, and their token ids [P].
@@ -32,12 +54,12 @@ def fit_prompt(
         return messages, token_ids
 
     size = len(token_ids)
-    if rule in CUTS:
+    if rule in TRUNCATIONS:
         *earlier, last = messages
         last_ids = renderer.encode(last.content)
         retained = len(last_ids) - (size - limit)
         while retained > 0:
-            shortened = renderer.decode(CUTS[rule](last_ids, retained))
+            shortened = renderer.decode(TRUNCATIONS[rule](last_ids, retained))
             cut_messages = (*earlier, replace(last, content=shortened))
             token_ids = renderer.render(cut_messages)
             if len(token_ids) <= limit:

@@ -26,7 +26,7 @@ async def render_chat(
     Returns:
         The token ids [P], and True if they do not continue the chat's latest turn.
     """
-    render = partial(renderer.go_on, chat.before, messages, chat.tools)
+    render = partial(renderer.next_prompt, chat.before, messages, chat.tools)
     size = sum(message.size for message in messages) + _TOOL_CHARS * len(chat.tools)
     if size <= _LONG_CHAT_CHARS:
         return render()

@@ -1,1 +1,1 @@
-"""Model folders in Hugging Face's format, read once for engines and trainers: shape, chat template, tensors."""
+"""Model folders in Hugging Face's format: architecture, chat template, tensors and tool calls."""

@@ -1,11 +1,9 @@
-"""Chat template: messages to prompt tokens and back, by a model folder's own tokenizer; chats go on token by token."""
+"""Chat template of a model folder: convert chats to token ids, and token ids of replies to text."""
 
 import json
 import re
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
-from functools import cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +13,43 @@ from tokenizers.decoders import DecodeStream
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 from rollout.base.yaml_files import read_yaml
-from rollout.models.tool_calls import (
-    PYTHON_TAG,
-    TOOL_FORMATS,
-    ToolSchema,
-    in_words,
-    thought_and_text,
-    tool_format_of,
-)
+from rollout.models.safe_tokenizer import SafeTokenizer
+from rollout.models.tool_calls import ToolSchema, in_words, tool_format_of
 from rollout.records.trajectory import Message, Turn
 
 CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_templates.yaml"))
-_TURN_ENDS = {
-    "chatml": "<|im_end|>"
-}  # by template, what ends a reply where it is not the tokenizer's own end
 
-# What is left of [T] tokens when `most` may stay. A name is the side that goes, as in verl's `data.truncation`.
-CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
-    "left": lambda tokens, most: tokens[len(tokens) - most :],
-    "middle": lambda tokens, most: tokens[: most // 2] + tokens[len(tokens) - (most - most // 2) :],
-    "right": lambda tokens, most: tokens[:most],
-}
+# Token that ends a turn in a template of CHAT_TEMPLATES; other templates are searched for it.
+_TURN_ENDS = {"chatml": "<|im_end|>"}
 
-_RECENT = 64  # first prompts whose text and tokens are kept: those of a group are the same
-_MARKS = (
-    "\ue001",
-    "\ue002",
-)  # stand for a reply's thoughts and its words; no template changes them
+# Prompts without tools whose text and tokens are cached: trajectories of a group begin with the same
+# prompt.
+_CACHED_PROMPTS = 64
+
+# Stand-ins for the thoughts and the text of a reply: characters that no template changes.
+_THOUGHTS_MARK = "\ue001"
+_TEXT_MARK = "\ue002"
 
 
 def has_chat_template(model: Path | str) -> bool:
-    """Whether a model folder brings one, by its files alone."""
+    """Return True if a model folder has a chat template; only its files are read."""
     path = Path(model) / "tokenizer_config.json"
     try:
-        told = read_json(path) if path.is_file() else {}
+        config = read_json(path) if path.is_file() else {}
     except ValueError:
         return False
-    return bool(told.get("chat_template")) or any(Path(model).glob("chat_template.*"))
+    return bool(config.get("chat_template")) or any(Path(model).glob("chat_template.*"))
 
 
 class Renderer:
-    """The tokenizer and chat template of one Hugging Face model folder.
+    """Tokenizer and chat template of one Hugging Face model folder.
 
-    Special tokens come from the template alone: where a message or a tool's description spells one, it is tokenised as
-    any other text, so that nobody can end a message and begin another in a role that is not theirs.
+    Special tokens that the text of a message or of a tool spells are tokenised as ordinary text, see
+    `SafeTokenizer`.
+
+    Attributes:
+        tool_format: format of the tool calls that the template teaches the model.
+        stop: ids of the tokens that end a reply; replies are written with the first.
     """
 
     def __init__(
@@ -71,291 +62,260 @@ class Renderer:
         """Load from folder `model`; only files on this machine are read.
 
         Args:
-            template: name in CHAT_TEMPLATES; None: the folder's own.
-            arguments: what the template is given besides the messages, such as Qwen3's `enable_thinking`.
+            model: folder of the model.
+            template: key of CHAT_TEMPLATES; None for the folder's template.
+            arguments: variables for the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            ModelError: the folder has no chat template or names no end of a reply, its tokenizer has no token for the
-                template's, or its template does not read an argument.
+            ModelError: the folder has no chat template or no token that ends a reply, the tokenizer
+                lacks the token that ends a turn, or the template does not use an argument.
         """
-        # not AutoTokenizer: for a Qwen2 model it puts Qwen2's own pre-tokeniser in place of the one in tokenizer.json
-        from transformers import PreTrainedTokenizerFast
-        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
-
-        self._mark, self._encode_marked = mark_control_tokens, encode_marked_chat
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
+        self._safe = SafeTokenizer(model)
+        self._tokenizer = self._safe.tokenizer
         if template is not None:
             self._tokenizer.chat_template = CHAT_TEMPLATES[template]
-        self._arguments = dict(arguments or {})
         if not self._tokenizer.chat_template:
             raise ModelError(
-                f"{model}: a base model without a chat template; "
-                f"set chat_template to one of {', '.join(CHAT_TEMPLATES)}, or take the instruct model"
+                f"{model}: a base model without a chat template; set chat_template to one of "
+                f"{', '.join(CHAT_TEMPLATES)}, or take the instruct model"
             )
+
+        template_text = self._tokenizer.get_chat_template()
+        self._arguments = dict(arguments or {})
         for name in self._arguments:
-            if not re.search(rf"\b{re.escape(name)}\b", self._tokenizer.get_chat_template()):
+            if not re.search(rf"\b{re.escape(name)}\b", template_text):
                 raise ModelError(
-                    f"{model}: its chat template reads no '{name}'; take it out of chat_template_kwargs"
+                    f"{model}: the chat template does not use '{name}'; remove it from "
+                    "chat_template_kwargs"
                 )
-        self.tool_format = tool_format_of(self._tokenizer.get_chat_template())
-        specials = {
-            number: t.content
-            for number, t in self._tokenizer.added_tokens_decoder.items()
-            if t.special
-        }
-        self._special_ids, special = frozenset(specials), set(specials.values())
-        self._special = _any_of(special)
-        self._special_but_own = _any_of(
-            special - {PYTHON_TAG}
-        )  # a sampled reply calls its tools by that token
-        self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
-        self._spelling = threading.Lock()
-        self._begin = lru_cache(_RECENT)(self._encode)
-        self._plain = lru_cache(_RECENT)(self._rendered)
-        self._dated = (
-            "strftime_now" in self._tokenizer.get_chat_template()
-        )  # it may say something else tomorrow
-        self.stop = _ends(
-            model, self._turn_end(model, template), self._tokenizer.eos_token_id
-        )  # end a reply
-        self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
+
+        self.tool_format = tool_format_of(template_text)
+        # The text of such a template changes with the time, and cannot be cached.
+        self._depends_on_time = "strftime_now" in template_text
+        self._cached_text = lru_cache(_CACHED_PROMPTS)(self._apply_template)
+        self._cached_encode = lru_cache(_CACHED_PROMPTS)(self._safe.encode)
+
+        turn_end = self._turn_end(model, template)
+        self.stop = _reply_ends(model, turn_end, self._tokenizer.eos_token_id)
+        self._stop_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
 
     def _turn_end(self, model: Path | str, template: str | None) -> int | None:
-        """The token that the template writes behind a reply, which a base model's tokenizer may not have as its end."""
-        end = _TURN_ENDS.get(template or "")
-        if end is None:
-            asked, said = (
-                Message(role="user", content="?"),
-                Message(role="assistant", content=_MARKS[1]),
-            )
-            try:
-                rests = [
-                    self._text(chat).rpartition(_MARKS[1])[2]
-                    for chat in ((asked, said), (asked, said, asked))
-                ]
-            except TemplateError:  # of one that takes no such chat
-                return None
-            behind, again = ((self._special.match(rest) or ("",))[0] for rest in rests)
-            # what begins the next message is no end
-            return (
-                int(self._tokenizer.convert_tokens_to_ids(behind))
-                if behind and behind == again
-                else None
-            )
-        found: int | None = self._tokenizer.get_vocab().get(end)
-        if found is None:
+        """Return the token that the template writes after a reply, or None if it writes none.
+
+        The tokenizer of a base model may name another token as its end of text.
+
+        Raises:
+            ModelError: the tokenizer lacks the token.
+        """
+        token = _TURN_ENDS.get(template or "")
+        if token is None:
+            token = self._find_turn_end()
+            return None if token is None else int(self._tokenizer.convert_tokens_to_ids(token))
+
+        token_id: int | None = self._tokenizer.get_vocab().get(token)
+        if token_id is None:
             raise ModelError(
-                f"{model}: its tokenizer has no {end}, which ends a turn of chat_template {template}; set it to plain"
+                f"{model}: the tokenizer has no {token}, which ends a turn of chat_template "
+                f"{template}; set chat_template to plain"
             )
-        return found
+        return token_id
+
+    def _find_turn_end(self) -> str | None:
+        """Return the special token that follows a reply in the template's text, if there is one."""
+        question = Message(role="user", content="?")
+        reply = Message(role="assistant", content=_TEXT_MARK)
+        tokens = []
+        for chat in ((question, reply), (question, reply, question)):
+            try:
+                text = self._text(chat)
+            except TemplateError:
+                return None  # the template takes no such chat
+            _, _, rest = text.rpartition(_TEXT_MARK)
+            token = self._safe.special_pattern.match(rest)
+            tokens.append("" if token is None else token.group())
+
+        # If the tokens differ, they begin the next message, and do not end the reply.
+        last_turn_end, turn_end = tokens
+        return turn_end if turn_end and turn_end == last_turn_end else None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
-        """Token ids [P] of a conversation, up to where the assistant's reply begins."""
-        return self._begin(self._text(messages, tools))
+        """Return the token ids [P] of a chat, up to where the assistant's next reply begins."""
+        return self._cached_encode(self._text(messages, tools))
 
     def extend(
         self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...] | None:
-        """Token ids [P] of a conversation that goes on after the turn `before`: token in, token out.
+        """Return the token ids [P] of a chat that continues after a turn, or None if they cannot.
 
-        They are the turn's prompt and completion as they are, and the new text behind them. The text is found by
-        rendering the conversation with marks in place of the reply: the sampled ids stand for the reply, however the
-        template would write its words and spaces.
+        They begin with the turn's prompt and completion as they were sampled, whatever words and
+        spaces the template would write for the reply. Only the text after the reply is tokenised. It
+        is found by rendering the chat with a stand-in for the reply.
+
+        They cannot continue if the messages before the reply have changed, or the template's text of
+        them; or if the template omits thoughts of the reply, or adds something to it.
 
         Args:
-            tools: the chat's, the same in every turn.
-
-        Returns:
-            None where the ids cannot go on: the messages before the reply, or the template's text of them, have
-            changed, or the template leaves out thoughts of the reply or puts something to it.
+            before: the turn.
+            messages: all messages: the turn's, the turn's reply, and the new ones.
+            tools: of the chat, the same in every turn.
         """
-        read = len(before.messages)
-        if (
-            tuple(messages[:read]) != before.messages
-            or len(messages) == read
-            or messages[read].role != "assistant"
-        ):
-            return None
-        thought, ended, _ = messages[read].text.lstrip().rpartition("</think>")
-        own = thought.removeprefix("<think>")
-        begin = "" if own == thought else "<think>\n"
-        stub = (
-            f"{begin}{_MARKS[0] if own.strip() else ''}\n</think>\n\n{_MARKS[1]}"
-            if ended
-            else _MARKS[1]
+        turn_length = len(before.messages)
+        is_continued = (
+            len(messages) > turn_length
+            and tuple(messages[:turn_length]) == before.messages
+            and messages[turn_length].role == "assistant"
         )
-        head = self._text(before.messages, tools)
-        marked = self._text(
-            (*messages[:read], Message(role="assistant", content=stub), *messages[read + 1 :]),
+        if not is_continued:
+            return None
+
+        placeholder = _placeholder(messages[turn_length].text)
+        reply = Message(role="assistant", content=placeholder)
+        earlier_text = self._text(before.messages, tools)
+        text = self._text(
+            (*messages[:turn_length], reply, *messages[turn_length + 1 :]),
             tools,
         )
-        reply, found, rest = marked[len(head) :].partition(_MARKS[1])
-        if not marked.startswith(head) or (reply + found).split() != stub.split():
+        reply_text, mark, rest = text[len(earlier_text) :].partition(_TEXT_MARK)
+        if not text.startswith(earlier_text):
             return None
-        if before.completion_ids[-1:] and before.completion_ids[-1] in self.stop:
-            rest = next(
-                (rest.removeprefix(end) for end in self._end_texts if rest.startswith(end)), rest
-            )
-        return before.prompt_ids + before.completion_ids + self._encode(rest)
+        if (reply_text + mark).split() != placeholder.split():
+            return None
 
-    def go_on(
+        if before.completion_ids and before.completion_ids[-1] in self.stop:
+            rest = self._remove_stop(rest)
+        return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
+
+    def _remove_stop(self, text: str) -> str:
+        """Remove the end of a reply from the start of a text, whichever of the ends it is."""
+        for stop_text in self._stop_texts:
+            if text.startswith(stop_text):
+                return text.removeprefix(stop_text)
+        return text
+
+    def next_prompt(
         self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[tuple[int, ...], bool]:
-        """Token ids [P] of a chat after its latest turn, if there is one, and whether they begin anew after it."""
-        goes_on = None if before is None else self.extend(before, messages, tools)
-        ids = self.render(messages, tools) if goes_on is None else goes_on
-        return ids, goes_on is None and before is not None
+        """Return the token ids [P] of a chat's next prompt, extending the latest turn if possible.
+
+        Args:
+            before: latest turn of the chat; None before its first reply.
+            messages: all messages of the chat.
+            tools: of the chat.
+
+        Returns:
+            The token ids, and True if there is a latest turn that they do not continue.
+        """
+        if before is None:
+            return self.render(messages, tools), False
+        token_ids = self.extend(before, messages, tools)
+        if token_ids is None:
+            return self.render(messages, tools), True
+        return token_ids, False
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids [T] of a text, without special tokens."""
+        return self._safe.encode(self._safe.protect(text))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Token ids [C] of a reply as a model would write it, its end included."""
+        """Return the token ids [C] of a reply as a model would write it, with its end."""
         return (*self.encode(text), self.stop[0])
 
-    def dialogue(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Token ids [T] of a whole conversation, and which of them [T] the assistant wrote.
+    def tokenize_dialogue(
+        self, messages: Sequence[Message]
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Return the token ids [T] of a dialogue, and for each [T] True if the assistant wrote it.
 
-        Every reply is tokenised by itself, as it would have been sampled.
+        Every reply is tokenised without the text around it, as it would have been sampled.
 
         Raises:
-            ValueError: the chat template rewrites earlier messages as the conversation goes on.
+            ValueError: the chat template rewrites earlier messages as the dialogue continues.
         """
-        ids: list[int] = []
-        written: list[bool] = []
+        token_ids: list[int] = []
+        is_reply: list[bool] = []
         text = ""
-        for i, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            prompt = self._text(messages[:i])
+            prompt = self._text(messages[:index])
             if not prompt.startswith(text):
                 raise ValueError(
-                    "the chat template rewrites earlier messages; its dialogues cannot be trained on"
+                    "the chat template rewrites earlier messages, so its dialogues cannot be "
+                    "trained on"
                 )
-            head, reply = self._encode(prompt[len(text) :]), self.encode_reply(message.content)
-            ids += head + reply
-            written += [False] * len(head) + [True] * len(reply)
-            text = prompt + self._mark(message.content, self._special) + self._end_texts[0]
-        return tuple(ids), tuple(written)
+            new_ids = self._safe.encode(prompt[len(text) :])
+            reply_ids = self.encode_reply(message.content)
+            token_ids += new_ids + reply_ids
+            is_reply += [False] * len(new_ids) + [True] * len(reply_ids)
+            text = prompt + self._safe.protect(message.content) + self._stop_texts[0]
+        return tuple(token_ids), tuple(is_reply)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of completion tokens without special tokens."""
+        """Return the text of a reply's tokens without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_raw(self, token_ids: Sequence[int]) -> str:
-        """The text of completion tokens with special tokens, without the end of the reply."""
-        own = token_ids[:-1] if token_ids and token_ids[-1] in self.stop else token_ids
-        return str(self._tokenizer.decode(list(own), skip_special_tokens=False))
+        """Return the text of a reply's tokens with special tokens, but without the reply's end."""
+        if token_ids and token_ids[-1] in self.stop:
+            token_ids = token_ids[:-1]
+        return self.decode_prompt(token_ids)
 
-    def word(self, stream: DecodeStream, token: int) -> str | None:
-        """The text that a reply's next token completes, "" for its end and where there is none; None: it is special."""
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a prompt's tokens with all special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def decode_next(self, stream: DecodeStream, token: int) -> str | None:
+        """Return the text that the next token of a reply completes.
+
+        Returns:
+            "" if the token completes no character, or ends the reply; None if the token is special.
+        """
         if token in self.stop:
             return ""
-        return (
-            None
-            if token in self._special_ids
-            else stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        )
+        if token in self._safe.special_ids:
+            return None
+        return stream.step(self._tokenizer.backend_tokenizer, token) or ""
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        return (
-            self._rendered(messages, tools)
-            if tools or self._dated
-            else self._plain(tuple(messages))
-        )
+        """Return the template's text of a chat, from the cache if it has no tools."""
+        if tools or self._depends_on_time:
+            return self._apply_template(messages, tools)
+        return self._cached_text(tuple(messages))
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+    def _apply_template(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+        """Return the template's text of a chat, up to where the next reply begins."""
         if self.tool_format == "fenced":
-            messages, tools = in_words(messages, tools), ()
-        return str(
-            self._tokenizer.apply_chat_template(
-                [
-                    self._mark(
-                        _as_template_takes(message),
-                        self._special_but_own if message.raw else self._special,
-                    )
-                    for message in messages
-                ],
-                tools=self._mark([tool.function for tool in tools], self._special) or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._arguments,
-            )
+            messages = in_words(messages, tools)
+            tools = ()
+        chat = [
+            self._safe.protect(_template_fields(message), is_reply=bool(message.raw))
+            for message in messages
+        ]
+        functions = self._safe.protect([tool.function for tool in tools])
+        text = self._tokenizer.apply_chat_template(
+            chat,
+            tools=functions or None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._arguments,
         )
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids [T] of a text by itself, none of them special."""
-        return self._encode(self._mark(text, self._special))
-
-    def _encode(self, marked: str) -> tuple[int, ...]:
-        """Token ids [T] of text with marks around what spells a special token and is none."""
-        if not self._marks.search(marked):
-            return tuple(self._tokenizer.encode(marked, add_special_tokens=False))
-        with self._spelling:  # the library turns a switch of the tokenizer on and off
-            return tuple(self._encode_marked(self._speller, marked))
-
-    @cached_property
-    def _speller(self) -> Any:
-        return deepcopy(self._tokenizer)
+        return str(text)
 
 
-class WordStream:
-    """The text of a reply as its tokens come; a thought that the prompt has begun begins with its mark.
-
-    Attributes:
-        end: tokens up to the first with which the text, outside of thoughts and calls, has a stop; 0: it has none.
-    """
-
-    def __init__(
-        self,
-        renderer: Renderer,
-        prompt_ids: Sequence[int],
-        *,
-        calls: bool,
-        stops: Collection[str] = (),
-    ) -> None:
-        """`calls`: whether special tokens of the reply may be of a call of tools; what follows one is then not told."""
-        self._renderer, self._calls, self._stops = renderer, calls, stops
-        self._reach = max(map(len, stops), default=0) + len(
-            "<think"
-        )  # so many characters may prove to be no thought
-        self._thinks = renderer.decode_raw(prompt_ids[-8:]).rstrip().endswith("<think>")
-
-    def add(self, place: int, ids: Sequence[int]) -> str:
-        """The text so far with the token `ids` from `place` on, which is 0 where an engine begins again.
-
-        Tokens behind the `end` are left out.
-        """
-        if not place:
-            self._stream, self._held, self.end = DecodeStream(skip_special_tokens=True), False, 0
-            self._text = "<think>" if self._thinks else ""
-        for size, token in enumerate(ids, place + 1):
-            if self.end:
-                break
-            word = self._renderer.word(self._stream, token)
-            self._held |= word is None and self._calls
-            if word and not self._held:
-                self._text += word
-                self.end = size if self._stopped(len(word)) else 0
-        return self._text
-
-    def _stopped(self, new: int) -> bool:
-        """Whether the text has a stop, which its `new` last characters would have completed."""
-        tail = self._text[-(new + self._reach) :]
-        if not any(stop in tail for stop in self._stops):
-            return False
-        _, text = thought_and_text(self._text)
-        if self._calls:
-            text = TOOL_FORMATS[self._renderer.tool_format](text)[0].lstrip()
-        return any(stop in text for stop in self._stops)
+def _placeholder(reply: str) -> str:
+    """Return a stand-in for a reply with marks in place of its thoughts and of its text."""
+    thoughts, end_of_thoughts, _ = reply.lstrip().rpartition("</think>")
+    if not end_of_thoughts:
+        return _TEXT_MARK
+    start = "<think>\n" if thoughts.startswith("<think>") else ""
+    has_thoughts = bool(thoughts.removeprefix("<think>").strip())
+    mark = _THOUGHTS_MARK if has_thoughts else ""
+    return f"{start}{mark}\n</think>\n\n{_TEXT_MARK}"
 
 
-def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, the longest that it can, and nothing where there are none."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-
-
-def _as_template_takes(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it; of a sampled reply its own words, and not what was read out of them."""
+def _template_fields(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates take it; a sampled reply as it was sampled."""
     if message.raw:
         return {"role": message.role, "content": message.raw}
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -365,23 +325,29 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
         fields["tool_calls"] = [
             {
                 "type": "function",
-                "id": c.id,
-                "function": {"name": c.name, "arguments": json.loads(c.arguments)},
+                "id": call.id,
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
             }
-            for c in message.calls
+            for call in message.calls
         ]
-    return fields | ({"tool_call_id": message.answers} if message.answers else {})
+    if message.answers:
+        fields["tool_call_id"] = message.answers
+    return fields
 
 
-def _ends(model: Path | str, *own: int | None) -> tuple[int, ...]:
-    """The ids that end a reply, the template's and the tokenizer's `own` first; a model without any is refused."""
+def _reply_ends(model: Path | str, *known_ends: int | None) -> tuple[int, ...]:
+    """Return the ids that end a reply: `known_ends`, then those of generation_config.json.
+
+    Raises:
+        ModelError: there is none, or the file is not readable.
+    """
     path = Path(model) / "generation_config.json"
     try:
-        named = read_json(path).get("eos_token_id") if path.is_file() else None
+        configured = read_json(path).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: not readable ({error}); expected a JSON object") from error
-    further = named if isinstance(named, list) else [named]
-    ends = tuple(dict.fromkeys(end for end in (*own, *further) if end is not None))
+        raise ModelError(f"{path} is not readable ({error}); expected a JSON object") from error
+    more_ends = configured if isinstance(configured, list) else [configured]
+    ends = [end for end in (*known_ends, *more_ends) if end is not None]
     if not ends:
-        raise ModelError(f"{model}: nothing ends a reply; name eos_token in tokenizer_config.json")
-    return ends
+        raise ModelError(f"{model}: no token ends a reply; set eos_token in tokenizer_config.json")
+    return tuple(dict.fromkeys(ends))

@@ -60,12 +60,12 @@ class Bytes:
             + self.render(messages[len(before.messages) + 1 :])
         )
 
-    def go_on(
+    def next_prompt(
         self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[tuple[int, ...], bool]:
-        return self.extend(before, messages, tools) if before else self.render(
-            messages, tools
-        ), False
+        if before is None:
+            return self.render(messages, tools), False
+        return self.extend(before, messages, tools), False
 
     def decode_raw(self, token_ids: tuple[int, ...]) -> str:
         return self.decode(token_ids)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rollout.engines import ChatState, EngineClient, PolicyReply, TokenCallback
-from rollout.models.chat_template import Renderer, WordStream
+from rollout.models.chat_template import Renderer
+from rollout.models.reply_text import ReplyText
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
 from tests.support.templates import byte_tokenizer, renderer_of
@@ -162,7 +163,7 @@ def test_a_stop_inside_of_a_token_keeps_the_whole_of_it(tmp_path: Path) -> None:
 
 def test_a_thought_that_the_prompt_begins_has_no_stop(tmp_path: Path) -> None:
     renderer = renderer_of("qwen3", tmp_path)
-    words = WordStream(renderer, renderer.encode("<think>\n"), calls=False, stops=["END"])
+    words = ReplyText(renderer, renderer.encode("<think>\n"), calls=False, stops=["END"])
     assert words.add(0, renderer.encode("END </think> so END")) == "<think>END </think> so END"
     assert words.end == len("END </think> so END")
     words.add(0, renderer.encode("END"))

@@ -16,7 +16,7 @@ from rollout.engines import EngineClient
 from rollout.gateway.dialects import ChatRequest
 from rollout.gateway.sessions import off_loop_if_long
 from rollout.models import chat_template
-from rollout.models.chat_template import Renderer
+from rollout.models.safe_tokenizer import SafeTokenizer
 from rollout.records.trajectory import Message, ToolUse
 from tests.support.gateway import open_session, team_of
 from tests.support.scripted_engine import ScriptedEngine
@@ -27,13 +27,13 @@ from tests.support.templates import renderer_of
 def tokenized_chars(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the length of every text that a renderer tokenizes."""
     sizes: list[int] = []
-    encode = Renderer._encode
+    encode = SafeTokenizer.encode
 
-    def counted(self: Renderer, marked: str) -> tuple[int, ...]:
-        sizes.append(len(marked))
-        return encode(self, marked)
+    def encode_and_count(tokenizer: SafeTokenizer, text: str) -> tuple[int, ...]:
+        sizes.append(len(text))
+        return encode(tokenizer, text)
 
-    monkeypatch.setattr(Renderer, "_encode", counted)
+    monkeypatch.setattr(SafeTokenizer, "encode", encode_and_count)
     return sizes
 
 
@@ -61,7 +61,7 @@ def test_the_gateway_tokenizes_the_same_texts_as_team_chat(
 ) -> None:
     for name, value in {"CHATS": 2, "TURNS": 3, "WORDS": 20}.items():
         monkeypatch.setattr(gateway_overhead, name, value)
-    monkeypatch.setattr(chat_template, "_RECENT", 0)  # the chats begin alike
+    monkeypatch.setattr(chat_template, "_CACHED_PROMPTS", 0)  # the chats begin alike
     renderer = renderer_of("qwen2.5", tmp_path)
     team = team_of(PacedEngine(renderer, 0.0), renderer, max_tokens=100)
 

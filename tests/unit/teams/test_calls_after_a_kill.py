@@ -89,7 +89,7 @@ def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Seque
     def reply_ids(prompt: Sequence[int], number: int) -> list[int]:
         if number == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        calls = renderer._tokenizer.decode(list(prompt)).count("<tool_response>")
+        calls = renderer.decode_prompt(prompt).count("<tool_response>")
         return [*renderer.encode(REPLIES[min(calls // 2, 2)]), renderer.stop[0]]
 
     role = Role(name="r", system="", user="{conversation}", parse=number)
@@ -160,7 +160,7 @@ def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) 
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             if len(self.calls) == self.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            answered = renderer._tokenizer.decode(list(prompt_ids)).count("<tool_response>")
+            answered = renderer.decode_prompt(prompt_ids).count("<tool_response>")
             reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][
                 min(answered, 3)
             ]

@@ -107,7 +107,7 @@ async def one_chat(task: Any, team: Any, env: Any) -> None:
 
 
 def decoded(renderer: Renderer, ids: Sequence[int]) -> str:
-    return str(renderer._tokenizer.decode(list(ids)))
+    return renderer.decode_prompt(ids)
 
 
 def chat_metrics(trajectory: Trajectory, *names: str) -> list[float]:
@@ -365,13 +365,13 @@ def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer)
 
 def test_a_chat_with_many_tools_is_rendered_off_the_event_loop(qwen: Renderer) -> None:
     threads: list[bool] = []
-    go_on = qwen.go_on
+    next_prompt = qwen.next_prompt
 
-    def go_on_and_record(*arguments: Any) -> Any:
+    def render_and_record(*arguments: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        return go_on(*arguments)
+        return next_prompt(*arguments)
 
-    qwen.go_on = go_on_and_record  # type: ignore[method-assign]
+    qwen.next_prompt = render_and_record  # type: ignore[method-assign]
 
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         (tool,) = team.tools["a"]

@@ -1,0 +1,86 @@
+"""Text of a reply while its tokens arrive, and the search for stops in it."""
+
+from collections.abc import Collection, Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from rollout.models.chat_template import Renderer
+from rollout.models.tool_calls import TOOL_FORMATS, thought_and_text
+
+_THOUGHT_START = "<think>"
+_LAST_PROMPT_TOKENS = 8  # tokens of a prompt that can contain the start of a thought
+
+
+class ReplyText:
+    """Text of a reply that is being sampled, token by token.
+
+    If the prompt has opened a thought, the text begins with `<think>`.
+
+    Attributes:
+        end: number of tokens up to the one that completes the first stop, outside of thoughts and
+            tool calls; 0 if there is no stop yet.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        prompt_ids: Sequence[int],
+        *,
+        calls: bool,
+        stops: Collection[str] = (),
+    ) -> None:
+        """Begin a reply to a prompt.
+
+        Args:
+            renderer: of the model.
+            prompt_ids: token ids of the prompt.
+            calls: True if the reply may call tools. The text then ends at the first special token,
+                which may begin a call.
+            stops: texts that end the reply.
+        """
+        self._renderer = renderer
+        self._calls = calls
+        self._stops = stops
+        # A stop that begins this many characters before new text may only now count: until a reply
+        # is longer than "<think", it is not known whether it begins with a thought.
+        self._searched_chars = max(map(len, stops), default=0) + len("<think")
+        prompt_end = renderer.decode_prompt(prompt_ids[-_LAST_PROMPT_TOKENS:])
+        self._prompt_opens_thought = prompt_end.rstrip().endswith(_THOUGHT_START)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.end = 0
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._text = _THOUGHT_START if self._prompt_opens_thought else ""
+        self._has_call_token = False
+
+    def add(self, position: int, token_ids: Sequence[int]) -> str:
+        """Add the tokens from `position` on, and return the text so far.
+
+        Position 0 begins the reply again. Tokens behind the `end` are ignored.
+        """
+        if position == 0:
+            self._begin()
+        for token_count, token in enumerate(token_ids, position + 1):
+            if self.end:
+                break
+            new_text = self._renderer.decode_next(self._stream, token)
+            if new_text is None and self._calls:
+                self._has_call_token = True
+            if new_text and not self._has_call_token:
+                self._text += new_text
+                if self._has_stop(len(new_text)):
+                    self.end = token_count
+        return self._text
+
+    def _has_stop(self, new_chars: int) -> bool:
+        """Return True if the text has a stop that its last `new_chars` characters complete."""
+        tail = self._text[-(new_chars + self._searched_chars) :]
+        if not any(stop in tail for stop in self._stops):
+            return False
+        _, text = thought_and_text(self._text)
+        if self._calls:
+            split = TOOL_FORMATS[self._renderer.tool_format]
+            text, _ = split(text)
+            text = text.lstrip()
+        return any(stop in text for stop in self._stops)

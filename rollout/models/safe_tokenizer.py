@@ -1,0 +1,81 @@
+"""Tokenizer of a model folder that does not read special tokens out of the text of messages."""
+
+import re
+import threading
+from collections.abc import Collection
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollout.models.tool_calls import PYTHON_TAG
+
+
+class SafeTokenizer:
+    """Tokenizer whose special tokens come from the chat template alone.
+
+    Text of messages and of tools is passed to `protect` before it enters the template. If it spells
+    a special token, the spelling is marked, and `encode` reads what is marked as ordinary text. So
+    no user, tool or model can end a message and begin another in a role that is not its own.
+
+    Attributes:
+        tokenizer: the Hugging Face tokenizer.
+        special_ids: ids of all special tokens.
+        special_pattern: matches the text of any special token.
+    """
+
+    def __init__(self, model: Path | str) -> None:
+        """Load the tokenizer of folder `model`; only files on this machine are read."""
+        # AutoTokenizer would replace the pre-tokenizer of a Qwen2 model's tokenizer.json by another.
+        from transformers import PreTrainedTokenizerFast
+        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+
+        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            str(model), local_files_only=True
+        )
+        special_tokens = {
+            number: token.content
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self.special_ids = frozenset(special_tokens)
+        special_texts = set(special_tokens.values())
+        self.special_pattern = _match_any(special_texts)
+        self._pattern_of_replies = _match_any(special_texts - {PYTHON_TAG})
+
+        self._mark = mark_control_tokens
+        self._encode_marked = encode_marked_chat
+        # The library wraps what it marks in two characters, which it does not name.
+        marks = set(mark_control_tokens("|", re.compile(r"\|"))) - {"|"}
+        self._mark_pattern = _match_any(marks)
+        self._literal_lock = threading.Lock()
+
+    def protect(self, value: Any, *, is_reply: bool = False) -> Any:
+        """Mark the special tokens in a text, or in all texts of a list or a dictionary.
+
+        Args:
+            value: to mark.
+            is_reply: the text is a sampled reply, which may call a tool with a special token.
+        """
+        pattern = self._pattern_of_replies if is_reply else self.special_pattern
+        return self._mark(value, pattern)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids [T] of a text; what `protect` has marked is ordinary text."""
+        if not self._mark_pattern.search(text):
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        # To encode special tokens as text, the library switches a setting of the tokenizer on and
+        # off, which other threads must not see.
+        with self._literal_lock:
+            return tuple(self._encode_marked(self._literal_tokenizer, text))
+
+    @cached_property
+    def _literal_tokenizer(self) -> Any:
+        """Copy of the tokenizer for encoding special tokens as text."""
+        return deepcopy(self.tokenizer)
+
+
+def _match_any(texts: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of the longest of these texts; without texts, it matches nothing."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
