@@ -1,9 +1,14 @@
-"""A decoder's operations whose result for a token has the same bits whatever is computed beside it (float32, CPU).
+"""Matrix products and attention whose result for a token does not depend on its batch (float32, CPU).
 
-An engine decodes a token of each row while a trainer scores whole sequences, and libraries sum in another order for
-either. But MKL's products have the same bits for a row among any `ROWS` or more, and for a sum of up to `TERMS` with
-any zeros behind it. Made of such products, engine and trainer come to the same log-probabilities. Batch-invariant
-inference is He et al.'s ("Defeating Nondeterminism in LLM Inference", 2025). All of this is differentiable.
+An engine decodes one token of each row, while a trainer computes whole sequences. Matrix libraries
+sum products of different sizes in different orders, so that engine and trainer get log-probabilities
+that differ in their last bits. However, in a product of at least `MIN_ROWS` rows, MKL gives each row
+the same bits whatever the other rows are; and in a product that sums at most `MAX_TERMS` terms,
+further terms that are zero do not change the bits of the sum. The functions here use only such
+products, and are differentiable.
+
+The technique is batch-invariant inference (He et al., "Defeating Nondeterminism in LLM Inference",
+2025).
 """
 
 from collections.abc import Iterable
@@ -12,55 +17,85 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ROWS = 16  # that a product has at least
-TERMS = 128  # that a product sums at most, where there may be zeros behind them; MKL halves more on AMD's processors
-COLUMNS = 16  # that keys are a multiple of: a softmax then sums the same numbers in the same lanes
+MIN_ROWS = 16  # rows that a product has at least
+# Terms that a product sums at most if some may be zero. For longer sums, MKL on AMD's processors
+# splits the sum at a place that depends on its length.
+MAX_TERMS = 128
+# The number of keys is a multiple of this, so that a softmax adds the same numbers in the same SIMD
+# lanes.
+KEY_MULTIPLE = 16
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weightᵀ [..., rows] of x [..., inputs] and a weight [rows, inputs]."""
+    """Return x weightᵀ [..., rows] of x [..., inputs] and weight [rows, inputs]."""
     flat = x.flatten(0, -2)
-    missing = max(0, ROWS - len(flat))
-    out = (pad(flat, (0, 0, 0, missing)) if missing else flat) @ weight.t()
-    return out[: len(flat)].view(*x.shape[:-1], len(weight))
+    missing_rows = max(0, MIN_ROWS - len(flat))
+    padded = pad(flat, (0, 0, 0, missing_rows)) if missing_rows else flat
+    product = padded @ weight.t()
+    return product[: len(flat)].view(*x.shape[:-1], len(weight))
 
 
 def row_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q keys + mask) values [B, Q, d] of q [B, Q, d], scaled, keys [B, d, K] and values [B, K, d].
+    """Return softmax(q keys + mask) values [B, Q, d].
 
     Args:
-        keys: K is a multiple of `COLUMNS`; what is masked may be any numbers.
-        mask: [B / n, Q or 1, K] for n neighbours of the batch each, 0 or -inf.
+        q: scaled queries [B, Q, d].
+        keys: [B, d, K]. K is a multiple of `KEY_MULTIPLE`; masked keys may have any finite values.
+        values: [B, K, d]; masked values may also be any finite numbers.
+        mask: 0 or -inf, [B / n, Q or 1, K]; n consecutive elements of the batch share a mask.
     """
-    size = q.shape[1]
-    missing = max(0, ROWS - size)
-    if missing:
-        q = pad(q, (0, 0, 0, missing))
-        mask = pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
+    query_count = q.shape[1]
+    missing_rows = max(0, MIN_ROWS - query_count)
+    if missing_rows:
+        q = pad(q, (0, 0, 0, missing_rows))
+        if mask.shape[1] > 1:
+            mask = pad(mask, (0, 0, 0, missing_rows))
+
     scores = torch.bmm(q, keys).unflatten(0, (len(mask), -1)) + mask[:, None]
     weights = scores.softmax(-1).flatten(0, 1)
-    out = torch.bmm(weights[..., :TERMS], values[:, :TERMS])
-    for first in range(TERMS, keys.shape[-1], TERMS):
-        part = slice(first, first + TERMS)
-        out = out + torch.bmm(weights[..., part], values[:, part])
-    return out[:, :size]
+
+    out = torch.bmm(weights[..., :MAX_TERMS], values[:, :MAX_TERMS])
+    for first in range(MAX_TERMS, keys.shape[-1], MAX_TERMS):
+        terms = slice(first, first + MAX_TERMS)
+        out = out + torch.bmm(weights[..., terms], values[:, terms])
+    return out[:, :query_count]
 
 
 def products_are_exact(weights: Iterable[Tensor]) -> bool:
-    """Whether this machine's library multiplies as this module needs, by trial on some `weights` [rows, inputs]."""
+    """Return True if this machine's library has the properties that this module relies on.
+
+    This is found by trial: products with `weights` [rows, inputs] are computed for all rows at once
+    and for some of them, and attention for many keys and for a prefix of them.
+    """
     generator = torch.Generator().manual_seed(0)
-    for weight in weights:
-        x = torch.randn(3 * ROWS + 5, weight.shape[1], generator=generator)
-        whole = row_product(x, weight)
-        parts = [slice(0, 1), slice(1, ROWS), slice(ROWS, 2 * ROWS), slice(2 * ROWS, None)]
-        if not all(torch.equal(row_product(x[part], weight), whole[part]) for part in parts):
-            return False
-    keys, values = (torch.randn(2, 64, 2 * TERMS, generator=generator) for _ in range(2))
-    q, far = torch.randn(2, 50, 64, generator=generator) / 8, values.transpose(1, 2)
-    for seen in range(COLUMNS, 2 * TERMS, COLUMNS):
-        mask = torch.where(torch.arange(2 * TERMS) < seen, 0.0, -torch.inf)[None, None]
-        wide = row_attention(q, keys, far, mask)
-        one = row_attention(q[:, 7:8], keys[..., :seen], far[:, :seen], mask[..., :seen])
-        if not torch.equal(one, wide[:, 7:8]):
+    if not all(_product_is_exact(weight, generator) for weight in weights):
+        return False
+    return _attention_is_exact(generator)
+
+
+def _product_is_exact(weight: Tensor, generator: torch.Generator) -> bool:
+    """Return True if parts of a batch get the same bits as the whole batch."""
+    x = torch.randn(3 * MIN_ROWS + 5, weight.shape[1], generator=generator)
+    whole = row_product(x, weight)
+    parts = [
+        slice(0, 1),
+        slice(1, MIN_ROWS),
+        slice(MIN_ROWS, 2 * MIN_ROWS),
+        slice(2 * MIN_ROWS, None),
+    ]
+    return all(torch.equal(row_product(x[part], weight), whole[part]) for part in parts)
+
+
+def _attention_is_exact(generator: torch.Generator) -> bool:
+    """Return True if one query gets the same bits with fewer keys, and without the other queries."""
+    key_count = 2 * MAX_TERMS
+    keys = torch.randn(2, 64, key_count, generator=generator)
+    values = torch.randn(2, 64, key_count, generator=generator).transpose(1, 2)
+    q = torch.randn(2, 50, 64, generator=generator) / 8
+    for seen in range(KEY_MULTIPLE, key_count, KEY_MULTIPLE):
+        mask = torch.where(torch.arange(key_count) < seen, 0.0, -torch.inf)[None, None]
+        whole = row_attention(q, keys, values, mask)
+        part = row_attention(q[:, 7:8], keys[..., :seen], values[:, :seen], mask[..., :seen])
+        if not torch.equal(part, whole[:, 7:8]):
             return False
     return True

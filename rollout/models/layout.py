@@ -1,4 +1,4 @@
-"""Parallel layouts: how many ranks a model is cut over, and which layouts cut which model."""
+"""Parallel layout of a trainer, and the check that a model can be divided by it."""
 
 import importlib.util
 from collections.abc import Collection
@@ -9,112 +9,159 @@ from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, Experts
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
-Recompute = Literal[
-    "none", "selective", "full"
-]  # of activations: norms' outputs and SwiGLU's products, or all
+ATTENTION_PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
+
+# Activations that are computed again in the backward pass: none, the outputs of norms and of
+# SwiGLU, or those of whole layers.
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """How many ranks each kind of parallelism takes."""
+    """Number of ranks of each kind of parallelism."""
 
-    tp: int = 1  # ranks of tensor parallelism
-    pp: int = 1  # ranks of pipeline parallelism
-    vpp: int = 1  # pipeline stages on each of them
-    cp: int = 1  # context-parallel ranks
-    dp: int = 1  # ranks of data parallelism
-    ep: int = 1  # of those, how many share out the experts of a layer
-    sp: bool = False  # sequence parallelism: cut what tensor parallelism repeats
+    tp: int = 1  # tensor parallelism
+    pp: int = 1  # pipeline parallelism
+    vpp: int = 1  # pipeline stages on each pipeline rank (virtual pipeline parallelism)
+    cp: int = 1  # context parallelism
+    dp: int = 1  # data parallelism
+    ep: int = 1  # expert parallelism, over the ranks of dp and cp
+    sp: bool = False  # sequence parallelism over the ranks of tp
 
     @property
     def ranks(self) -> int:
-        """Processes of a trainer."""
+        """Number of processes of the trainer."""
         return self.tp * self.pp * self.cp * self.dp
 
 
-_ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
-
-
 def check_fit(
-    a: Architecture,
+    architecture: Architecture,
     layout: ParallelLayout,
     layers: str = "local",
     targets: Collection[Projection] = (),
 ) -> None:
-    """Refuse to train a model in a parallel layout that cannot cut it, or with what is not there.
+    """Check that a model can be trained in a parallel layout, with these layers and adapters.
 
     Args:
-        layers: whose linear layers.
-        targets: projections that get adapters.
+        architecture: of the model.
+        layout: of its trainer.
+        layers: implementation of the linear layers, "local" or "te" (Transformer Engine).
+        targets: projections that get adapters; none if all weights are trained.
 
     Raises:
-        ModelError: says what fits.
+        ModelError: it cannot; the message says what fits.
     """
-    tp, pp, vpp, cp = layout.tp, layout.pp, layout.vpp, layout.cp
-    sizes = {"heads": a.heads, "key/value heads": a.kv_heads, "feed-forward width": a.ffn}
-    if a.experts:
-        sizes["expert width"] = a.experts.ffn
-    for what, size in sizes.items():
-        if size % tp:
-            _refuse(f"tp: {tp} does not divide the model's {size} {what}", tp, *sizes.values())
-    heads = a.heads // tp
-    if heads % cp:
-        _refuse(
-            f"cp: {cp} does not divide the {heads} heads that tp: {tp} leaves to each rank",
-            cp,
-            heads,
+    _check_tensor_parallelism(architecture, layout)
+    _check_pipeline_parallelism(architecture, layout)
+    if layout.sp and layout.tp == 1:
+        raise ModelError("sp: sequence parallelism needs tp of 2 or more; use sp: false, or tp: 2")
+    if architecture.experts is None and layout.ep > 1:
+        raise ModelError(
+            f"ep: {layout.ep} needs a mixture of experts, and this model has no experts; use ep: 1 "
+            "(dp replicates the model)"
         )
-    if a.layers % (pp * vpp):
+    if layers == "te":
+        _check_transformer_engine(targets)
+    if architecture.experts is not None:
+        _check_experts(architecture.experts, layout, targets)
+
+
+def _check_tensor_parallelism(architecture: Architecture, layout: ParallelLayout) -> None:
+    """Check that tensor- and context-parallel ranks get equal shares of heads and widths."""
+    tp = layout.tp
+    cp = layout.cp
+    sizes = {
+        "heads": architecture.heads,
+        "key/value heads": architecture.kv_heads,
+        "feed-forward width": architecture.ffn,
+    }
+    if architecture.experts is not None:
+        sizes["expert width"] = architecture.experts.ffn
+    for size_name, size in sizes.items():
+        if size % tp:
+            _refuse(f"tp: {tp} does not divide the model's {size} {size_name}", tp, *sizes.values())
+
+    heads_per_rank = architecture.heads // tp
+    if heads_per_rank % cp:
+        _refuse(
+            f"cp: {cp} does not divide the {heads_per_rank} heads that tp: {tp} leaves to each rank",
+            cp,
+            heads_per_rank,
+        )
+
+
+def _check_pipeline_parallelism(architecture: Architecture, layout: ParallelLayout) -> None:
+    """Check that all pipeline stages get the same number of layers."""
+    pp = layout.pp
+    vpp = layout.vpp
+    if architecture.layers % (pp * vpp):
         stages = f"pp: {pp}" if vpp == 1 else f"pp · vpp: {pp} · {vpp}"
-        _refuse(f"{stages} does not divide the model's {a.layers} layers", pp * vpp, a.layers)
+        _refuse(
+            f"{stages} does not divide the model's {architecture.layers} layers",
+            pp * vpp,
+            architecture.layers,
+        )
     if vpp > 1 and pp == 1:
         raise ModelError(
             f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2"
         )
-    if layout.sp and tp == 1:
-        raise ModelError("sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2")
-    if a.experts is None and layout.ep > 1:
+
+
+def _check_transformer_engine(targets: Collection[Projection]) -> None:
+    """Check that Transformer Engine is installed, and that no adapters are trained with it."""
+    if targets:
         raise ModelError(
-            f"ep: {layout.ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
+            "lora cannot be used with layers: te, because Transformer Engine's linear layers "
+            "contain the norm before them, and an adapter would get inputs without it; use "
+            "layers: local"
         )
-    if layers == "te" and targets:
+    if importlib.util.find_spec("transformer_engine") is None:
         raise ModelError(
-            "lora with layers: te would adapt what Transformer Engine's linear layers are given, before the norm that "
-            "they contain; use layers: local"
+            "layers: te needs Transformer Engine, which is not installed here; use layers: local, "
+            "or install transformer-engine[pytorch]"
         )
-    if layers == "te" and importlib.util.find_spec("transformer_engine") is None:
-        raise ModelError(
-            "layers: te needs Transformer Engine, which is not installed here; use layers: local, or install "
-            "transformer-engine[pytorch]"
-        )
-    if a.experts:
-        _check_experts(a.experts, layout, targets)
 
 
 def _check_experts(
     experts: Experts, layout: ParallelLayout, targets: Collection[Projection]
 ) -> None:
+    """Check that a mixture of experts can be trained in a layout, with these adapters."""
+    tp = layout.tp
+    ep = layout.ep
     if experts.per_token == 1 and experts.normalised:
         raise ModelError(
-            "norm_topk_prob with num_experts_per_tok: 1 gives every expert weight 1, so its router cannot learn"
+            "norm_topk_prob with num_experts_per_tok: 1 gives every expert the weight 1, so the "
+            "router cannot learn"
         )
-    ranks = layout.dp * layout.cp  # that hold whole layers, each with tokens of its own
-    if experts.count % layout.ep or ranks % layout.ep:
-        must = f"must divide the model's {experts.count} experts, and dp · cp: {ranks}, whose ranks share them"
-        _refuse(f"ep: {layout.ep} {must}", layout.ep, experts.count, ranks)
-    if layout.tp > 1 and not layout.sp:
-        raise ModelError(
-            f"tp: {layout.tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"
+
+    # The experts of a layer are divided among ranks that have the same part of the model.
+    replicas = layout.dp * layout.cp
+    if experts.count % ep or replicas % ep:
+        _refuse(
+            f"ep: {ep} must divide the model's {experts.count} experts, and dp · cp: {replicas}, "
+            "whose ranks share the experts",
+            ep,
+            experts.count,
+            replicas,
         )
-    if refused := [x for x in targets if x not in _ATTENTION]:
+    if tp > 1 and not layout.sp:
         raise ModelError(
-            f"lora.targets: {', '.join(refused)} of a mixture of experts are its experts', which take no adapters; "
-            f"use targets: [{', '.join(_ATTENTION)}], or some of them"
+            f"tp: {tp} on a mixture of experts needs sequence parallelism; use sp: true, or tp: 1"
+        )
+
+    expert_targets = [target for target in targets if target not in ATTENTION_PROJECTIONS]
+    if expert_targets:
+        raise ModelError(
+            f"lora.targets: in a mixture of experts, {', '.join(expert_targets)} belong to the "
+            "experts, which take no adapters; use "
+            f"targets: [{', '.join(ATTENTION_PROJECTIONS)}], or some of them"
         )
 
 
-def _refuse(why: str, asked: int, *sizes: int) -> NoReturn:
-    """Name the numbers that divide all `sizes`."""
-    valid = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
-    nearest = min(valid, key=lambda n: abs(n - asked))
-    raise ModelError(f"{why}; valid here: {valid}, nearest: {nearest}")
+def _refuse(reason: str, requested: int, *sizes: int) -> NoReturn:
+    """Raise ModelError with a reason, and name the numbers that divide all `sizes`."""
+    valid = [
+        number for number in range(1, min(sizes) + 1) if all(size % number == 0 for size in sizes)
+    ]
+    nearest = min(valid, key=lambda number: abs(number - requested))
+    raise ModelError(f"{reason}; valid here: {valid}, nearest: {nearest}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcore_mas.megatron.model.layout import CausalBlocks, PackedTrees
-from rollout.models.exact import COLUMNS, row_attention
+from rollout.models.exact import KEY_MULTIPLE, row_attention
 
 
 class BlockAttention(torch.autograd.Function):
@@ -257,7 +257,7 @@ def attend_exactly(
         keys = torch.cat([k[tokens] for tokens in path]).transpose(0, 1)
         values = torch.cat([v[tokens] for tokens in path]).transpose(0, 1)
         key_count = keys.shape[1]
-        padding = -key_count % COLUMNS
+        padding = -key_count % KEY_MULTIPLE
         keys = pad(keys, (0, 0, 0, padding))
         values = pad(values, (0, 0, 0, padding))
 

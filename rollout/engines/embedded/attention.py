@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
-from rollout.models.exact import COLUMNS, row_attention
+from rollout.models.exact import KEY_MULTIPLE, row_attention
 
 # Overheads, as the number of context tokens that could be read in the same time.
 _ROW_BLOCK_COST = 400  # starting another attention product
@@ -35,11 +35,11 @@ class AttentionPlanner:
     def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
         """Return the blocks of a batch, which together have its rows in order.
 
-        They are cut anew every `COLUMNS` tokens even if the batch continues, because rows grow.
+        They are cut anew every `KEY_MULTIPLE` tokens even if the batch continues, because rows grow.
         """
         last = self._batch
         continues = last is not None and batch.continues(last)
-        if continues and batch.positions.max() % COLUMNS:
+        if continues and batch.positions.max() % KEY_MULTIPLE:
             for block in self.blocks:
                 block.advance()
         else:
@@ -158,7 +158,7 @@ class RowBlock(_Window):
         super().__init__(batch, part, first_row, last_row - first_row + 1, device)
 
     def _update_mask(self) -> None:
-        self._width = COLUMNS * -(-(int(self._positions.max()) + 1) // COLUMNS)
+        self._width = KEY_MULTIPLE * -(-(int(self._positions.max()) + 1) // KEY_MULTIPLE)
         seen = np.arange(self._width) <= self._positions[:, None]
         self._mask = _additive_mask(seen, self._device)[:, None]
 

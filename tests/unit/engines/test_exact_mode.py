@@ -17,9 +17,9 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.models.exact import (
-    COLUMNS,
-    ROWS,
-    TERMS,
+    KEY_MULTIPLE,
+    MAX_TERMS,
+    MIN_ROWS,
     products_are_exact,
     row_attention,
     row_product,
@@ -29,7 +29,7 @@ from tests.support.embedded import drain
 from tests.support.gradients import gradients_of
 from tests.support.reference import make_model
 
-LENGTH = 2 * TERMS + 100  # so that attention sums over more than one product
+LENGTH = 2 * MAX_TERMS + 100  # so that attention sums over more than one product
 exact_here = pytest.mark.skipif(
     not products_are_exact(
         torch.ones(outputs, inputs) / 7 for inputs, outputs in ((48, 101), (64, 96), (900, 384))
@@ -74,7 +74,7 @@ def said(folder: Path, prompts: list[list[int]], **settings: Any) -> list[Sample
 def prompts() -> list[list[int]]:
     """Of all lengths; some begin alike, and two are longer than one product sums."""
     ids = torch.randint(1, 101, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    sizes = (1, 3, 15, 16, 17, 40, 130, TERMS - 3, TERMS + 20, 2 * TERMS + 5)
+    sizes = (1, 3, 15, 16, 17, 40, 130, MAX_TERMS - 3, MAX_TERMS + 20, 2 * MAX_TERMS + 5)
     return [ids[:size] for size in sizes] + [
         [*ids[:17], *ids[60 : 60 + size]] for size in (1, 20, 90)
     ]
@@ -150,7 +150,7 @@ def test_a_row_of_a_product_or_of_attention_is_the_same_among_any_others() -> No
     for inputs, outputs in ((48, 101), (64, 96), (130, 256), (900, 384)):
         weight, x = torch.randn(outputs, inputs), torch.randn(100, inputs)
         whole = row_product(x, weight)
-        for first, size in ((0, 1), (3, 2), (5, ROWS), (7, 60)):
+        for first, size in ((0, 1), (3, 2), (5, MIN_ROWS), (7, 60)):
             assert torch.equal(
                 row_product(x[first : first + size], weight), whole[first : first + size]
             )
@@ -158,13 +158,13 @@ def test_a_row_of_a_product_or_of_attention_is_the_same_among_any_others() -> No
         assert products_are_exact([weight])
     q, keys, values = (
         torch.randn(4, 3, 32),
-        torch.randn(4, 32, 2 * TERMS),
-        torch.randn(4, 2 * TERMS, 32),
+        torch.randn(4, 32, 2 * MAX_TERMS),
+        torch.randn(4, 2 * MAX_TERMS, 32),
     )
-    seen = TERMS + COLUMNS - 1
-    mask = torch.where(torch.arange(2 * TERMS) < seen, 0.0, -torch.inf)[None, None]
+    seen = MAX_TERMS + KEY_MULTIPLE - 1
+    mask = torch.where(torch.arange(2 * MAX_TERMS) < seen, 0.0, -torch.inf)[None, None]
     out = row_attention(q, keys, values, mask)
-    near = slice(0, TERMS + COLUMNS)
+    near = slice(0, MAX_TERMS + KEY_MULTIPLE)
     assert torch.equal(
         row_attention(q[:, :1], keys[..., near], values[:, near], mask[..., near]), out[:, :1]
     )

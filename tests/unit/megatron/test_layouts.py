@@ -164,11 +164,12 @@ def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_pa
             r"pp · vpp: 2 · 4 does not divide the model's 6 layers; .* nearest: 6",
         ),
         ({"tp": 1, "vpp": 2}, "vpp: 2 stages on each pipeline rank need pp of 2 or more"),
-        ({"tp": 1, "sp": True}, "sp: cutting by sequence needs tp of 2 or more"),
+        ({"tp": 1, "sp": True}, "sp: sequence parallelism needs tp of 2 or more"),
     ]:
         with pytest.raises(ModelError, match=told):
             check_fit(architecture, ParallelLayout(**refused))
     with pytest.raises(
-        ModelError, match=r"ep: 2 on a model without experts; valid here: \[1\], nearest: 1"
+        ModelError,
+        match="ep: 2 needs a mixture of experts, and this model has no experts; use ep: 1",
     ):
         check_fit(architecture, ParallelLayout(dp=2, ep=2))

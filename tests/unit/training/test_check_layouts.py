@@ -69,7 +69,7 @@ def check_layouts(config: RunConfig) -> None:
         ),
         (
             ["+policies.solver.sp=true"],
-            "sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2",
+            "sp: sequence parallelism needs tp of 2 or more; use sp: false, or tp: 2",
         ),
         (
             ["engine.max_length=5000", "trainer.microbatch_tokens=8192"],
