@@ -30,8 +30,8 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.models.tensors import read_tensors
 from rollout.records.trajectory import Sampling
@@ -98,7 +98,9 @@ def generate(folder: str, setup: Setup) -> object:
             shared_weights = SharedWeights(None, architecture, adapter)
             weights.append(shared_weights)
             for half in shared_weights.halves:
-                half.fill((name, torch.zeros(size)) for name, (size, _) in half.places.items())
+                half.fill(
+                    (name, torch.zeros(buffer.shape)) for name, buffer in half.buffers.items()
+                )
                 decoder.adapters.put(number, half)
         engines.append(EmbeddedEngine(decoder, rows=ROWS // engine_count))
 

@@ -19,7 +19,8 @@ from benchmarks.support.result import print_result
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import NOWHERE, Weights
+from rollout.models.fused_weights import DecoderWeights
+from rollout.models.named_buffers import META_STORAGE
 from rollout.records.trajectory import Sampling
 
 ROWS = 32
@@ -71,7 +72,7 @@ def start_engine(decoder: CachedDecoder) -> EmbeddedEngine:
     return engine
 
 
-def matrix_products(weights: Weights) -> Callable[[], object]:
+def matrix_products(weights: DecoderWeights) -> Callable[[], object]:
     """Return a function that computes the matrix products of one step, in order, and nothing else."""
     hidden = torch.randn(ROWS, ARCHITECTURE.hidden)
     attention = torch.randn(ROWS, ARCHITECTURE.heads * ARCHITECTURE.head_dim)
@@ -89,7 +90,7 @@ def matrix_products(weights: Weights) -> Callable[[], object]:
     return step
 
 
-def matrix_flops(weights: Weights) -> int:
+def matrix_flops(weights: DecoderWeights) -> int:
     """Return the floating-point operations of the matrix products of one step."""
     elements = weights.head.numel()
     for layer in weights.layers:
@@ -125,7 +126,7 @@ def main() -> None:
         engine_s.append(step_seconds(engine.step))
         decoding_s.append((engine.stats.decode_s - decoding_before) / STEPS)
 
-    parameters = Weights(ARCHITECTURE, NOWHERE).elements
+    parameters = DecoderWeights(ARCHITECTURE, META_STORAGE).elements
     gflop_per_s = matrix_flops(decoder.weights) / min(products_s) / 1e9
     print(
         f"model of {parameters / 1e6:.0f} M parameters, float32, one thread; {ROWS} rows, "

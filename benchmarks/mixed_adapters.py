@@ -21,9 +21,10 @@ from benchmarks.support.result import print_result
 from benchmarks.support.training import make_model
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import AdapterShape, AdapterWeights
 from rollout.models.layout import Projection
+from rollout.models.named_buffers import META_STORAGE
 from rollout.models.tensors import read_tensors
 from rollout.records.trajectory import Completion, Sampling
 
@@ -43,7 +44,7 @@ def make_engines(folder: str) -> tuple[EmbeddedEngine, list[EmbeddedEngine]]:
     """Return an engine with all agents' adapters, and for each agent an engine of its merged model."""
     architecture = read_architecture(folder)
     max_tokens = PROMPT_TOKENS + REPLY_TOKENS
-    elements = AdapterWeights(architecture, ADAPTER, torch.empty(0, device="meta")).elements
+    elements = AdapterWeights(architecture, ADAPTER, META_STORAGE).elements
     mixed = CachedDecoder(architecture, max_tokens, adapters=[ADAPTER] * AGENTS)
     mixed.load(read_tensors(folder))
     assert mixed.adapters is not None
@@ -52,8 +53,8 @@ def make_engines(folder: str) -> tuple[EmbeddedEngine, list[EmbeddedEngine]]:
         generator = torch.Generator().manual_seed(number)
         weights = AdapterWeights(architecture, ADAPTER, torch.empty(elements))
         tensors = {
-            name: torch.randn(shape, generator=generator) * 0.05
-            for name, (shape, _) in weights.places.items()
+            name: torch.randn(buffer.shape, generator=generator) * 0.05
+            for name, buffer in weights.buffers.items()
         }
         weights.fill(iter(tensors.items()))
         mixed.adapters.put(number, weights)

@@ -48,15 +48,16 @@ def hand_over(tiny: bool) -> None:
 
 def _measure_hand_over(folder: Path, tiny: bool) -> None:
     from rollout.models.architecture import read_architecture
-    from rollout.models.fused_weights import NOWHERE, Weights
+    from rollout.models.fused_weights import DecoderWeights
+    from rollout.models.named_buffers import META_STORAGE
     from rollout.sync.cuda_ipc import TensorSender
     from rollout.sync.transport import SyncRoute
 
     if not torch.cuda.is_available():
         torch.multiprocessing.set_sharing_strategy("file_system")
     architecture = read_architecture(write_model("tiny" if tiny else "4b", folder))
-    places = Weights(architecture, NOWHERE).places
-    shapes = {name: tuple(shape) for name, (shape, _) in places.items()}
+    buffers = DecoderWeights(architecture, META_STORAGE).buffers
+    shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     write_headers(folder, shapes)
     with receiver() as url:
         sender = TensorSender(SyncRoute(transport="tensor", target=url, model=str(folder)))

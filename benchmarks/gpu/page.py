@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.shapes import CASES, of_case
 from mcore_mas.planning.memory import count_parameters
-from rollout.models.architecture import planned_architecture
+from rollout.models.published_shapes import planned_architecture
 from rollout.sync.push import PUSHED_BUCKET_BYTES
 
 _NOT = "not measured"

@@ -7,7 +7,7 @@ from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig, for_policy
 from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, architecture_of, read_architecture
+from rollout.models.architecture import Architecture, parse_architecture, read_architecture
 from rollout.models.layout import ParallelLayout, check_fit
 
 
@@ -19,7 +19,7 @@ def layout_of(policy: PolicyConfig) -> ParallelLayout:
 
 def cold_start_architecture(base: BaseModelConfig, name: str) -> Architecture:
     """Return the architecture of the model that a cold start makes; errors call it by `name`."""
-    return architecture_of({"model_type": "qwen2", **base.transformers_settings}, name)
+    return parse_architecture({"model_type": "qwen2", **base.transformers_settings}, name)
 
 
 def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> None:

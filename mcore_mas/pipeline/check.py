@@ -29,8 +29,8 @@ from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.config import EngineConfig
 from rollout.engines.remote.keys import has_key
-from rollout.models.architecture import open_tensors, tensor_files
 from rollout.models.chat_template import has_chat_template
+from rollout.models.tensor_files import open_tensors, tensor_files
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Task
 from rollout.tasks.hub_datasets import dataset_files, not_downloaded

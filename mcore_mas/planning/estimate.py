@@ -22,7 +22,8 @@ from mcore_mas.planning.memory import (
     kv_bytes_per_token,
 )
 from mcore_mas.planning.worker_groups import GroupKey, Part
-from rollout.models.architecture import Architecture, planned_architecture
+from rollout.models.architecture import Architecture
+from rollout.models.published_shapes import planned_architecture
 
 Models = Mapping[str, Architecture]  # by policy
 

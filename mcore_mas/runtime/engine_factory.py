@@ -13,7 +13,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
 from rollout.base.json_files import read_record
 from rollout.engines.build import EngineRequest, RestartGuard, build_engines
-from rollout.models.fused_weights import AdapterShape
+from rollout.models.adapter_weights import AdapterShape
 
 
 def make_engines(

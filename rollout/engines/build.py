@@ -13,7 +13,7 @@ from rollout.engines.config import EngineConfig
 from rollout.engines.registry import ENGINES
 
 if TYPE_CHECKING:
-    from rollout.models.fused_weights import AdapterShape
+    from rollout.models.adapter_weights import AdapterShape
 
 RestartGuard = Callable[[], AbstractAsyncContextManager[object]]
 

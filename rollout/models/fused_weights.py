@@ -1,255 +1,198 @@
-"""Fused weight buffers, allocated once and filled by Hugging Face name."""
+"""Weights of a decoder with fused projections, in buffers that live as long as the engine."""
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
-from rollout.models.layout import Projection
-from rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, split_like, whole
+from rollout.models.named_buffers import (
+    META_STORAGE,
+    BufferAllocator,
+    NamedBuffer,
+    NamedBuffers,
+    in_hugging_face_order,
+)
+from rollout.models.tensors import RowBlocks, WeightStream, whole
 
-_TIED = ("model.embed_tokens.weight", "lm_head.weight")
-_ALIGNED = 16  # elements: every buffer starts on a cache line
-NOWHERE = torch.empty(0, device="meta")  # a storage that lays buffers out and holds none
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
+_EMBEDDING = "model.embed_tokens.weight"
+_OUTPUT_LAYER = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One decoder layer; the rotated dimensions of a head are stored as neighbouring pairs."""
+class LayerWeights:
+    """Weights of one decoder layer; rotated dimensions of a head are stored as neighbouring pairs.
+
+    H is the number of heads, KV that of key/value heads, D the size of a head. The feed-forward
+    weights of a dense layer have no dimension of experts E.
+    """
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(H + 2 KV) * D, hidden]
-    qkv_bias: Tensor | None  # [(H + 2 KV) * D]
+    qkv: Tensor  # [(H + 2 KV) · D, hidden]
+    qkv_bias: Tensor | None  # [(H + 2 KV) · D]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
-    out: Tensor  # [hidden, H * D]
+    out: Tensor  # [hidden, H · D]
     post_norm: Tensor  # [hidden]
-    gate_up: (
-        Tensor  # [E, 2 * intermediate, hidden] of a layer's experts; of a dense layer without the E
-    )
-    down: Tensor  # [E, hidden, intermediate]
+    gate_up: Tensor  # [E, 2 · ffn, hidden]
+    down: Tensor  # [E, hidden, ffn]
     router: Tensor | None = None  # [E, hidden]; None: the layer is dense
 
 
-class NamedBuffers:
-    """Buffers that are filled by name."""
+class DecoderWeights(NamedBuffers):
+    """All weights of a decoder, by their Hugging Face names.
 
-    _tied = False
-    elements: int  # float32 numbers that their storage holds
-    places: dict[
-        str, tuple[torch.Size, Tensor]
-    ]  # name -> (shape in the stream, view of a buffer in the same order)
+    If the output layer is tied to the embedding, `head` is the embedding's buffer, and the output
+    layer has no name of its own.
+    """
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
-        for name, (shape, view) in self.places.items():
-            yield name, view.reshape(shape)
+    def __init__(self, architecture: Architecture, storage: Tensor | None = None) -> None:
+        """Lay the buffers out in `storage`, flat with `elements` numbers, or in new memory."""
+        if storage is None:
+            storage = torch.empty(DecoderWeights(architecture, META_STORAGE).elements)
+        allocator = BufferAllocator(storage)
+        vocab = architecture.vocab
+        hidden = architecture.hidden
+        is_tied = architecture.tied
 
-    def fill(self, stream: WeightStream) -> None:
-        """Copy a full set of named tensors into the buffers, converting to float32.
+        self.storage = storage
+        self.embed = allocator.allocate(vocab, hidden)
+        self.head = self.embed if is_tied else allocator.allocate(vocab, hidden)
+        self.norm = allocator.allocate(hidden)
+        self.layers = [
+            _allocate_layer(architecture, layer, allocator) for layer in range(architecture.layers)
+        ]
+        self.elements = allocator.used
+        self._is_tied = is_tied
+
+        self.buffers: dict[str, NamedBuffer] = {
+            _EMBEDDING: NamedBuffer(shape=self.embed.shape, view=self.embed),
+            "model.norm.weight": NamedBuffer(shape=self.norm.shape, view=self.norm),
+        }
+        if not is_tied:
+            self.buffers[_OUTPUT_LAYER] = NamedBuffer(shape=self.head.shape, view=self.head)
+        for number, layer_weights in enumerate(self.layers):
+            layer_buffers = _name_layer_buffers(layer_weights, architecture)
+            for name, buffer in layer_buffers.items():
+                self.buffers[f"model.layers.{number}.{name}"] = buffer
+
+    def with_destinations(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:
+        """Yield each tensor of a stream with its destination, see `NamedBuffers`.
 
         Raises:
-            EngineError: as `placed`. The buffers are then a mixture of old and new.
+            EngineError: also if the output layer is tied to the embedding, and comes with other
+                values.
         """
-        for _, rows, place in self.placed(stream):
-            blocks = blocks_of(rows)
-            for block, part in zip(blocks, split_like(place, blocks), strict=True):
-                part.copy_(block.detach().reshape(part.shape))
+        if not self._is_tied:
+            yield from super().with_destinations(stream)
+            return
+        tied = _TiedTensors()
+        yield from super().with_destinations(tied.watch(stream))
+        tied.check()
 
-    def placed(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:
-        """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
 
-        Raises:
-            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
-        """
-        tied: dict[str, Tensor] = {}
+class _TiedTensors:
+    """Embedding and output layer of a stream whose model ties them."""
 
-        def noted() -> Iterator[tuple[str, RowBlocks]]:
-            for name, rows in stream:
-                if self._tied and name in _TIED:
-                    tied[name] = whole(rows).detach()
-                yield name, rows
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
 
-        for name, rows in complete(
-            noted(), {name: shape for name, (shape, _) in self.places.items()}
-        ):
-            yield name, rows, self.places[name][1]
-        if len(tied) == 2 and not _same(*tied.values()):
+    def watch(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks]]:
+        """Yield the tensors of a stream, and keep the embedding and the output layer."""
+        for name, rows in stream:
+            if name in (_EMBEDDING, _OUTPUT_LAYER):
+                self._tensors[name] = whole(rows).detach()
+            yield name, rows
+
+    def check(self) -> None:
+        """Raise EngineError if both tensors came, and they are not equal."""
+        if len(self._tensors) < 2:
+            return
+        embedding = self._tensors[_EMBEDDING].float()
+        output_layer = self._tensors[_OUTPUT_LAYER].float()
+        is_equal = embedding.shape == output_layer.shape and torch.allclose(
+            embedding, output_layer, rtol=0, atol=0, equal_nan=True
+        )
+        if not is_equal:
             raise EngineError(
-                "tensor 'lm_head.weight' differs from the embedding to which this model's head is tied"
+                f"tensor '{_OUTPUT_LAYER}' differs from the embedding to which this model's output "
+                "layer is tied"
             )
 
 
-class Weights(NamedBuffers):
-    """All weights of a decoder, in buffers that live as long as the engine."""
+def _allocate_layer(
+    architecture: Architecture, layer: int, allocator: BufferAllocator
+) -> LayerWeights:
+    """Allocate the weights of one layer, dense or with experts."""
+    hidden = architecture.hidden
+    head_dim = architecture.head_dim
+    qkv_rows = (architecture.heads + 2 * architecture.kv_heads) * head_dim
+    allocate = allocator.allocate
 
-    def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
-        """Lay the buffers out in `storage`, float32 of `elements` or `NOWHERE`; in memory of their own without it."""
-        self.storage = torch.empty(Weights(shape, NOWHERE).elements) if storage is None else storage
-        empty = _Shelf(self.storage)
-        self.embed = empty(shape.vocab, shape.hidden)
-        self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
-        self.norm = empty(shape.hidden)
-        self.layers = [_allocate(shape, empty, layer) for layer in range(shape.layers)]
-        self._tied = shape.tied
-        self.places = {
-            "model.embed_tokens.weight": (self.embed.shape, self.embed),
-            "model.norm.weight": (self.norm.shape, self.norm),
-        }
-        if not shape.tied:
-            self.places["lm_head.weight"] = (self.head.shape, self.head)
-        for index, layer in enumerate(self.layers):
-            for name, place in _places(layer, shape).items():
-                self.places[f"model.layers.{index}.{name}"] = place
-        self.elements = empty.used
+    experts = architecture.experts
+    if experts is not None and not experts.sparse[layer]:
+        experts = None
+    expert_dims: tuple[int, ...] = () if experts is None else (experts.count,)
+    ffn = architecture.ffn if experts is None else experts.ffn
 
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(
-        a.float(), b.float(), rtol=0, atol=0, equal_nan=True
+    # The arguments are evaluated in the order in which the buffers follow one another.
+    return LayerWeights(
+        input_norm=allocate(hidden),
+        qkv=allocate(qkv_rows, hidden),
+        qkv_bias=allocate(qkv_rows) if architecture.qkv_bias else None,
+        q_norm=allocate(head_dim) if architecture.qk_norm else None,
+        k_norm=allocate(head_dim) if architecture.qk_norm else None,
+        out=allocate(hidden, architecture.heads * head_dim),
+        post_norm=allocate(hidden),
+        gate_up=allocate(*expert_dims, 2 * ffn, hidden),
+        down=allocate(*expert_dims, hidden, ffn),
+        router=allocate(*expert_dims, hidden) if experts is not None else None,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """A low-rank adapter: scale · B A on some projections of every layer."""
+def _name_layer_buffers(layer: LayerWeights, architecture: Architecture) -> dict[str, NamedBuffer]:
+    """Return the buffers of a layer by the part of their Hugging Face names behind the layer's."""
+    head_dim = architecture.head_dim
+    buffers: dict[str, NamedBuffer] = {}
 
-    rank: int
-    scale: float
-    targets: tuple[Projection, ...]
-
-
-class AdapterWeights(NamedBuffers):
-    """One adapter's weights by their names in PEFT."""
-
-    def __init__(self, shape: Architecture, adapter: AdapterShape, storage: Tensor) -> None:
-        """Lay the buffers out in `storage`, float32 of `elements`, or as `NOWHERE`."""
-        empty = _Shelf(storage)
-        # of each layer by projection A [rank, inputs] and B [rows, rank], whose rows are in the order of `Layer`
-        self.layers: list[dict[Projection, tuple[Tensor, Tensor]]] = []
-        self.places = {}
-        for index in range(shape.layers):
-            self.layers.append({})
-            for x in adapter.targets:
-                rows, inputs = shape.projections[x]
-                a, b = self.layers[-1][x] = empty(adapter.rank, inputs), empty(rows, adapter.rank)
-                block = "mlp" if x in ("gate", "up", "down") else "self_attn"
-                name = f"base_model.model.model.layers.{index}.{block}.{x}_proj.lora_"
-                self.places |= {f"{name}A.weight": (a.shape, a)}
-                self.places |= {
-                    f"{name}B.weight": (b.shape, _paired(b, shape) if x in ("q", "k") else b)
-                }
-        self.elements = empty.used
-
-
-def write_peft(
-    folder: Path,
-    base: str,
-    tensors: dict[str, Tensor],
-    *,
-    rank: int,
-    alpha: float,
-    targets: Iterable[str],
-) -> None:
-    """Write an adapter, full `tensors` by PEFT name, of the model in folder `base`, complete or not at all."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(f"{target}_proj" for target in targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    with atomic_folder(folder) as partial:
-        described, held = (partial / name for name in ADAPTER_FILES)
-        described.write_text(json.dumps(config, indent=2))
-        save_file(tensors, str(held), metadata={"format": "pt"})
-
-
-class _Shelf:
-    """Hands out consecutive, aligned pieces of one storage in place of `torch.empty`."""
-
-    def __init__(self, storage: Tensor) -> None:
-        self._storage = storage
-        self.used = 0
-
-    def __call__(self, *size: int) -> Tensor:
-        count = math.prod(size)
-        start, self.used = self.used, self.used + _ALIGNED * math.ceil(count / _ALIGNED)
-        if self._storage.is_meta:
-            return torch.empty(size, device="meta")
-        return self._storage[start : start + count].view(size)
-
-
-def _allocate(shape: Architecture, empty: Callable[..., Tensor], number: int) -> Layer:
-    hidden, rows = shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    experts = shape.experts if shape.experts and shape.experts.sparse[number] else None
-    lead, ffn = ((experts.count,), experts.ffn) if experts else ((), shape.ffn)
-    return Layer(
-        input_norm=empty(hidden),
-        qkv=empty(rows, hidden),
-        qkv_bias=empty(rows) if shape.qkv_bias else None,
-        q_norm=empty(shape.head_dim) if shape.qk_norm else None,
-        k_norm=empty(shape.head_dim) if shape.qk_norm else None,
-        out=empty(hidden, shape.heads * shape.head_dim),
-        post_norm=empty(hidden),
-        gate_up=empty(*lead, 2 * ffn, hidden),
-        down=empty(*lead, hidden, ffn),
-        router=empty(*lead, hidden) if experts else None,
-    )
-
-
-def _paired(buffer: Tensor, shape: Architecture) -> Tensor:
-    """In Hugging Face's order, which rotates dimension i of a head with i + D/2.
-
-    Here the two are neighbours, so that a rotation is one complex product.
-    """
-    pairs: Tensor = buffer.unflatten(0, (-1, shape.head_dim // 2, 2))
-    return pairs.transpose(1, 2)
-
-
-def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Tensor]]:
-    places: dict[str, tuple[torch.Size, Tensor]] = {}
-
-    def put(name: str, buffer: Tensor | None, *, paired: bool = False) -> None:
+    def add(name: str, buffer: Tensor | None) -> None:
         if buffer is not None:
-            places[name] = buffer.shape, _paired(buffer, shape) if paired else buffer
+            buffers[name] = NamedBuffer(shape=buffer.shape, view=buffer)
 
-    def put_heads(kind: str, fused: Tensor | None) -> None:
-        sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        for x, part in zip(
-            "qkv", (None,) * 3 if fused is None else fused.split(sizes), strict=True
-        ):
-            put(f"self_attn.{x}_proj.{kind}", part, paired=x != "v")
+    def add_rotated(name: str, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            view = in_hugging_face_order(buffer, head_dim)
+            buffers[name] = NamedBuffer(shape=buffer.shape, view=view)
 
-    put("input_layernorm.weight", layer.input_norm)
-    put_heads("weight", layer.qkv)
-    put("self_attn.o_proj.weight", layer.out)
-    put("post_attention_layernorm.weight", layer.post_norm)
-    put("mlp.gate.weight", layer.router)
-    mlps = {"mlp": (layer.gate_up, layer.down)}
-    if layer.router is not None:
-        mlps = {
-            f"mlp.experts.{e}": pair
-            for e, pair in enumerate(zip(layer.gate_up, layer.down, strict=True))
-        }
-    for name, (gate_up, down) in mlps.items():
-        for x, part in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
-            put(f"{name}.{x}_proj.weight", part)
-    put_heads("bias", layer.qkv_bias)
-    put("self_attn.q_norm.weight", layer.q_norm, paired=True)
-    put("self_attn.k_norm.weight", layer.k_norm, paired=True)
-    return places
+    def add_qkv(kind: str, fused: Tensor | None) -> None:
+        if fused is None:
+            return
+        query_rows = architecture.heads * head_dim
+        kv_rows = architecture.kv_heads * head_dim
+        q, k, v = fused.split([query_rows, kv_rows, kv_rows])
+        add_rotated(f"self_attn.q_proj.{kind}", q)
+        add_rotated(f"self_attn.k_proj.{kind}", k)
+        add(f"self_attn.v_proj.{kind}", v)
+
+    def add_mlp(name: str, gate_up: Tensor, down: Tensor) -> None:
+        gate, up = gate_up.chunk(2)
+        add(f"{name}.gate_proj.weight", gate)
+        add(f"{name}.up_proj.weight", up)
+        add(f"{name}.down_proj.weight", down)
+
+    add("input_layernorm.weight", layer.input_norm)
+    add_qkv("weight", layer.qkv)
+    add("self_attn.o_proj.weight", layer.out)
+    add("post_attention_layernorm.weight", layer.post_norm)
+    if layer.router is None:
+        add_mlp("mlp", layer.gate_up, layer.down)
+    else:
+        add("mlp.gate.weight", layer.router)
+        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
+            add_mlp(f"mlp.experts.{expert}", gate_up, down)
+    add_qkv("bias", layer.qkv_bias)
+    add_rotated("self_attn.q_norm.weight", layer.q_norm)
+    add_rotated("self_attn.k_norm.weight", layer.k_norm)
+    return buffers

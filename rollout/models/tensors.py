@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.architecture import open_tensors, tensor_files
+from rollout.models.tensor_files import open_tensors, tensor_files
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or consecutive blocks of its rows
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.files import atomic_folder
+from rollout.models.adapter_weights import AdapterWeights, write_peft
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import NOWHERE, AdapterWeights, write_peft
+from rollout.models.named_buffers import META_STORAGE
 from rollout.models.tensors import (
     WeightStream,
     buckets,
@@ -66,8 +67,8 @@ class AdapterSender(WeightSender):
         super().__init__(route, **ranks)
         assert route.adapter is not None
         self._adapter = route.adapter
-        layout = AdapterWeights(read_architecture(route.model), route.adapter, NOWHERE)
-        self._shapes = {name: tuple(shape) for name, (shape, _) in layout.places.items()}
+        layout = AdapterWeights(read_architecture(route.model), route.adapter, META_STORAGE)
+        self._shapes = {name: tuple(buffer.shape) for name, buffer in layout.buffers.items()}
 
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
         """Write `v<version>/` below the target.

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from rollout.base.errors import EngineError
+from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, Weights
+from rollout.models.fused_weights import DecoderWeights
+from rollout.models.named_buffers import META_STORAGE
 from rollout.models.tensors import WeightStream, blocks_of, copy_with_checksum
 from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
@@ -48,10 +50,10 @@ class SharedWeights:
         Raises:
             EngineError: there is not enough shared memory, or the file does not exist.
         """
-        make_buffers: Any = partial(Weights, shape)
+        make_buffers: Any = partial(DecoderWeights, shape)
         if adapter is not None:
             make_buffers = partial(AdapterWeights, shape, adapter)
-        elements = make_buffers(NOWHERE).elements
+        elements = make_buffers(META_STORAGE).elements
         size = _HEADER_BYTES + 2 * elements * torch.float32.itemsize
         memory = mmap.mmap(-1, size) if file is None else _map_file(file, size, create=create)
 
@@ -109,7 +111,7 @@ class SharedSender(WeightSender):
         checksums: dict[str, str] = {}
         size = 0
         self._shared.versions[half] = -1
-        for name, rows, destination in self._shared.halves[half].placed(weights):
+        for name, rows, destination in self._shared.halves[half].with_destinations(weights):
             checksums[name] = copy_with_checksum(rows, destination)
             size += sum(block.nbytes for block in blocks_of(rows))
         self._shared.versions[half] = version

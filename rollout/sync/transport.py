@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.base.lookup import lookup_import
 
 if TYPE_CHECKING:
-    from rollout.models.fused_weights import AdapterShape
+    from rollout.models.adapter_weights import AdapterShape
     from rollout.models.tensors import WeightStream
 
 # Import paths, so that a process loads only the sender that it needs.

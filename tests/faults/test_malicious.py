@@ -86,17 +86,17 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a model's config.json is large": (
         lambda folder: hollow(folder / "m" / "config.json", "{}").parent,
         READ_CONFIG,
-        "ModelError: .*config.json: not readable .more than 67108864 bytes",
+        "ModelError: .*config.json is not readable .more than 67108864 bytes",
     ),
     "it is deep": (
         lambda folder: written(folder / "m" / "config.json", "[" * 500_000).parent,
         READ_CONFIG,
-        "ModelError: .*config.json: not readable .too many brackets in each other",
+        "ModelError: .*config.json is not readable .too many brackets in each other",
     ),
     "an index of tensors is large": (
         lambda folder: hollow(folder / "m" / "model.safetensors.index.json", "{}").parent,
         "from rollout.models.tensors import TensorFiles; TensorFiles(sys.argv[1])",
-        "ModelError: .*index.json: not readable .more than",
+        "ModelError: .*index.json is not readable .more than",
     ),
     "a data file is large": (
         lambda folder: hollow(folder / "d.json", "[]"),

@@ -12,7 +12,7 @@ from mcore_mas.training.train import train
 from rollout.engines.adapters import adapter_engines
 from rollout.engines.sglang.adapters import AdapterServers
 from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.fused_weights import AdapterShape
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Sampling

@@ -19,8 +19,8 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.tensor_sources import LazyTensor, SafeTensors
 from mcore_mas.megatron.state.weight_import import LINEARS
 from rollout.base.errors import ModelError
+from rollout.models.adapter_weights import ADAPTER_FILES
 from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import ADAPTER_FILES
 from rollout.records.seeds import derive_seed
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")

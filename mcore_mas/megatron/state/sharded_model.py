@@ -33,8 +33,8 @@ from mcore_mas.megatron.state.lora import (
 from mcore_mas.megatron.state.tensor_sources import RandomTensors, SafeTensors
 from mcore_mas.megatron.state.weight_import import WeightMapping, weight_mappings
 from rollout.base.errors import ModelError
+from rollout.models.adapter_weights import write_peft
 from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.fused_weights import write_peft
 from rollout.models.layout import check_fit
 from rollout.models.tensors import buckets, whole
 

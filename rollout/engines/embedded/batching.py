@@ -27,8 +27,8 @@ from rollout.engines.embedded.rows import CacheRows
 from rollout.engines.embedded.schedule import admit
 from rollout.engines.prompt_length import request_error
 from rollout.engines.protocol import Tag
+from rollout.models.adapter_weights import AdapterWeights
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import AdapterWeights
 from rollout.models.tensors import WeightStream, read_tensors
 from rollout.records.trajectory import Sampling
 

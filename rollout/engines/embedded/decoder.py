@@ -18,8 +18,9 @@ from rollout.engines.embedded.attention import GroupBlock, RowBlock
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.engines.embedded.low_rank import AddLowRank, LowRank
 from rollout.engines.embedded.products import BlockedWeights, add_experts, has_bf16, silu_and_mul
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import AdapterShape, Layer, Weights
+from rollout.models.fused_weights import DecoderWeights, LayerWeights
 from rollout.models.tensors import WeightStream
 
 # Prompt tokens of one attention product: bounds its memory, and skips most of the masked half.
@@ -71,7 +72,7 @@ class CachedDecoder:
         self,
         shape: Architecture,
         max_length: int,
-        halves: tuple[Weights, Weights] | None = None,
+        halves: tuple[DecoderWeights, DecoderWeights] | None = None,
         device: str = "cpu",
         adapters: Sequence[AdapterShape] = (),
         bf16: bool = False,
@@ -92,7 +93,7 @@ class CachedDecoder:
         self.device = _usable_device(device)
         use_bf16 = bf16 and (self.device.type != "cpu" or has_bf16())
         self.dtype = torch.bfloat16 if use_bf16 else torch.float32
-        self.halves = halves or (Weights(shape), Weights(shape))
+        self.halves = halves or (DecoderWeights(shape), DecoderWeights(shape))
         self.half = 0
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
         self._active = self.weights  # the weights that are computed with
@@ -105,7 +106,7 @@ class CachedDecoder:
         self._norm_floor = torch.tensor(shape.norm_eps**0.5, device=self.device)
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> DecoderWeights:
         """The active weights in the host's memory."""
         return self.halves[self.half]
 
@@ -113,7 +114,7 @@ class CachedDecoder:
         """Replace all weights by a stream of (Hugging Face name, full tensor).
 
         Raises:
-            EngineError: see `Weights.fill`. The weights before stay active.
+            EngineError: see `DecoderWeights.fill`. The weights before stay active.
         """
         self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)
@@ -136,7 +137,7 @@ class CachedDecoder:
             storage = self._active.storage
             if self._active in self.halves:  # there is no copy yet
                 storage = torch.empty_like(storage, device=self.device, dtype=self.dtype)
-            active = Weights(self.shape, storage.copy_(active.storage))
+            active = DecoderWeights(self.shape, storage.copy_(active.storage))
         self._active = active
         self.products = BlockedWeights() if self.exact else BlockedWeights(active)
 
@@ -239,7 +240,7 @@ class CachedDecoder:
         return self.adapters.for_rows(self._to_device(numbers))
 
     def _project(
-        self, layer: Layer, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
+        self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project `x` [N, hidden] to queries [N, H, D], keys and values [N, KV, D].
 
@@ -299,7 +300,7 @@ class CachedDecoder:
 
     def _finish_layer(
         self,
-        layer: Layer,
+        layer: LayerWeights,
         x: Tensor,
         mixed: Tensor,
         add_low_rank: AddLowRank,

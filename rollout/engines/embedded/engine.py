@@ -18,8 +18,8 @@ from rollout.engines.embedded.host import Host, WeightSlot
 from rollout.engines.embedded.requests import Report, Request
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.engines.protocol import Tag, TrainedEngine
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import AdapterShape
 from rollout.sync.memory import memory_path
 from rollout.sync.shared import SharedWeights
 from rollout.sync.transport import SyncRoute, WeightUpdate

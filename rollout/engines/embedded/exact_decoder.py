@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.low_rank import AddLowRank
-from rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
-from rollout.models.fused_weights import Layer
+from rollout.models.exact import KEY_MULTIPLE, products_are_exact, row_attention, row_product
+from rollout.models.fused_weights import LayerWeights
 
 
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
@@ -45,7 +45,7 @@ class ExactDecoder(CachedDecoder):
         self._rotation = torch.stack([angles.cos(), angles.sin()], -1)  # [M, D, 2]
 
     def _project(
-        self, layer: Layer, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
+        self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `CachedDecoder`. Halves of a head are rotated by cosines and sines [N, 1, D, 2]."""
         shape = self.shape
@@ -65,7 +65,7 @@ class ExactDecoder(CachedDecoder):
     def _attend_block(
         self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
     ) -> Tensor:
-        width = COLUMNS * -(-seen // COLUMNS)
+        width = KEY_MULTIPLE * -(-seen // KEY_MULTIPLE)
         is_seen = torch.arange(width) <= torch.arange(seen - size, seen)[:, None]
         mask = torch.where(is_seen, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
         return row_attention(q, keys[:, :, :width], values[:, :width], mask)

@@ -11,8 +11,8 @@ from rollout.base.errors import EngineError
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.settings import EmbeddedSettings
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import AdapterShape
 from rollout.models.tensors import checksum, compare, read_tensors
 from rollout.sync.shared import SharedWeights
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.base.errors import EngineError
+from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import AdapterShape, AdapterWeights
 from rollout.models.layout import Projection
 
 # Linear layers of a decoder layer, with the projections that each fuses, in the order of its rows.

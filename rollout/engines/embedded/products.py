@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.models.architecture import Experts
-from rollout.models.fused_weights import Layer, Weights
+from rollout.models.fused_weights import DecoderWeights, LayerWeights
 
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third
 # less time than MKL's product, which copies the weight into blocks in each call. A call costs 15 us
@@ -30,7 +30,7 @@ has_bf16: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", l
 class BlockedWeights:
     """Copies of a decoder's large weights in the blocks in which oneDNN multiplies."""
 
-    def __init__(self, weights: Weights | None = None) -> None:
+    def __init__(self, weights: DecoderWeights | None = None) -> None:
         """Copy the large matrices of `weights`, about 1.5 ns an element; None for no copies."""
         self._copies: dict[Tensor, Tensor] = {}
         if weights is None or one_dnn_linear is None or weights.storage.device.type != "cpu":
@@ -76,7 +76,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def add_experts(
     multiply: Callable[[Tensor, Tensor], Tensor],
     experts: Experts,
-    layer: Layer,
+    layer: LayerWeights,
     x: Tensor,
     normed: Tensor,
 ) -> Tensor:

@@ -16,7 +16,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.fleet import Left
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.fused_weights import AdapterShape
+from rollout.models.adapter_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from rollout.sync.transport import SyncRoute, WeightUpdate
 

@@ -17,7 +17,7 @@ from rollout.engines.sglang.arguments import argument_error, with_dashes
 from rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
-    from rollout.models.fused_weights import AdapterShape
+    from rollout.models.adapter_weights import AdapterShape
     from rollout.models.layout import Projection
 
 PUSH_TRANSPORTS = ("tensor", "distributed")  # write into the servers while these pause

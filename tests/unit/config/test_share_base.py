@@ -12,8 +12,8 @@ from mcore_mas.planning.estimate import (
 from mcore_mas.planning.gpus import GPUS
 from mcore_mas.planning.memory import count_adapter_parameters, count_parameters
 from mcore_mas.planning.worker_groups import list_worker_groups
-from rollout.models.architecture import planned_architecture
 from rollout.models.layout import ParallelLayout
+from rollout.models.published_shapes import planned_architecture
 
 POLICIES = ("solver", "verifier")
 SHARED = [f"+policies.{name}.share_base=true" for name in POLICIES]

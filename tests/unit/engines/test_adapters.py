@@ -20,8 +20,9 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
+from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.fused_weights import AdapterShape, AdapterWeights
+from rollout.models.named_buffers import META_STORAGE
 from rollout.models.tensors import read_tensors
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from rollout.sync.transport import make_sender
@@ -48,11 +49,11 @@ def model(tmp_path: Path) -> Path:
 
 def random_tensors(architecture: Architecture, shape: AdapterShape, seed: int) -> AdapterTensors:
     """Return random tensors of an adapter that are large enough to change the sampled tokens."""
-    layout = AdapterWeights(architecture, shape, torch.empty(0, device="meta"))
+    layout = AdapterWeights(architecture, shape, META_STORAGE)
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(size, generator=generator) * 0.2
-        for name, (size, _) in layout.places.items()
+        name: torch.randn(buffer.shape, generator=generator) * 0.2
+        for name, buffer in layout.buffers.items()
     }
 
 
@@ -79,7 +80,7 @@ def put_adapter(
     """Give an engine new weights of adapter `number`."""
     architecture = engine.decoder.shape
     shape = shapes[number - 1]
-    layout = AdapterWeights(architecture, shape, torch.empty(0, device="meta"))
+    layout = AdapterWeights(architecture, shape, META_STORAGE)
     weights = AdapterWeights(architecture, shape, torch.empty(layout.elements))
     weights.fill(tensors.items())
     engine.adopt_adapter(number, weights, version)

@@ -125,9 +125,12 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
         ),
         (
             '{"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}',
-            "layer_types has more than",
+            "layer_types names other layers than full_attention",
         ),
-        ('{"model_type": "qwen2", "hidden_act": "gelu"}', "hidden_act is set"),
+        (
+            '{"model_type": "qwen2", "hidden_act": "gelu"}',
+            "hidden_act 'gelu' is not supported; known: silu",
+        ),
         (
             '{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}',
             "rope_type 'yarn' is not supported",

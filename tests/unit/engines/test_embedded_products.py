@@ -16,7 +16,7 @@ from rollout.engines.embedded import products
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.cache import KVCache
 from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import architecture_of
+from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
@@ -31,7 +31,7 @@ needs_one_dnn = pytest.mark.skipif(
 
 def make_decoder(seed: int, **settings: Any) -> CachedDecoder:
     model = make_qwen2(seed)
-    decoder = CachedDecoder(architecture_of(model.config.to_dict(), "a test's"), 64, **settings)
+    decoder = CachedDecoder(parse_architecture(model.config.to_dict(), "a test's"), 64, **settings)
     decoder.load(model.state_dict().items())
     return decoder
 

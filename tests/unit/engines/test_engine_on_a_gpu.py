@@ -16,7 +16,7 @@ from rollout.base.errors import EngineError
 from rollout.engines.embedded import rows as cache_rows
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import architecture_of
+from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Sampling
 
 CONFIG = {
@@ -61,7 +61,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
     monkeypatch.setattr(cache_rows, "sample_tokens", sample_on_meta)
     with OneDevice():
         yield EmbeddedEngine(
-            CachedDecoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8
+            CachedDecoder(parse_architecture(CONFIG, "here"), 700, device="meta"), rows=8
         )
 
 
@@ -155,13 +155,13 @@ def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
     with pytest.raises(EngineError, match="torch cannot compute on device 'abacus' here"):
-        CachedDecoder(architecture_of(CONFIG, "here"), 16, device="abacus")
+        CachedDecoder(parse_architecture(CONFIG, "here"), 16, device="abacus")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
-    shape = architecture_of(CONFIG, "here")
+    shape = parse_architecture(CONFIG, "here")
     generator = torch.Generator().manual_seed(0)
     engines = {
         device: EmbeddedEngine(CachedDecoder(shape, 128, device=device), rows=8)

@@ -24,7 +24,7 @@ from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.engines.sglang.adapters import AdapterServers
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.fused_weights import AdapterShape
+from rollout.models.adapter_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import make_sender

@@ -12,7 +12,7 @@ from rollout.engines.embedded.attention import GroupBlock, RowBlock
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.cache import DecodeBatch
 from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import architecture_of
+from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
 
@@ -25,7 +25,7 @@ LENGTHS = (220, 240, 210)
 @pytest.fixture
 def engine() -> EmbeddedEngine:
     model = make_qwen2(0)
-    shape = architecture_of(model.config.to_dict(), "a test's")
+    shape = parse_architecture(model.config.to_dict(), "a test's")
     decoder = CachedDecoder(shape, 400)
     decoder.load(model.state_dict().items())
     return EmbeddedEngine(decoder, rows=16)

@@ -24,7 +24,7 @@ CONFIG = {
 
 def test_sparse_layers_are_every_nth_but_those_named() -> None:
     # counted from 1, every second: 2, 4, 6; the one with index 3 is the fourth
-    experts = Experts.of(CONFIG)
+    experts = Experts.from_config(CONFIG)
     assert experts.sparse == (False, True, False, False, False, True)
     assert (experts.count, experts.per_token, experts.ffn, experts.normalised) == (8, 2, 48, True)
 
@@ -34,20 +34,20 @@ def test_configs_of_transformers_4_and_5_say_the_same() -> None:
         ("num_local_experts" if name == "num_experts" else name): value
         for name, value in CONFIG.items()
     }
-    assert Experts.of(newer) == Experts.of(CONFIG)
+    assert Experts.from_config(newer) == Experts.from_config(CONFIG)
     plain = {
         name: value
         for name, value in CONFIG.items()
         if name not in ("decoder_sparse_step", "norm_topk_prob")
     }
-    assert Experts.of(plain | {"mlp_only_layers": None}).sparse == (True,) * 6
-    assert not Experts.of(plain).normalised
+    assert Experts.from_config(plain | {"mlp_only_layers": None}).sparse == (True,) * 6
+    assert not Experts.from_config(plain).normalised
 
 
 def mixture(**changes: int) -> Architecture:
     return Architecture(
         layers=6, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=128, tied=True, qkv_bias=False,
-        qk_norm=True, norm_eps=1e-6, rope_theta=1e4, positions=128, experts=Experts.of(CONFIG | changes),
+        qk_norm=True, norm_eps=1e-6, rope_theta=1e4, positions=128, experts=Experts.from_config(CONFIG | changes),
     )  # fmt: skip
 
 
@@ -62,7 +62,10 @@ def mixture(**changes: int) -> Architecture:
             {"dp": 4, "ep": 8},
             r"ep: 8 must divide the model's 8 experts, and dp · cp: 4, .* \[1, 2, 4\], nearest: 4",
         ),
-        ({"tp": 2}, "tp: 2 on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"),
+        (
+            {"tp": 2},
+            "tp: 2 on a mixture of experts needs sequence parallelism; use sp: true, or tp: 1",
+        ),
     ],
 )
 def test_layouts_that_cannot_share_them_are_refused(sizes: dict, told: str) -> None:
@@ -85,7 +88,7 @@ def test_layouts_that_can_are_not(sizes: dict) -> None:
 def test_adapters_are_of_attention_alone() -> None:
     check_fit(mixture(), ParallelLayout(), targets=("q", "v"))
     told = (
-        "lora.targets: up, down of a mixture of experts are its experts', which take no adapters; "
+        "lora.targets: in a mixture of experts, up, down belong to the experts, which take no adapters; "
         "use targets: [q, k, v, o], or some of them"
     )
     with pytest.raises(ModelError, match=re.escape(told)):
@@ -93,7 +96,7 @@ def test_adapters_are_of_attention_alone() -> None:
 
 
 def test_a_router_that_cannot_learn_is_refused() -> None:
-    with pytest.raises(ModelError, match="its router cannot learn"):
+    with pytest.raises(ModelError, match="the router cannot learn"):
         check_fit(mixture(num_experts_per_tok=1), ParallelLayout())
 
 

@@ -258,5 +258,7 @@ def test_transformer_engine_that_is_not_there_is_refused(
     told = "layers: te needs Transformer Engine, which is not installed here; use layers"
     with pytest.raises(ModelError, match=told):
         check_fit(architecture, ParallelLayout(), "te")
-    with pytest.raises(ModelError, match=r"lora with layers: te would adapt .* use layers: local"):
+    with pytest.raises(
+        ModelError, match=r"lora cannot be used with layers: te, .* use layers: local"
+    ):
         check_fit(architecture, ParallelLayout(), "te", ("q",))

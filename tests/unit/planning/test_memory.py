@@ -16,13 +16,9 @@ from mcore_mas.planning.memory import (
     kv_bytes_per_token,
 )
 from rollout.base.errors import ModelError
-from rollout.models.architecture import (
-    Architecture,
-    architecture_of,
-    planned_architecture,
-    published_shapes,
-)
+from rollout.models.architecture import Architecture, parse_architecture
 from rollout.models.layout import ParallelLayout
+from rollout.models.published_shapes import planned_architecture, published_shapes
 
 # Exact parameter counts of the model cards on Hugging Face
 STATED = {
@@ -61,7 +57,7 @@ TOKENS = 100
 
 
 def tiny(**changes: object) -> Architecture:
-    return architecture_of(TINY | changes, "test")
+    return parse_architecture(TINY | changes, "test")
 
 
 def tiny_memory(*, dp: int = 1, **changes: object) -> TrainerMemory:

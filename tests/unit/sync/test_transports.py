@@ -17,7 +17,7 @@ from rollout.base.ownership import FolderError
 from rollout.engines import EngineConfig
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
-from rollout.models.fused_weights import NamedBuffers
+from rollout.models.named_buffers import NamedBuffers
 from rollout.models.tensors import (
     checksum,
     compare,
@@ -62,7 +62,7 @@ def test_shared_weights_are_compared_bit_by_bit(tmp_path: Path) -> None:
         assert checksums_of(half) == update.checksums
 
         for name, tensor in half.tensors():  # a flipped bit of any tensor is found and named
-            _, _, view = next(half.placed([(name, tensor)]))
+            _, _, view = next(half.with_destinations([(name, tensor)]))
             bits = view.view(torch.int32)
             last = tuple(size - 1 for size in bits.shape)
             bits[last] ^= 1
