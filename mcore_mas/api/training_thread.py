@@ -18,12 +18,19 @@ class TrainingThread:
 
     def __init__(self, config: Path) -> None:
         """Start the training of the run with this resolved config."""
+        from mcore_mas.runtime.stop_signal import StopSignal
+
         self._run = config.parent
+        self._stop = StopSignal(signals=False)
         # Rows of metrics; at last an error, or None if the training is over.
         self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
         self._continue: queue.Queue[bool] = queue.Queue()  # an answer for each row
         self._awaits_answer = False
-        self._thread = threading.Thread(target=self._train, args=(config,), name="training")
+        # A daemon, so that a second Ctrl-C ends the program without waiting for it.
+        self._thread = threading.Thread(
+            target=self._train, args=(config,), name="training", daemon=True
+        )
+        self._interrupted = False  # while it was waited for
         self._thread.start()
         # A program may end in the middle of its loop. Then the checkpoint must be saved before the
         # executors of asyncio end, and callbacks of `atexit` run only after that.
@@ -40,19 +47,27 @@ class TrainingThread:
         self._awaits_answer = False
         row = self._rows.get()
         if isinstance(row, BaseException):
-            raise row
+            raise row.with_traceback(None)  # the frames of the thread say nothing to its caller
         self._awaits_answer = row is not None
         return row
 
     def close(self) -> None:
         """Stop the training and wait until it has saved a checkpoint.
 
-        An error that kept it from saving is printed.
+        A rollout under way is cancelled, and an update is finished. Ctrl-C ends the wait, and the
+        program then ends without the checkpoint. An error that kept it from saving is printed.
         """
         from mcore_mas.runtime.joblog import describe_error
 
+        if self._interrupted:
+            return
+        self._stop.request_threadsafe()
         self._continue.put(False)  # the answer to the last row, or to that of a step under way
-        self._thread.join()
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
         while not self._rows.empty():
             row = self._rows.get()
             if isinstance(row, BaseException):
@@ -67,7 +82,7 @@ class TrainingThread:
             return await asyncio.to_thread(self._continue.get)
 
         try:
-            train(config, after_step=after_step)
+            train(config, after_step=after_step, stop=self._stop)
         except BaseException as error:
             cause: BaseException | None = error
             if "at interpreter shutdown" in str(error):

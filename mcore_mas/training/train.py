@@ -57,6 +57,7 @@ def train(
     *,
     adopt: bool = False,
     after_step: AfterStep | None = None,
+    stop: StopSignal | None = None,
 ) -> None:
     """Train the run of a config file, from its newest valid checkpoint if it has one.
 
@@ -69,7 +70,7 @@ def train(
         adopt: fork a run of another recipe, other inputs or other code (see `fork_if_changed`), as
             with `trainer.resume: changed`.
         after_step: called after every step; training stops with a checkpoint if it returns False.
-            With it, signals do not stop the run.
+        stop: request to stop; None: signals stop the run, unless `after_step` follows it.
 
     Raises:
         Stopped: the run was told to stop.
@@ -124,7 +125,7 @@ def train(
             remotes=remotes,
             make_env=make_env,
             after_step=after_step,
-            stop=StopSignal(signals=after_step is None),
+            stop=stop or StopSignal(signals=after_step is None),
         )
         record = asyncio.run(run.train(checkpoint, warnings))
         record["commit"] = commit

@@ -26,13 +26,15 @@ from rollout.teams.tree import Branching, Tree
 
 
 class Deadlines(Section):
-    """Deadlines in seconds; None is any time."""
+    """Deadlines in seconds, and the most turns of a trajectory; None is no limit."""
 
     # one reply of a policy's engine, from when its client asks the engine
     call_s: float | None = Field(None, gt=0)
     tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
     trajectory_s: float | None = Field(None, gt=0)
     batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
+    # ends an orchestra that never returns; more than any team that ships takes
+    max_turns: int | None = Field(1000, ge=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,9 @@ class Collector:
 
     def _new_play(self, task: Task, sample: int, calls: CallRecord) -> Episode | Tree:
         options = self.options
-        team = self.team.with_sampling(**options.sampling)
+        team = replace(
+            self.team.with_sampling(**options.sampling), max_turns=options.deadlines.max_turns
+        )
         seed_path = (self.seed, self.step, task.id, sample)
         if options.tree is None:
             return Episode(

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import LateCall
-from rollout.base.errors import PromptTooLong
+from rollout.base.errors import Defect, PromptTooLong
 from rollout.engines import ChatState, PolicyClient, PolicyReply
 from rollout.engines.client import prompt_tokens
 from rollout.environments.tools import Tool
@@ -55,6 +55,7 @@ class Team:
 
     agents: Mapping[str, Agent]
     policies: Mapping[str, PolicyClient]
+    max_turns: int | None = None  # of a trajectory, in a branch of a tree
 
     def session(self, *seed_path: int | str, calls: CallRecord | None = None) -> TeamSession:
         """Return the team's session of one trajectory.
@@ -184,7 +185,14 @@ class TeamSession:
         Raises:
             EngineError: the engine could not answer; `PromptTooLong` if the prompt leaves no room
                 for a reply.
+            Defect: the trajectory has taken as many turns as it may.
         """
+        max_turns = self._team.max_turns
+        if max_turns is not None and self._calls_begun >= max_turns:
+            raise Defect(
+                f"orchestra: asked for more than {max_turns} turns, which collection.max_turns "
+                "allows; end its loop, or raise the key"
+            )
         anchor = ""
         if self.state:
             anchor = _digest((Message(role="state", content=self.state),))

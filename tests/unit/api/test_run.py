@@ -319,7 +319,9 @@ def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
     """A `break` does not wait for the checkpoint, and a run may be trained only once at a time."""
     is_free = threading.Lock()
 
-    def train(config: Path, after_step: Callable[[int, dict[str, float]], Any]) -> None:
+    def train(
+        config: Path, after_step: Callable[[int, dict[str, float]], Any], stop: StopSignal
+    ) -> None:
         async def take_steps() -> None:
             for number in range(3):
                 if not await after_step(number, {}):

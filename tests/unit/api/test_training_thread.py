@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.api.training_thread import TrainingThread
+from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.training import train as training
 
 PROGRAM = """
@@ -23,7 +26,7 @@ from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training import train
 
 
-def steps_without_end(config, after_step):
+def steps_without_end(config, after_step, stop):
     async def take_steps():
         number = 0
         while await after_step(number, {}):
@@ -54,10 +57,55 @@ def test_a_program_that_ends_in_its_loop_stops_the_training_with_a_checkpoint() 
     assert result.stderr == "run: stopped\n"
 
 
+ENDLESS_PROGRAM = """
+import sys
+from pathlib import Path
+
+from tests.support.api import make_run
+
+
+async def endless(task, team, env):
+    while True:
+        await team.act("writer", problem=task.prompt)
+        print("asked", flush=True)
+
+
+if __name__ == "__main__":
+    no_limit = {"max_turns": None}
+    run = make_run(Path(sys.argv[1]), orchestra=endless, collection=no_limit)
+    run.train()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_step_whose_orchestra_never_returns(tmp_path: Path) -> None:
+    script = tmp_path / "endless_program.py"
+    script.write_text(ENDLESS_PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "asked" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "stopped by its caller before the end of the first step" in errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
 def test_an_error_after_the_last_row_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(config: Path, after_step: Callable[[int, dict[str, float]], Awaitable[bool]]) -> None:
+    def train(
+        config: Path,
+        after_step: Callable[[int, dict[str, float]], Awaitable[bool]],
+        stop: StopSignal,
+    ) -> None:
         async def take_step() -> None:
             assert not await after_step(0, {})
             checkpoint = "run/train/checkpoints/step_000001"

@@ -310,3 +310,18 @@ def test_all_turns_of_a_run_have_different_seeds():
     again = ScriptedEngine(lambda *_: (*b"1", 0))
     asyncio.run(collect(two, make_team(again), Adder, both, group_size=3, seed=SEED, step=1))
     assert sorted(sampling.seed for _, sampling in again.calls) == sorted(seeds[24:])
+
+
+def test_an_endless_orchestra_ends_at_the_most_turns() -> None:
+    async def endless(task, team, env):
+        while True:
+            await team.act("a", said="x")
+
+    [trajectory] = play(endless, replying("1", "2", "3"), deadlines=Deadlines(max_turns=3))
+    assert trajectory.status is Status.FAILED
+    assert trajectory.error == (
+        "Defect: orchestra: asked for more than 3 turns, which collection.max_turns allows; end its "
+        "loop, or raise the key"
+    )
+    assert len(trajectory.turns) == 3
+    assert trajectory.metrics == {"quarantined": 1.0}
