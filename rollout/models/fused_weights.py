@@ -15,7 +15,7 @@ from rollout.models.named_buffers import (
     NamedBuffers,
     in_hugging_face_order,
 )
-from rollout.models.tensors import RowBlocks, WeightStream, whole
+from rollout.models.tensors import WEIGHT_UPDATE, RowBlocks, WeightStream, whole
 
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT_LAYER = "lm_head.weight"
@@ -78,7 +78,9 @@ class DecoderWeights(NamedBuffers):
             for name, buffer in layer_buffers.items():
                 self.buffers[f"model.layers.{number}.{name}"] = buffer
 
-    def with_destinations(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:
+    def with_destinations(
+        self, stream: WeightStream, where: str = WEIGHT_UPDATE
+    ) -> Iterator[tuple[str, RowBlocks, Tensor]]:
         """Yield each tensor of a stream with its destination, see `NamedBuffers`.
 
         Raises:
@@ -86,11 +88,11 @@ class DecoderWeights(NamedBuffers):
                 values.
         """
         if not self._is_tied:
-            yield from super().with_destinations(stream)
+            yield from super().with_destinations(stream, where)
             return
         tied = _TiedTensors()
-        yield from super().with_destinations(tied.watch(stream))
-        tied.check()
+        yield from super().with_destinations(tied.watch(stream), where)
+        tied.check(where)
 
 
 class _TiedTensors:
@@ -106,7 +108,7 @@ class _TiedTensors:
                 self._tensors[name] = whole(rows).detach()
             yield name, rows
 
-    def check(self) -> None:
+    def check(self, where: str) -> None:
         """Raise EngineError if both tensors came, and they are not equal."""
         if len(self._tensors) < 2:
             return
@@ -117,8 +119,8 @@ class _TiedTensors:
         )
         if not is_equal:
             raise EngineError(
-                f"tensor '{_OUTPUT_LAYER}' differs from the embedding to which this model's output "
-                "layer is tied"
+                f"{where}: tensor '{_OUTPUT_LAYER}' differs from the embedding to which this model's "
+                "output layer is tied"
             )
 
 

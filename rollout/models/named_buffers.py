@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, split_like
+from rollout.models.tensors import (
+    WEIGHT_UPDATE,
+    RowBlocks,
+    WeightStream,
+    blocks_of,
+    complete,
+    split_like,
+)
 
 # Storage of buffers that have shapes, but no memory: to count the elements that they need.
 META_STORAGE = torch.empty(0, device="meta")
@@ -44,27 +51,37 @@ class NamedBuffers:
         for name, buffer in self.buffers.items():
             yield name, buffer.view.reshape(buffer.shape)
 
-    def fill(self, stream: WeightStream) -> None:
+    def fill(self, stream: WeightStream, where: str = WEIGHT_UPDATE) -> None:
         """Copy a full set of named tensors into the buffers, and convert them to float32.
+
+        Args:
+            stream: of the tensors.
+            where: folder or other source of the stream, for errors.
 
         Raises:
             EngineError: see `with_destinations`. The buffers are then a mixture of old and new.
         """
-        for _, rows, destination in self.with_destinations(stream):
+        for _, rows, destination in self.with_destinations(stream, where):
             blocks = blocks_of(rows)
             for block, part in zip(blocks, split_like(destination, blocks), strict=True):
                 part.copy_(block.detach().reshape(part.shape))
 
-    def with_destinations(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:
+    def with_destinations(
+        self, stream: WeightStream, where: str = WEIGHT_UPDATE
+    ) -> Iterator[tuple[str, RowBlocks, Tensor]]:
         """Yield each tensor of a stream as (name, tensor, destination).
 
         The destination is the view of a buffer: it has the tensor's elements in the same order.
+
+        Args:
+            stream: of the tensors.
+            where: folder or other source of the stream, for errors.
 
         Raises:
             EngineError: a tensor is missing, unknown, repeated or of another shape.
         """
         shapes = {name: buffer.shape for name, buffer in self.buffers.items()}
-        for name, rows in complete(stream, shapes):
+        for name, rows in complete(stream, shapes, where):
             yield name, rows, self.buffers[name].view
 
 

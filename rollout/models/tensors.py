@@ -1,5 +1,6 @@
 """Model weights: safetensors files, full tensors in blocks of rows, and checksums (XXH3)."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +14,15 @@ from rollout.base.errors import EngineError
 from rollout.models.tensor_files import open_tensors, tensor_files
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or consecutive blocks of its rows
+WEIGHT_UPDATE = "the weight update"  # source of a trainer's stream, for errors
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
 _Key = TypeVar("_Key")
+
+# Buffers that older checkpoints contain, but that models compute: rotary frequencies and their
+# cosines and sines, masks and positions of attention.
+_COMPUTED_BUFFER = re.compile(
+    r"(.*\.)?(rotary_emb\..+|inv_freq|causal_mask|masked_bias|position_ids|self_attn\.bias)"
+)
 
 
 def blocks_of(rows: RowBlocks) -> Sequence[Tensor]:
@@ -66,7 +74,14 @@ def buckets(
 
 
 class TensorFiles:
-    """Tensors of safetensors files by Hugging Face name. Only the slices that are used are read."""
+    """Tensors of safetensors files by Hugging Face name. Only the slices that are used are read.
+
+    Buffers that a model computes are ignored, as transformers does: checkpoints of the first
+    generations of Llama, Qwen and Mistral have, for example, `rotary_emb.inv_freq` in every layer.
+
+    Attributes:
+        where: the folder, for errors.
+    """
 
     def __init__(self, folder: Path | str, *files: Path) -> None:
         """Open `files`, or the files of the folder's index, or else all safetensors files in it.
@@ -79,7 +94,8 @@ class TensorFiles:
         for path in files or tensor_files(folder):
             file = open_tensors(path, "pt")
             for name in file.keys():  # noqa: SIM118  (a safetensors file is not iterable)
-                self._file_of[name] = file
+                if _COMPUTED_BUFFER.fullmatch(name) is None:
+                    self._file_of[name] = file
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -110,11 +126,16 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def complete(
-    weights: WeightStream, shapes: Mapping[str, Sequence[int]]
+    weights: WeightStream, shapes: Mapping[str, Sequence[int]], where: str = WEIGHT_UPDATE
 ) -> Iterator[tuple[str, RowBlocks]]:
     """Yield the tensors of a stream, and check that they are exactly those of `shapes`.
 
-    A tied head that `shapes` does not have is dropped.
+    An output layer that `shapes` does not have is dropped: it is tied to the embedding.
+
+    Args:
+        weights: stream of the tensors.
+        shapes: expected shape of each tensor by name.
+        where: folder or other source of the stream, for errors.
 
     Raises:
         EngineError: a tensor is missing, unknown, repeated or of another shape.
@@ -125,16 +146,16 @@ def complete(
             if name == "lm_head.weight" and name not in shapes:
                 continue
             problem = "comes twice" if name in shapes else "is unknown to this model"
-            raise EngineError(f"tensor '{name}' {problem}")
+            raise EngineError(f"{where}: tensor '{name}' {problem}")
         expected = list(missing.pop(name))
         if list(shape_of(rows)) != expected:
             raise EngineError(
-                f"tensor '{name}' has shape {list(shape_of(rows))}; expected {expected}"
+                f"{where}: tensor '{name}' has shape {list(shape_of(rows))}; expected {expected}"
             )
         yield name, rows
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise EngineError(f"tensor '{next(iter(missing))}'{more} is missing from the update")
+        raise EngineError(f"{where}: tensor '{next(iter(missing))}'{more} is missing")
 
 
 def compare(engine: Mapping[str, str], trainer: Mapping[str, str], version: int) -> None:

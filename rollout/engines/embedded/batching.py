@@ -120,7 +120,7 @@ class EmbeddedEngine:
             EngineError: the folder is not a model that this engine computes.
         """
         decoder = CachedDecoder(read_architecture(folder), max_length, device=device, bf16=bf16)
-        decoder.load(read_tensors(folder))
+        decoder.load(read_tensors(folder), str(folder))
         return cls(
             decoder,
             rows=rows,

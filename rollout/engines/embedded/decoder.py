@@ -21,7 +21,7 @@ from rollout.engines.embedded.products import BlockedWeights, add_experts, has_b
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import DecoderWeights, LayerWeights
-from rollout.models.tensors import WeightStream
+from rollout.models.tensors import WEIGHT_UPDATE, WeightStream
 
 # Prompt tokens of one attention product: bounds its memory, and skips most of the masked half.
 QUERY_BLOCK = 128
@@ -110,13 +110,17 @@ class CachedDecoder:
         """The active weights in the host's memory."""
         return self.halves[self.half]
 
-    def load(self, stream: WeightStream) -> None:
+    def load(self, stream: WeightStream, where: str = WEIGHT_UPDATE) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor).
+
+        Args:
+            stream: of the tensors.
+            where: folder or other source of the stream, for errors.
 
         Raises:
             EngineError: see `DecoderWeights.fill`. The weights before stay active.
         """
-        self.halves[1 - self.half].fill(stream)
+        self.halves[1 - self.half].fill(stream, where)
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:

@@ -61,7 +61,7 @@ class Host(EmbeddedEngine):
             settings.bf16,
         )
         if weights.half is None:
-            decoder.load(read_tensors(settings.folder))
+            decoder.load(read_tensors(settings.folder), str(settings.folder))
         else:
             decoder.adopt(weights.half)
         super().__init__(
@@ -95,7 +95,7 @@ class Host(EmbeddedEngine):
         shared = self._shared[number]
         if folder:
             shared.versions[half] = -1
-            shared.halves[half].fill(read_tensors(folder))
+            shared.halves[half].fill(read_tensors(folder), folder)
             shared.versions[half] = version
         if shared.versions[half] != version:
             raise EngineError(
