@@ -96,7 +96,10 @@ def export_policy(
 
 @run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
 def list_runs(results: ResultsFolder = Path("results")) -> None:
-    """List runs with their steps, last reward and validation, and scores."""
+    """List runs with their steps, last reward and validation, and scores.
+
+    A line below the table names each file that is damaged, and what to do.
+    """
     from mcore_mas.reports.run_states import read_run_states
 
     runs = read_run_states(results)
@@ -110,12 +113,16 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
     table = Table("run", "steps", "reward", "validation", *evaluations, show_edge=False)
     for run in runs:
         numbers = [run.reward, run.accuracy, *(run.scores.get(name) for name in evaluations)]
+        total_steps = "?" if run.total_steps is None else run.total_steps
         table.add_row(
             Text(escape_line(run.run)),
-            f"{run.steps}/{run.total_steps}{' done' if run.done else ''}",
+            f"{run.steps}/{total_steps}{' done' if run.done else ''}",
             *("" if number is None else f"{number:.3f}" for number in numbers),
         )
     Console(highlight=False).print(table)
+    for run in runs:
+        for problem in run.problems:
+            print(escape_line(f"{run.run}: {problem}"))
 
 
 @run_commands.command("compare", rich_help_panel=_RUNS_PANEL)

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mcore_mas.reports.curves import Metrics, curve, curves_of, read_metrics
+from mcore_mas.reports.curves import Metrics, MetricsError, curve, curves_of, read_metrics
 from mcore_mas.reports.page_templates import render_page
 from rollout.base.files import write_text
 
@@ -66,21 +66,33 @@ def write_charts(runs: Mapping[str, Path], out: Path) -> None:
     A section has a panel for each agent or data source. Metrics that are zero in all steps are left
     out, except reward and accuracy.
 
+    A run whose metrics cannot be read is left out, and the page says why.
+
     Args:
         runs: the metrics.jsonl of each run.
         out: the HTML page.
 
     Raises:
-        MetricsError: a file is missing, or has no metrics of a step.
+        MetricsError: no run has metrics that can be read.
     """
-    metrics = {run: read_metrics(path) for run, path in runs.items()}
+    metrics: dict[str, Metrics] = {}
+    problems: list[str] = []
+    for run, path in runs.items():
+        try:
+            metrics[run] = read_metrics(path)
+        except MetricsError as error:
+            problems.append(str(error))
+    if problems and not metrics:
+        raise MetricsError(problems[0])
+
     bands = _accuracy_bands(metrics)
     figures = {
         # Matplotlib escapes the text that it writes into an SVG.
-        section: Markup(_figure(panels, list(runs), bands))  # noqa: S704
+        section: Markup(_figure(panels, list(metrics), bands))  # noqa: S704
         for section, panels in sections(metrics).items()
     }
-    write_text(out, render_page("charts.html.jinja", figures=figures, runs=len(runs)))
+    page = render_page("charts.html.jinja", figures=figures, runs=len(metrics), problems=problems)
+    write_text(out, page)
 
 
 def key_curves(metrics: Mapping[str, Metrics]) -> str:

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout.base.json_files import read_json_lines, read_record
+from mcore_mas.reports.curves import read_step_rows
+from rollout.base.json_files import read_record
 from rollout.base.parquet import bounded_table
+from rollout.records.files import arrow_errors
 
 _TURN_COLUMNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 
@@ -36,10 +38,10 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
     if training:
         devices = read_record(run / "train" / "done.json").get("devices")
         if devices:
-            kind = devices["kind"]
-            hours = training[f"{kind.lower()}_hours"]
             row["trained on"] = f"{devices['count']} x {devices['name']}"
-            row[f"{kind} hours"] = f"{hours:.3g}"
+            hours = training.get(f"{devices['kind'].lower()}_hours")
+            if hours is not None:
+                row[f"{devices['kind']} hours"] = f"{hours:.3g}"
         row["tokens sampled in training"] = f"{training['tokens']:.0f}"
 
     turns = _read_turns(run / "evaluation" / state)
@@ -64,19 +66,24 @@ def training_costs(run: Path) -> dict[str, float]:
         run: folder of the run.
 
     Returns:
-        `tokens`, and `gpu_hours` or `cpu_hours` if the devices were recorded; nothing before the
-        training has finished.
+        `tokens`, and `gpu_hours` or `cpu_hours` if the devices and all times were recorded; nothing
+        before the training has finished.
+
+    Raises:
+        MetricsError: a row of the metrics has no step.
+        FolderError: the record of the finished training is damaged.
     """
     metrics = run / "train" / "metrics.jsonl"
     done = run / "train" / "done.json"
     if not metrics.is_file() or not done.is_file():
         return {}
 
-    steps = [row for row in read_json_lines(metrics)[0] if row["step"] >= 0]
+    steps = [row for row in read_step_rows(metrics) if row["step"] >= 0]
     tokens = sum(row.get("rollout/tokens", 0.0) for row in steps)
     costs = {"tokens": float(tokens)}
     devices = read_record(done).get("devices")
-    if devices:
+    times_are_known = all({"time/collect_s", "time/update_s"} <= row.keys() for row in steps)
+    if devices and times_are_known:
         seconds = sum(row["time/collect_s"] + row["time/update_s"] for row in steps)
         costs[f"{devices['kind'].lower()}_hours"] = devices["count"] * seconds / 3600
     return costs
@@ -140,7 +147,10 @@ def _read_turns(folder: Path) -> pd.DataFrame:
 
 def _read_shard(path: Path, number: int) -> pd.DataFrame:
     columns = ["status", *(f"turns.list.element.{name}" for name in _TURN_COLUMNS)]
-    with pq.ParquetFile(path) as file:
+    with (
+        arrow_errors(path, "not a readable file of trajectories", "; evaluate the run again"),
+        pq.ParquetFile(path) as file,
+    ):
         table = bounded_table(file, columns)
     completed = table.filter(pc.equal(table["status"], "completed"))
     turn_lists = completed["turns"].combine_chunks()

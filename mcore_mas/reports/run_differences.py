@@ -1,14 +1,14 @@
 """Differences between runs: in their settings, and in their scores task by task."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.run_states import read_run_config
-from rollout.base.json_files import read_record
 from rollout.base.nested import dotted_items
 
 
@@ -38,10 +38,10 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
         Values by dotted key, in the order of `runs`.
 
     Raises:
-        FolderError: one is no run's folder.
+        FolderError: one is no run's folder, or its config is damaged.
     """
     configs = [dict(dotted_items(read_run_config(run))) for run in runs]
-    names = tuple(config["run"] for config in configs)
+    names = tuple(config.get("run") for config in configs)
     keys = [key for config in configs for key, value in config.items() if value != {}]
     differences = {}
     for key in dict.fromkeys(keys):
@@ -56,7 +56,7 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
     """Return the scores of evaluations that both runs have, on the tasks that both were asked.
 
     Raises:
-        FolderError: an evaluation has no tasks.
+        FolderError: an evaluation is damaged.
     """
     differences: list[ScoreDifference] = []
     for file in sorted((first / "evaluation").glob("*.json")):
@@ -68,8 +68,8 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
 
 def _evaluation_differences(first: Path, second: Path) -> Iterator[ScoreDifference]:
     """Yield the difference of each metric that two evaluations of the same state have."""
-    first_metrics = _metrics_by_task(first)
-    second_metrics = _metrics_by_task(second)
+    first_metrics = read_task_metrics(first)
+    second_metrics = read_task_metrics(second)
     common_tasks = [task for task in first_metrics if task in second_metrics]
     metrics = [metric for task in common_tasks for metric in first_metrics[task]]
     for metric in dict.fromkeys(metrics):
@@ -91,8 +91,3 @@ def _evaluation_differences(first: Path, second: Path) -> Iterator[ScoreDifferen
             high=high,
             tasks=len(pairs),
         )
-
-
-def _metrics_by_task(evaluation: Path) -> dict[str, Mapping[str, float]]:
-    tasks = read_record(evaluation, "tasks")["tasks"]
-    return {task["task_id"]: task["metrics"] for task in tasks}

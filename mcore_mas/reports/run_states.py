@@ -1,13 +1,19 @@
-"""The progress of the runs in a results folder."""
+"""The progress of the runs in a results folder, and what cannot be read of a run."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.base.json_files import read_json_lines, read_record
+import yaml
+
+from mcore_mas.reports.curves import STEP_LIMIT, Metrics, MetricsError, read_step_rows
+from mcore_mas.reports.evaluation_files import read_score_rows
 from rollout.base.ownership import FolderError
 from rollout.base.yaml_files import read_yaml
+from rollout.records.files import RecordError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +22,12 @@ class RunState:
 
     run: str
     steps: int  # finished training steps
-    total_steps: int
+    total_steps: int | None  # None if the config cannot be read
     done: bool
     reward: float | None  # of the last step that has one
     accuracy: float | None  # of the last validation
     scores: Mapping[str, float]  # avg@k of each evaluation, by state
+    problems: tuple[str, ...]  # a line on each file that cannot be read
 
 
 def run_folders(results: Path) -> list[Path]:
@@ -31,7 +38,10 @@ def run_folders(results: Path) -> list[Path]:
     """
     if not results.is_dir():
         raise FolderError(f"{results}: no such folder; name the folder of the runs")
-    return [file.parent for file in sorted(results.glob("*/config.yaml"))]
+    # A config that is a broken link counts too, so that the run is shown with its problem.
+    return [
+        folder for folder in sorted(results.iterdir()) if os.path.lexists(folder / "config.yaml")
+    ]
 
 
 def read_run_states(results: Path) -> list[RunState]:
@@ -40,52 +50,101 @@ def read_run_states(results: Path) -> list[RunState]:
     Raises:
         FolderError: there is no such folder.
     """
-    if (results / "config.yaml").is_file():
+    if os.path.lexists(results / "config.yaml"):
         return [_read_run_state(results)]
     return [_read_run_state(run) for run in run_folders(results)]
+
+
+@contextmanager
+def collecting_problems(problems: list[str]) -> Iterator[None]:
+    """Append the error of a block that reads a run to `problems`, so that other runs are read."""
+    try:
+        yield
+    except (FolderError, MetricsError, RecordError) as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{error.filename}: cannot be read ({error.strerror}); check its rights")
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
     """Read the resolved config in a run's folder, without checking its values.
 
     Raises:
-        FolderError: it is no run's folder.
+        FolderError: it is no run's folder, or its config is damaged.
     """
     file = run / "config.yaml"
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise FolderError(
             f"{file}: no such file; expected a run's folder, such as results/demo_math"
         )
-    return dict(read_yaml(file))
+    if not file.is_file():
+        raise FolderError(f"{file}: expected a file with the run's settings; make it again")
+    try:
+        values = read_yaml(file)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise FolderError(f"{file}: not YAML ({reason}); make it again") from error
+    if not isinstance(values, dict):
+        raise FolderError(
+            f"{file}: {type(values).__name__}, where a config is a mapping; make it again"
+        )
+    return values
 
 
 def _read_run_state(run: Path) -> RunState:
-    metrics_path = run / "train" / "metrics.jsonl"
-    rows = read_json_lines(metrics_path)[0] if metrics_path.is_file() else []
-    scores = _read_scores(run)
+    problems: list[str] = []
+    total_steps = None
+    with collecting_problems(problems):
+        total_steps = _read_total_steps(run)
+
+    rows: Metrics = []
+    with collecting_problems(problems):
+        metrics_path = run / "train" / "metrics.jsonl"
+        if os.path.lexists(metrics_path):
+            rows = read_step_rows(metrics_path)
+
+    scores: dict[str, float] = {}
+    for file in sorted((run / "evaluation").glob("*.json")):
+        with collecting_problems(problems):
+            scores.update(_read_scores(file))
+
+    is_done = False
+    with collecting_problems(problems):
+        is_done = (run / "train" / "done.json").is_file()
+
     return RunState(
         run=run.name,
-        steps=1 + max((row["step"] for row in rows), default=-1),
-        total_steps=read_run_config(run)["trainer"]["steps"],
-        done=(run / "train" / "done.json").is_file(),
+        steps=1 + max((int(row["step"]) for row in rows), default=-1),
+        total_steps=total_steps,
+        done=is_done,
         reward=_last_value(rows, "reward/mean"),
         accuracy=_last_value(rows, "validation/accuracy"),
         scores=scores,
+        problems=tuple(problems),
     )
 
 
-def _read_scores(run: Path) -> dict[str, float]:
-    """Return avg@k of each evaluation by state; with several data sources, that of all of them."""
+def _read_total_steps(run: Path) -> int:
+    trainer = read_run_config(run).get("trainer")
+    steps = trainer.get("steps") if isinstance(trainer, dict) else None
+    if type(steps) is not int or not 0 <= steps < STEP_LIMIT:
+        raise FolderError(
+            f"{run / 'config.yaml'}: expected a whole number at trainer.steps; make it again"
+        )
+    return steps
+
+
+def _read_scores(evaluation: Path) -> dict[str, float]:
+    """Return avg@k of an evaluation by state; with several data sources, that of all of them."""
     scores = {}
-    for file in sorted((run / "evaluation").glob("*.json")):
-        for row in read_record(file, "rows")["rows"]:
-            if row["metric"].startswith("avg@"):  # the row of all sources is the last
-                scores[file.stem] = row["value"]
+    for row in read_score_rows(evaluation):
+        if row.metric.startswith("avg@"):  # the row of all sources is the last
+            scores[evaluation.stem] = row.value
     return scores
 
 
-def _last_value(rows: list[dict[str, Any]], name: str) -> float | None:
+def _last_value(rows: Metrics, name: str) -> float | None:
     for row in reversed(rows):
         if name in row:
-            return float(row[name])
+            return row[name]
     return None

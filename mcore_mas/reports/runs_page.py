@@ -9,6 +9,7 @@ from markupsafe import Markup
 from mcore_mas.reports.game_pictures import draw_trajectory
 from mcore_mas.reports.page_templates import embed_page, render_page
 from mcore_mas.reports.run_differences import config_differences
+from mcore_mas.reports.run_states import collecting_problems, read_run_config
 from mcore_mas.reports.trajectory_page import trajectory_page
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
@@ -38,30 +39,46 @@ class ShownConversation:
 def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
     """Write the page of runs in a results folder.
 
-    Raises:
-        FolderError: a run has no config.
+    A part of a run that cannot be read is left out, and the page says why.
     """
-    folders = {run: results / run for run in runs}
-    seconds = {run: _job_seconds(folder) for run, folder in folders.items()}
+    problems: dict[str, list[str]] = {run: [] for run in runs}
+    seconds: dict[str, dict[str, float]] = {run: {} for run in runs}
+    conversations: dict[str, list[ShownConversation]] = {}
+    compared = []  # runs whose settings can be read
+    for run in runs:
+        with collecting_problems(problems[run]):
+            seconds[run] = _job_seconds(results / run)
+        with collecting_problems(problems[run]):
+            read_run_config(results / run)
+            compared.append(run)
+        with collecting_problems(problems[run]):
+            conversations[run] = list(_conversations(results / run))
+
     jobs = dict.fromkeys([*_JOBS, *(job for durations in seconds.values() for job in durations)])
     page = render_page(
         "runs.html.jinja",
         runs=runs,
+        problems=problems,
         seconds=seconds,
         jobs=[job for job in jobs if any(job in durations for durations in seconds.values())],
-        settings=config_differences(*folders.values()),
-        conversations={run: list(_conversations(folder)) for run, folder in folders.items()},
+        compared=compared,
+        settings=config_differences(*(results / run for run in compared)),
+        conversations=conversations,
     )
     write_text(out, page)
 
 
 def _job_seconds(folder: Path) -> dict[str, float]:
-    """Return the duration of each finished job of a run, by its rule and state."""
+    """Return the duration of each finished job of a run, by its rule and state.
+
+    A file of Snakemake without a duration is passed over.
+    """
     seconds = {}
     for file in sorted((folder / "benchmarks").glob("*.jsonl")):
-        rows = read_json_lines(file)[0]
-        if rows:
-            seconds[file.stem] = float(rows[-1]["s"])
+        rows = read_json_lines(file)[0] if file.is_file() else []
+        duration = rows[-1].get("s") if rows else None
+        if isinstance(duration, int | float):
+            seconds[file.stem] = duration
     return seconds
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.reports.curves import has_step
 from mcore_mas.reports.run_differences import config_differences, score_differences
 from mcore_mas.reports.run_states import read_run_states
 from mcore_mas.reports.trajectory_page import (
@@ -59,13 +60,13 @@ class Studio:
         return [asdict(state) for state in read_run_states(self._results)]
 
     def metrics(self, run: str, start: WholeNumber = 0) -> dict[str, Any]:
-        """Return the rows of metrics.jsonl from byte `start` on, and where the last row ends."""
+        """Return the steps' rows of metrics.jsonl from byte `start` on, and where the last row ends."""
         path = self._run_folder(run) / "train" / "metrics.jsonl"
         rows: list[dict[str, Any]] = []
         end = 0
         if path.is_file():
             rows, end = read_json_lines(path, start)
-        return {"rows": rows, "end": end}
+        return {"rows": [row for row in rows if has_step(row)], "end": end}
 
     def files(self, run: str) -> list[str]:
         """Return a run's files of trajectories, those of training steps first."""
@@ -158,7 +159,7 @@ def escape_texts(value: Any) -> Any:
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, Mapping):
-        return {name: escape_texts(item) for name, item in value.items()}
+        return {escape_texts(name): escape_texts(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [escape_texts(item) for item in value]
     return value

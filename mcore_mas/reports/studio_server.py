@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mcore_mas.config.run import ConfigError
+from mcore_mas.reports.curves import MetricsError
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.run_states import run_folders
 from mcore_mas.reports.studio import Studio, WholeNumber, escape_texts
@@ -113,8 +114,11 @@ def _endpoint(
             first_error = error.errors()[0]
             parameter = ".".join(map(str, first_error["loc"]))
             raise HTTPException(400, f"{parameter}: {first_error['msg']}") from None
-        except (FolderError, RecordError, ConfigError) as error:
+        except (FolderError, RecordError, ConfigError, MetricsError) as error:
             raise HTTPException(404, str(error)) from None
+        except OSError as error:
+            message = f"{error.filename}: cannot be read ({error.strerror})"
+            raise HTTPException(404, message) from None
 
         response = result if isinstance(result, Response) else _json_response(result)
         for name, value in headers.items():
@@ -125,8 +129,8 @@ def _endpoint(
 
 
 def _json_response(value: Any) -> Response:
-    # JSON has no NaN and no infinity.
-    content = to_json(escape_texts(value), inf_nan_mode="null")
+    # JSON has no NaN and no infinity. YAML has bytes.
+    content = to_json(escape_texts(value), inf_nan_mode="null", bytes_mode="base64", fallback=str)
     return Response(content, media_type="application/json")
 
 

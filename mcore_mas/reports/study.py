@@ -14,10 +14,10 @@ import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.curves import Metrics, MetricsError, curves_of, read_metrics
+from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
-from rollout.base.json_files import read_record
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 from rollout.records.trajectory import Status, Trajectory
@@ -149,11 +149,10 @@ def _read_accuracy(path: Path) -> float:
     """Return the mean avg@k over the tasks of an evaluation."""
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
-    tasks = read_record(path, "tasks")["tasks"]
     return fmean(
         value
-        for task in tasks
-        for name, value in task["metrics"].items()
+        for metrics in read_task_metrics(path).values()
+        for name, value in metrics.items()
         if name.startswith("avg@")
     )
 

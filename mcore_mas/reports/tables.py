@@ -3,7 +3,6 @@
 `make_table` writes the table of a suite, and `result_rows` reads a row per experiment from it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -18,7 +17,7 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.paper_tables import TableError
 from rollout.base.files import write_text
-from rollout.base.json_files import unsealed
+from rollout.base.json_files import read_json, unsealed
 
 _NOTE = (
     "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their "
@@ -84,7 +83,7 @@ def read_evaluation(path: Path) -> pd.DataFrame:
         TableError: the file is missing or damaged, or no task was scored.
     """
     try:
-        content = unsealed(json.loads(path.read_text(encoding="utf-8")))
+        content = unsealed(read_json(path))
         run = {"run": content["run"], "policy_state": content["state"]}
         for name in ("k", "replies", "overlong", "cut", "failed"):
             run[name] = content[name]
@@ -97,7 +96,7 @@ def read_evaluation(path: Path) -> pd.DataFrame:
         if not rows:
             raise ValueError("no task was scored")
         return pd.DataFrame(rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise TableError(
             f"{path}: not a finished evaluation ({reason}); delete it and run `snakemake` again"

@@ -15,17 +15,21 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
+from mcore_mas.reports.curves import read_step_rows
 from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore, open_store, run_key
 from mcore_mas.tracking.mlflow_training import MlflowWriter, load_training_record
 from mcore_mas.tracking.run_tags import config_tags
 from mcore_mas.tracking.sender import short_error, write_rows
 from rollout.base.digests import sha256
-from rollout.base.json_files import read_json, read_json_lines, read_record
+from rollout.base.json_files import read_json, read_record
+from rollout.base.ownership import FolderError
 from rollout.tasks.splits import SPLITS
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # where `make ui` serves a local store
 SECONDS_PER_RUN = 30.0  # that a job waits for MLflow
 _DIGEST_TAG = "sha256"  # of the file that a run of MLflow was made from
+# Errors of reading damaged files of a run. MLflow's own errors are of other types.
+_DAMAGE = (FolderError, LookupError, TypeError, ValueError, AttributeError)
 # Files with the measurements of stages.
 _STAGE_RESULTS = {
     "bootstrap": "bootstrap/bootstrap.json",
@@ -73,9 +77,9 @@ def publish(
 ) -> str | None:
     """Send MLflow everything that it lacks of runs, and tables with their charts.
 
-    Runs may have finished or not. The first error of MLflow ends the call with a warning, and the
-    next call sends the rest. Several
-    processes may call it at once.
+    Runs may have finished or not. A damaged file of a run gives a warning, and the other runs are
+    sent. The first error of MLflow ends the call with a warning, and the next call sends the rest.
+    Several processes may call it at once.
 
     Args:
         results: folder of the runs.
@@ -91,7 +95,10 @@ def publish(
     publisher = _Publisher(warn)
     try:
         for run in runs:
-            publisher.send_run(results / run / "config.yaml")
+            try:
+                publisher.send_run(results / run / "config.yaml")
+            except _DAMAGE as error:
+                warn(f"run {run} is not sent to MLflow completely: {short_error(error)}")
         if means:
             publisher.send_means()
         for table in tables:
@@ -183,7 +190,7 @@ class _Publisher:
         """Send the steps of a training; if it has finished, also its costs and model folders."""
         folder = config.folder / "train"
         metrics_path = folder / "metrics.jsonl"
-        rows = read_json_lines(metrics_path)[0] if metrics_path.is_file() else []
+        rows = read_step_rows(metrics_path) if metrics_path.is_file() else []
         if not rows:
             return
         writer = MlflowWriter(store, config, load_training_record(config, config_path, rows))

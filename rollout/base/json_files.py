@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ def read_json(path: Path, max_bytes: int = 64 << 20) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, is larger than `max_bytes`, or is nested too deeply.
+        ValueError: it is not a regular file, not JSON, larger than `max_bytes`, or nested too deeply.
     """
-    if path.stat().st_size > max_bytes:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+        raise ValueError("not a regular file")
+    if status.st_size > max_bytes:
         raise ValueError(f"more than {max_bytes} bytes")
     try:
         return json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))

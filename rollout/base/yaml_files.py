@@ -8,6 +8,7 @@ import yaml
 # libyaml's parser is ten times as fast; PyYAML may have been built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_VALUES = 1_000_000
+_MAX_DEPTH = 100  # of values in each other; code that walks a config is recursive
 
 
 def read_yaml(path: Path) -> Any:
@@ -15,8 +16,8 @@ def read_yaml(path: Path) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        yaml.YAMLError: it is not YAML or not UTF-8, gives a key twice, or its aliases stand for too
-            many values.
+        yaml.YAMLError: it is not YAML or not UTF-8, gives a key twice, is nested too deeply, or its
+            aliases stand for too many values.
     """
     with path.open(encoding="utf-8") as stream:  # PyYAML names the stream in its errors
         loader = _LOADER(stream)
@@ -26,6 +27,8 @@ def read_yaml(path: Path) -> Any:
                 return None
             _check_nodes(root)
             return loader.construct_document(root)
+        except RecursionError:
+            raise yaml.YAMLError(f"values nested deeper than {_MAX_DEPTH}") from None
         except UnicodeDecodeError as error:
             raise yaml.YAMLError(f"{path} is not in UTF-8: {error}; save it as UTF-8") from None
         finally:
@@ -33,20 +36,22 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Refuse a key that is given twice, of which PyYAML would take the last, and alias bombs."""
-    unvisited = [root]
+    """Refuse deep nesting, alias bombs, and a key given twice, of which PyYAML takes the last."""
+    unvisited = [(root, 1)]  # nodes and their depths
     visited = 0
     while unvisited:
-        node = unvisited.pop()
+        node, depth = unvisited.pop()
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"values nested deeper than {_MAX_DEPTH}")
         visited += 1  # an aliased node counts as often as it is referred to
         if visited > _MAX_VALUES:
             raise yaml.YAMLError(f"more than {_MAX_VALUES} values with its aliases written out")
         if isinstance(node, yaml.SequenceNode):
-            unvisited.extend(node.value)
+            unvisited.extend((item, depth + 1) for item in node.value)
         elif isinstance(node, yaml.MappingNode):
             keys: set[tuple[str, str]] = set()
             for key, value in node.value:
                 if (key.tag, str(key.value)) in keys:
                     raise yaml.YAMLError(f"key '{key.value}' is there twice{key.start_mark}")
                 keys.add((key.tag, str(key.value)))
-                unvisited.append(value)
+                unvisited.append((value, depth + 1))

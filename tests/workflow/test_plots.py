@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mcore_mas.reports.charts import sections, write_charts
 from mcore_mas.reports.curves import MetricsError, curve, curves_of
+from tests.support.run_files import METRICS_DAMAGE, damage_cases, write_small_run
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},
@@ -123,6 +125,20 @@ def test_the_names_of_many_runs_are_not_wider_than_their_panels(tmp_path: Path) 
     page = (tmp_path / "charts.html").read_text()
     columns = re.findall(r'x="([\d.]+)" y="[\d.]+" transform="[^"]*">drmas', page)
     assert (len(columns), len(set(columns))) == (6, 2)  # in as many columns as there are panels
+
+
+@pytest.mark.parametrize("damage", **damage_cases(METRICS_DAMAGE))
+def test_damaged_metrics_hide_no_other_run(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    runs = {
+        name: write_small_run(tmp_path / name, {"t": 0.5}) / "train" / "metrics.jsonl"
+        for name in ("first", "broken", "last")
+    }
+    damage(tmp_path / "broken")
+    write_charts(runs, tmp_path / "charts.html")
+    page = (tmp_path / "charts.html").read_text()
+    assert ">first</text>" in page and ">last</text>" in page and ">broken</text>" not in page
+    assert f"A run is left out: {runs['broken']}: " in page
+    assert "2 runs" in page
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"reward/mean": 1}\n'])

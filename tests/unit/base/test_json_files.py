@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def test_large_and_deep_files_are_refused(tmp_path: Path) -> None:
         read_json(tmp_path / "a.json", max_bytes=1000)
     with pytest.raises(ValueError, match="too many brackets in each other"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_pipe_and_a_device_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_json(path)
 
 
 def test_lines_are_read_from_where_the_last_reading_ended(tmp_path: Path) -> None:

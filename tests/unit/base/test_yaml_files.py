@@ -24,6 +24,16 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, text: str, message
         read_yaml(path)
 
 
+@pytest.mark.parametrize("depth", [100, 20_000])
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("[" * depth + "1" + "]" * depth)
+    with pytest.raises(yaml.YAMLError, match="values nested deeper than 100"):
+        read_yaml(path)
+    path.write_text("[" * 99 + "1" + "]" * 99)
+    assert read_yaml(path)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -39,18 +49,23 @@ def test_other_files_are_read_as_pyyaml_reads_them(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "a0: &a0 [x]\n"
-        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11)),
-        "a: &a [*a]\n",
+        (
+            "a0: &a0 [x]\n"
+            + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11)),
+            "more than 1000000 values with its aliases",
+        ),
+        ("a: &a [*a]\n", "values nested deeper than 100"),
     ],
     ids=["exponential", "endless"],
 )
-def test_aliases_that_stand_for_too_many_values_are_refused(tmp_path: Path, text: str) -> None:
+def test_aliases_that_stand_for_too_many_values_are_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    with pytest.raises(yaml.YAMLError, match="more than 1000000 values with its aliases"):
+    with pytest.raises(yaml.YAMLError, match=message):
         read_yaml(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from typer.testing import CliRunner
 from mcore_mas.cli.main import app
 from mcore_mas.reports.run_differences import config_differences, score_differences
 from rollout.base.ownership import FolderError
-from tests.support.run_files import write_small_run
+from tests.support.run_files import (
+    CONFIG_DAMAGE,
+    SCORES_DAMAGE,
+    damage_cases,
+    write_small_run,
+)
 
 
 @pytest.fixture
@@ -74,3 +80,26 @@ def test_runs_may_have_no_difference_and_no_scores(tmp_path: Path) -> None:
     run = write_small_run(tmp_path / "a", {"t": 1.0})
     (run / "evaluation" / "trained.json").unlink()
     assert compare([run, run]) == "no setting differs\nno evaluation that both have\n"
+
+
+@pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE))
+def test_a_damaged_config_is_one_line(runs: list[Path], damage: Callable[[Path], None]) -> None:
+    damage(runs[1])
+    with pytest.raises(FolderError) as caught:
+        config_differences(*runs)
+    assert str(caught.value).startswith(f"{runs[1] / 'config.yaml'}: ")
+    assert str(caught.value).endswith("make it again")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", **damage_cases(SCORES_DAMAGE))
+def test_a_damaged_evaluation_is_one_line(runs: list[Path], damage: Callable[[Path], None]) -> None:
+    damage(runs[1])
+    if not (runs[1] / "evaluation" / "trained.json").is_file():
+        assert score_differences(*runs) == []  # a pipe or a folder is no evaluation
+        return
+    with pytest.raises(FolderError) as caught:
+        score_differences(*runs)
+    assert str(caught.value).startswith(f"{runs[1] / 'evaluation' / 'trained.json'}: damaged (")
+    assert str(caught.value).endswith("remove it and have it made again")
+    assert "\n" not in str(caught.value)

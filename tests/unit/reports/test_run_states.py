@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ from typer.testing import CliRunner
 from mcore_mas.cli.main import app
 from mcore_mas.reports.run_states import RunState, read_run_states
 from rollout.base.ownership import FolderError
-from tests.support.run_files import write_small_run
+from tests.support.run_files import (
+    CONFIG_DAMAGE,
+    METRICS_DAMAGE,
+    SCORES_DAMAGE,
+    TRAINER_DAMAGE,
+    damage_cases,
+    write_small_run,
+)
 
 
 def test_runs_of_a_folder_have_their_steps_and_scores(tmp_path: Path) -> None:
@@ -26,6 +34,7 @@ def test_runs_of_a_folder_have_their_steps_and_scores(tmp_path: Path) -> None:
         reward=0.75,
         accuracy=0.25,
         scores={"trained": 0.5},
+        problems=(),
     )
     assert (second.run, second.total_steps, second.done) == ("b", 2, True)
     assert read_run_states(tmp_path / "a") == [first]
@@ -41,3 +50,73 @@ def test_the_command_lists_runs(tmp_path: Path) -> None:
     empty = tmp_path / "a" / "train"
     output = CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout
     assert output == f"no runs in {empty}\n"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two whole runs, and one between them that a test damages."""
+    for name in ("a", "broken", "c"):
+        write_small_run(tmp_path / name, {"t": 0.5})
+    return tmp_path
+
+
+def check_others_are_shown(results: Path) -> RunState:
+    """Check that the whole runs are read and listed, and that `ls` says what is wrong."""
+    first, broken, last = read_run_states(results)
+    for state in (first, last):
+        assert (state.steps, state.total_steps, state.scores) == (2, 4, {"trained": 0.5})
+        assert state.problems == ()
+    (problem,) = broken.problems
+    assert str(results / "broken") in problem and "\n" not in problem
+    assert any(remedy in problem for remedy in ("make it again", "made again", "train the run"))
+
+    result = CliRunner().invoke(app, ["ls", str(results)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    names = [line.partition("│")[0].strip() for line in result.stdout.splitlines()]
+    assert names[2:5] == ["a", "broken", "c"]
+    assert result.stdout.splitlines()[-1].startswith(f"broken: {results / 'broken'}")
+    return broken
+
+
+Damage = Callable[[Path], None]
+
+
+@pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE, TRAINER_DAMAGE))
+def test_a_damaged_config_hides_only_the_number_of_steps(results: Path, damage: Damage) -> None:
+    damage(results / "broken")
+    state = check_others_are_shown(results)
+    assert (state.steps, state.total_steps, state.reward) == (2, None, 0.75)
+    assert state.scores == {"trained": 0.5}
+
+
+@pytest.mark.parametrize("damage", **damage_cases(METRICS_DAMAGE))
+def test_damaged_metrics_hide_only_the_progress(results: Path, damage: Damage) -> None:
+    damage(results / "broken")
+    state = check_others_are_shown(results)
+    assert (state.steps, state.total_steps, state.reward) == (0, 4, None)
+    assert state.scores == {"trained": 0.5}
+
+
+@pytest.mark.parametrize("damage", **damage_cases(SCORES_DAMAGE))
+def test_a_damaged_evaluation_hides_only_its_scores(results: Path, damage: Damage) -> None:
+    damage(results / "broken")
+    state = check_others_are_shown(results)
+    assert (state.steps, state.total_steps, state.reward, state.scores) == (2, 4, 0.75, {})
+
+
+def test_metrics_that_are_no_numbers_are_left_out(results: Path) -> None:
+    rows = (
+        '{"step": 0, "reward/mean": 0.5}\n{"step": 1, "reward/mean": "x", "validation/accuracy": '
+    )
+    (results / "a" / "train" / "metrics.jsonl").write_text(f"{rows}1{'0' * 400}}}\n")
+    state = read_run_states(results)[0]
+    assert (state.steps, state.reward, state.accuracy, state.problems) == (2, 0.5, None, ())
+
+
+def test_a_run_that_has_not_trained_has_no_problem(results: Path) -> None:
+    metrics = results / "a" / "train" / "metrics.jsonl"
+    for content in ("", '{"step": 0, "rew'):  # the first row is still being written
+        metrics.write_text(content)
+        assert read_run_states(results)[0].problems == ()
+    metrics.unlink()
+    assert read_run_states(results)[0].problems == ()

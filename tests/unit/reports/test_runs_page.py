@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rollout.records.files import write_tasks, write_trajectories
 from rollout.records.trajectory import Task
 from tests.support.browser import browse, needs_chromium
 from tests.support.played import failed, trajectory, turn
-from tests.support.run_files import write_small_run
+from tests.support.run_files import CONFIG_DAMAGE, damage_cases, write_small_run
 
 HOSTILE = '"></iframe><script>alert(1)</script>'
 WALK = Task(
@@ -67,6 +68,32 @@ def test_the_page_has_jobs_settings_and_conversations(page: Path) -> None:
     # Each picture has the first board and one more. After training the walker is on the goal.
     assert (before.count(">S</text>"), before.count(">G</text>")) == (2, 2)
     assert (after.count(">S</text>"), after.count(">G</text>")) == (2, 1)
+
+
+@pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE))
+def test_a_damaged_config_hides_no_other_run(
+    page: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(write_small_run(tmp_path / "broken", {"t": 1.0}))
+    write_runs_page(tmp_path, ["a", "broken", "b"], page)
+    text = page.read_text()
+    assert "<tr><td>seed</td><td>1</td><td>2</td></tr>" in text
+    assert '<td class="number">12</td>' in text and "I rest." in text
+    assert f"Run broken is not shown completely: {tmp_path / 'broken' / 'config.yaml'}: " in text
+
+
+@pytest.mark.parametrize("file", ["evaluation/trained/part_000000.parquet", "tasks/test.parquet"])
+def test_damaged_conversations_hide_no_other_run(page: Path, tmp_path: Path, file: str) -> None:
+    (tmp_path / "a" / "benchmarks" / "train.jsonl").write_text("[1]\n{}\n")
+    broken = write_small_run(tmp_path / "broken", {"t": 1.0})
+    played = [trajectory(turn(0, text="I rest too."), task_id="walk")]
+    write_trajectories(broken / "evaluation" / "trained" / "part_000000.parquet", played)
+    write_tasks(broken / "tasks" / "test.parquet", [WALK])
+    (broken / file).write_bytes(b"PAR1" + b"x" * 100)
+    write_runs_page(tmp_path, ["broken", "a"], page)
+    text = page.read_text()
+    assert f"Run broken is not shown completely: {broken / file}: " in text
+    assert "Conversations of a" in text and "Conversations of broken" not in text
 
 
 @needs_chromium

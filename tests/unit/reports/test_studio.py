@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from tokenizers.models import WordLevel
 from mcore_mas.reports.studio import Studio, escape_texts
 from rollout.records.files import write_trajectories
 from tests.support.played import trajectory, turn
-from tests.support.run_files import write_small_run
+from tests.support.run_files import (
+    CONFIG_DAMAGE,
+    METRICS_DAMAGE,
+    SCORES_DAMAGE,
+    TRAINER_DAMAGE,
+    damage_cases,
+    write_small_run,
+)
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;owned\x07"
 STEP_0 = "train/trajectories/step_000000.parquet"
@@ -51,6 +59,22 @@ def test_runs_and_files_are_those_of_the_folder(results: Path) -> None:
     part = results / "a" / "evaluation" / "trained" / "part_000000.parquet"
     write_trajectories(part, [trajectory(turn(0))])
     assert studio.files("a") == [STEP_0, "evaluation/trained/part_000000.parquet"]
+
+
+@pytest.mark.parametrize(
+    "damage", **damage_cases(CONFIG_DAMAGE, TRAINER_DAMAGE, METRICS_DAMAGE, SCORES_DAMAGE)
+)
+def test_a_damaged_run_is_listed_with_its_problem(
+    results: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(write_small_run(results / "broken", {"t": 0.5}))
+    problems = {run["run"]: len(run["problems"]) for run in Studio(results).runs()}
+    assert problems == {"a": 0, "b": 0, "broken": 1}
+
+
+def test_rows_without_a_step_are_not_shown(results: Path) -> None:
+    (results / "a" / "train" / "metrics.jsonl").write_text('{"a": 1}\n{"step": 0}\n')
+    assert Studio(results).metrics("a")["rows"] == [{"step": 0}]
 
 
 def test_new_rows_are_read_from_where_the_last_answer_ended(results: Path) -> None:
@@ -116,6 +140,7 @@ def test_texts_of_an_answer_have_no_control_characters() -> None:
         "rows": [{"answer": r"<img src=x onerror=alert(1)>\x1b]0;owned\x07\u2066"}],
         "n": [1, None],
     }
+    assert escape_texts({"\x1b": 1}) == {r"\x1b": 1}
 
 
 def test_credit_is_computed_again_when_a_file_changes(results: Path) -> None:

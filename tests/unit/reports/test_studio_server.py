@@ -86,6 +86,30 @@ def test_a_damaged_file_is_one_line(results: Path) -> None:
     assert "not a readable parquet file" in response.text
 
 
+def test_a_damaged_run_hides_no_other_run(results: Path) -> None:
+    broken = write_small_run(results / "broken", {"t": 0.5})
+    (broken / "config.yaml").write_text("a: [\n")
+    (broken / "evaluation" / "tr\udcff.json").write_text('{"rows": []}')  # no UTF-8
+    first, second = ask(results, "/api/runs").json()
+    assert (first["run"], first["problems"]) == ("a", [])
+    assert "config.yaml: not YAML" in second["problems"][0]
+    response = ask(results, "/api/compare", a="a", b="broken")
+    assert response.status_code == 404
+    assert "config.yaml: not YAML" in response.text
+
+
+def test_settings_that_json_lacks_are_compared(results: Path) -> None:
+    other = write_small_run(results / "b", {"t": 0.5})
+    with (other / "config.yaml").open("a") as file:
+        file.write("when: 2020-01-02\nraw: !!binary /w==\nnames: !!set {x}\n")
+    settings = ask(results, "/api/compare", a="a", b="b").json()["settings"]
+    assert settings == {
+        "when": [None, "2020-01-02"],
+        "raw": [None, "_w=="],
+        "names": [None, ["x"]],
+    }
+
+
 def test_without_a_token_only_this_machines_own_address_is_answered(results: Path) -> None:
     app = studio_app(Studio(results), None)
     with TestClient(app, base_url="http://evil.example") as client:

@@ -292,6 +292,27 @@ def test_a_run_of_another_version_is_skipped_with_a_warning(tmp_path: Path) -> N
     assert warnings[0].startswith("a run is not sent to MLflow: ConfigError: ")
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("train/metrics.jsonl", '{"a": 1}\n'),
+        ("train/done.json", "{"),
+        ("evaluation/trained.json", '{"rows": [1]}'),
+        ("logs/build_index.json", "["),
+    ],
+)
+def test_a_damaged_run_is_one_warning_and_the_others_are_sent(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    write_text(finished(tmp_path, "broken", 1).folder / file, content)
+    finished(tmp_path, "duo", 1)
+    warnings: list[str] = []
+    publish(tmp_path, ["broken", "duo"], [], warnings.append)
+    (warning,) = warnings
+    assert warning.startswith("run broken is not sent to MLflow completely: ")
+    assert "pages: duo evaluate trained" in runs_of(tmp_path)
+
+
 def test_a_damaged_store_costs_one_line(tmp_path: Path) -> None:
     finished(tmp_path, "duo", 1)
     (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
