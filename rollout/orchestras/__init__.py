@@ -38,10 +38,10 @@ from rollout.orchestras.ab_mcts import ab_mcts
 from rollout.orchestras.acting import game_team, self_verify, single
 from rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
 from rollout.orchestras.graph import graph
+from rollout.orchestras.m_ask import m_ask
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
 from rollout.orchestras.program import program
 from rollout.orchestras.search import (
-    m_ask,
     memory_search,
     qa_decompose,
     qa_evidence,

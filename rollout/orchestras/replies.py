@@ -7,22 +7,32 @@ or None if the reply is malformed.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rollout.environments.fenced_programs import last_program
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.patches import BadPatch, parse_patch
 from rollout.environments.protocol import after_thought, last_tag
 
-LISTED = "**Actions List**:"  # before proposed actions of a game, in a reply or a program's output
-DECIDED = "####"  # before the final actions of a game
-END = "<end>"  # reply of a searcher that ends the search
-NONE = "none"  # reply of a selector that selects no passage
-MAX_STEPS = 5  # steps of a plan as the planner writes it
-MAX_PARTS = 3  # queries that a question is split into
+PROPOSED_ACTIONS = "**Actions List**:"  # before proposed actions, in a reply or a program's output
+FINAL_ACTIONS = "####"  # before the final actions of a game
+END_OF_SEARCH = "<end>"  # reply of a searcher that ends the search
+NO_PASSAGE = "none"  # reply of a selector that selects no passage
+MAX_PLAN_STEPS = 5  # of a plan as the planner writes it
+MAX_QUERIES = 3  # into which a question is split
 _NUMBERS = re.compile(r"[1-9][0-9]*( *, *[1-9][0-9]*)*")
 _CASE = re.compile(r"<input>(.*?)</input>\s*<output>(.*?)</output>", re.DOTALL)
 
-Steps = tuple[tuple[str, str], ...]  # (sub-question, assumed answer) of each step of a plan
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStep:
+    """A step of a plan."""
+
+    question: str  # part of the question that the plan answers
+    answer: str  # as the team believes it so far
+
+
+Plan = tuple[PlanStep, ...]
 
 
 def fenced(program: str | None) -> str:
@@ -130,9 +140,9 @@ def parse_query(text: str) -> str | None:
 
 def parse_search(text: str) -> str | None:
     """Return the query of the last `<search>` tag, or "<end>"; None for both or neither."""
-    if END not in text:
+    if END_OF_SEARCH not in text:
         return parse_query(text)
-    return END if last_tag(text, "search") is None else None
+    return END_OF_SEARCH if last_tag(text, "search") is None else None
 
 
 def parse_queries(text: str) -> str | None:
@@ -144,7 +154,7 @@ def parse_queries(text: str) -> str | None:
     queries = [line.strip() for line in block.splitlines() if line.strip()]
     has_tag = "<" in block or ">" in block
     has_repeats = len(set(queries)) < len(queries)
-    if has_tag or has_repeats or not 1 <= len(queries) <= MAX_PARTS:
+    if has_tag or has_repeats or not 1 <= len(queries) <= MAX_QUERIES:
         return None
     return "\n".join(queries)
 
@@ -155,8 +165,8 @@ def parse_selection(text: str) -> str | None:
     None unless they are different positive numbers.
     """
     selection = (last_tag(text, "select") or "").lower()
-    if selection == NONE:
-        return NONE
+    if selection == NO_PASSAGE:
+        return NO_PASSAGE
     numbers = [number.strip() for number in selection.split(",")]
     has_repeats = len(set(numbers)) < len(numbers)
     if has_repeats or not _NUMBERS.fullmatch(selection):
@@ -164,7 +174,7 @@ def parse_selection(text: str) -> str | None:
     return ",".join(numbers)
 
 
-def read_plan(text: str) -> tuple[Steps, str] | None:
+def read_plan(text: str) -> tuple[Plan, str] | None:
     """Return the steps of the last `<plan>`, and the last `<answer>`.
 
     A plan has one to five lines `sub-question | answer`. None if plan or answer is malformed.
@@ -174,13 +184,14 @@ def read_plan(text: str) -> tuple[Steps, str] | None:
     for line in plan.splitlines():
         if not line.strip():
             continue
-        step = _split_at_bar(line)
-        if step is None:
+        sides = _split_at_bar(line)
+        if sides is None:
             return None
-        steps.append(step)
+        sub_question, sub_answer = sides
+        steps.append(PlanStep(question=sub_question, answer=sub_answer))
 
     answer = last_tag(text, "answer")
-    if not answer or not 1 <= len(steps) <= MAX_STEPS:
+    if not answer or not 1 <= len(steps) <= MAX_PLAN_STEPS:
         return None
     return tuple(steps), answer
 
@@ -229,14 +240,14 @@ def parse_listed(text: str) -> str | None:
     None if there is no such line, or if nothing follows.
     """
     for line in reversed(text.splitlines()):
-        if line.strip().startswith(LISTED):
-            return line.strip().removeprefix(LISTED).strip() or None
+        if line.strip().startswith(PROPOSED_ACTIONS):
+            return line.strip().removeprefix(PROPOSED_ACTIONS).strip() or None
     return None
 
 
 def parse_decided(text: str) -> str | None:
     """Return the line after the last `####`; None if it is missing, empty or several lines."""
-    _, mark, actions = text.rpartition(DECIDED)
+    _, mark, actions = text.rpartition(FINAL_ACTIONS)
     actions = actions.strip()
     if not mark or not actions or "\n" in actions:
         return None

@@ -14,7 +14,7 @@ from rollout.environments import ENVS
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import Owns, PuzzleSource
 from rollout.orchestras.acting import game_team, single
-from rollout.orchestras.replies import DECIDED, LISTED
+from rollout.orchestras.replies import FINAL_ACTIONS, PROPOSED_ACTIONS
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks.splits import content_digest, draw_different, draw_listed, split_of
@@ -125,9 +125,9 @@ class _PuzzleTeacher(TeachingSession):
         """Return the actions that an agent lists or decides on."""
         actions = self._actions_of(agent, str(slots.get("proposal", "")))
         if agent == "tool":
-            return f"{LISTED} {actions}"
+            return f"{PROPOSED_ACTIONS} {actions}"
         self._state = self._game.play(self._state, actions).state
-        return f"{DECIDED} {actions}"
+        return f"{FINAL_ACTIONS} {actions}"
 
     def _actions_of(self, agent: str, proposal: str) -> str:
         """Return an agent's actions.

@@ -1,8 +1,9 @@
-"""The search team: who speaks when, and what a malformed reply leads to."""
+"""Orchestra `search_team`: the order of agents, their slots, and malformed replies."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -16,83 +17,75 @@ from rollout.teams.team import Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}
-YES, NO = "<verify>yes</verify>", "<verify>no</verify>"
+YES = "<verify>yes</verify>"
+NO = "<verify>no</verify>"
+ANSWER = "<answer>Otter</answer>"
 
 
-class Script(TeamSession):
-    """A seat whose agents say their lines in order."""
+class ScriptedSession(TeamSession):
+    """Session whose agents give prepared replies in order, and which records their slots."""
 
-    def __init__(self, *lines: str) -> None:
+    def __init__(self, replies: list[str]) -> None:
         super().__init__(Team({}, {}), ())
-        self.lines = list(lines)
-        self.said: list[tuple[str, dict[str, object]]] = []
+        self.remaining = replies
+        self.agents_asked: list[str] = []
+        self.slots: list[dict[str, object]] = []  # of each call
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
-        ROLES[ROLE_OF[name]].messages(**slots)  # every slot of the default template is given
-        self.said.append((name, slots))
-        text = self.lines.pop(0)
-        return AgentReply(
-            text=text, value=ROLES[ROLE_OF[name]].parse(text), turn=len(self.said) - 1
-        )
-
-    @property
-    def order(self) -> str:
-        return "".join(name[0] for name, _ in self.said)
+        role = ROLES[ROLE_OF[name]]
+        role.messages(**slots)  # raises KeyError if a slot of the shipped template is missing
+        turn = len(self.slots)
+        self.agents_asked.append(name)
+        self.slots.append(slots)
+        text = self.remaining.pop(0)
+        return AgentReply(text=text, value=role.parse(text), turn=turn)
 
 
 class Echo:
+    """Retriever that finds one passage about every query."""
+
     async def search(self, query: str, k: int) -> list[Passage]:
         return [Passage.compose("0", query, f"about {query}")]
 
 
-def play(script: Script, **options: object) -> None:
-    asyncio.run(
-        search_team(TASK, script, SearchEnv(TASK, retriever=Echo(), style="text"), **options)
-    )  # type: ignore[arg-type]
-    assert script.lines == []
+def play(*replies: str, **options: Any) -> ScriptedSession:
+    """Play the task on these replies, all of which must be used."""
+    session = ScriptedSession(list(replies))
+    env = SearchEnv(TASK, retriever=Echo(), style="text")
+    asyncio.run(search_team(TASK, session, env, **options))
+    assert session.remaining == []
+    return session
 
 
-def test_searches_until_the_verifier_is_content() -> None:
-    script = Script(
-        NO, "<search>a</search>", NO, "<search>b</search>", YES, "<answer>Otter</answer>"
-    )
-    play(script)
-    assert script.order == "vsvsva"
+def test_the_team_searches_until_the_verifier_says_yes() -> None:
+    session = play(NO, "<search>a</search>", NO, "<search>b</search>", YES, ANSWER)
+    assert session.agents_asked == [*["verifier", "searcher"] * 2, "verifier", "answerer"]
     first = "<search> a </search>\n<information> about a </information>\n"
-    second = "<search> b </search>\n<information> about b </information>\n"
-    assert [slots["history"] for _, slots in script.said] == [
-        "",
-        "",
-        first,
-        first,
-        first + second,
-        first + second,
-    ]
-    assert all(slots["question"] == "Who?" for _, slots in script.said)
-    assert script.said[1][1]["verdict"] == NO
+    both = first + "<search> b </search>\n<information> about b </information>\n"
+    assert [slots["history"] for slots in session.slots] == ["", "", first, first, both, both]
+    assert {slots["question"] for slots in session.slots} == {"Who?"}
+    assert session.slots[1]["verdict"] == NO
 
 
-def test_last_turn_forces_the_answerer() -> None:
-    script = Script(NO, "<search>a</search>", NO, "<answer>Otter</answer>")
-    play(script, max_turns=2)
-    assert script.order == "vsva"
+def test_the_answerer_is_asked_in_the_last_turn_whatever_the_verdict() -> None:
+    session = play(NO, "<search>a</search>", NO, ANSWER, max_turns=2)
+    assert session.agents_asked == ["verifier", "searcher", "verifier", "answerer"]
 
 
-@pytest.mark.parametrize(("option", "order"), [("search", "vsva"), ("answer", "va")])
-def test_malformed_verdict(option: str, order: str) -> None:
-    lines = ["<verify>perhaps</verify>", "<answer>Otter</answer>"]
-    if option == "search":
-        lines[1:1] = ["<search>a</search>", YES]
-    script = Script(*lines)
-    play(script, malformed_verdict=option)
-    assert script.order == order
+def test_a_malformed_verdict_leads_to_a_search() -> None:
+    session = play("<verify>perhaps</verify>", "<search>a</search>", YES, ANSWER)
+    assert session.agents_asked == ["verifier", "searcher", "verifier", "answerer"]
 
 
-def test_malformed_query_leaves_an_empty_note() -> None:
-    script = Script(NO, "I would search", YES, "Otter")
-    play(script)
-    assert script.order == "vsva"
-    assert script.said[2][1]["history"] == "<search>  </search>\n<information> </information>\n"
+def test_a_malformed_verdict_may_lead_to_the_answer() -> None:
+    session = play("<verify>perhaps</verify>", ANSWER, malformed_verdict="answer")
+    assert session.agents_asked == ["verifier", "answerer"]
+
+
+def test_a_malformed_query_finds_nothing() -> None:
+    session = play(NO, "I would search", YES, "Otter")
+    assert session.agents_asked == ["verifier", "searcher", "verifier", "answerer"]
+    assert session.slots[2]["history"] == "<search>  </search>\n<information> </information>\n"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_malformed_query_leaves_an_empty_note() -> None:
         ("", None),
     ],
 )
-def test_parse_verdict(text: str, value: str | None) -> None:
+def test_parse_enough(text: str, value: str | None) -> None:
     assert parse_enough(text) == value
 
 
