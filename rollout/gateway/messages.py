@@ -1,5 +1,7 @@
 """Anthropic's Messages API: requests, replies, streams and the counting of tokens."""
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -26,6 +28,7 @@ _STOP_REASONS: dict[str | None, str] = {
     "tool_calls": "tool_use",
 }
 _THOUGHT_TYPES = ("thinking", "redacted_thinking")
+_SIGNATURE_BYTES = 32
 
 # type of a block's deltas, and their key for the new text, by the kind of the block
 _DELTAS = {
@@ -175,7 +178,17 @@ def _render_block(block: dialects.Block) -> dict[str, Any]:
         }
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "thinking", "thinking": block.text, "signature": _signature(block.text)}
+
+
+def _signature(thoughts: str) -> str:
+    """Return the signature of a thinking block, which is equal for equal thoughts.
+
+    Clients store it and send it back with the block. Some drop a block whose signature is empty.
+    The gateway takes a block back with any signature, because a program may edit its conversation.
+    """
+    digest = hashlib.blake2b(thoughts.encode(), digest_size=_SIGNATURE_BYTES).digest()
+    return base64.b64encode(digest).decode()
 
 
 def _render_empty_block(block: dialects.Block) -> dict[str, Any]:
@@ -204,6 +217,9 @@ def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
         delta_type, key = _DELTAS[delta.block.kind]
         yield event("content_block_delta", index=index, delta={"type": delta_type, key: delta.text})
         if delta.closes:
+            if delta.block.kind == "reasoning":
+                signature = {"type": "signature_delta", "signature": _signature(delta.block.text)}
+                yield event("content_block_delta", index=index, delta=signature)
             yield event("content_block_stop", index=index)
 
     if step.reply.finish:
