@@ -1,4 +1,8 @@
-"""Teams that write programs: UnityMAS-O's and Stronger-MAS's coding teams, one with chats, MAPPA's data scientists."""
+"""Orchestras whose agents write programs.
+
+`code_reflect` is UnityMAS-O's, `coder_tester` Stronger-MAS's and `dsbench` MAPPA's; in `tool_coder`
+two agents hold chats.
+"""
 
 import asyncio
 import json
@@ -9,43 +13,69 @@ from pydantic import Field, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.environments.data_science import SUBMIT
-from rollout.environments.protocol import Case, PlayedEnv, after_thought
+from rollout.environments.protocol import Case, PlayedEnv, Step, after_thought
 from rollout.orchestras.replies import fenced, with_output
 from rollout.records.trajectory import Task
+from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
+
+_NO_PROGRAM = "There was no program."
+
+
+async def measure_pass_rate(env: PlayedEnv, program: str | None) -> float:
+    """Return the share of the task's tests that a program passes; 0 without a program.
+
+    Raises:
+        EnvError: the environment does not grade programs.
+    """
+    step = await env.preview(fenced(program))
+    if "pass_rate" not in step.metrics:
+        raise EnvError("the environment does not grade programs; set env.name to code")
+    return step.metrics["pass_rate"]
+
+
+async def _try_program(team: TeamSession, env: PlayedEnv, reply: AgentReply) -> Step:
+    """Score a reply by the pass rate of its program, and run the program on the visible tests."""
+    team.score(reply.turn, pass_rate=await measure_pass_rate(env, reply.value))
+    return await env.step(f"<run>\n{fenced(reply.value)}\n</run>")
+
+
+def _passes_visible_tests(reply: AgentReply, trial: Step) -> bool:
+    """Return True if a reply has a program, and its trial shows that it passes all visible tests."""
+    return bool(reply.value) and trial.metrics["visible_rate"] == 1
 
 
 async def code_reflect(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3
 ) -> None:
-    """Ask `planner`, `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns` programs
-    are spent. The last program is final, and nobody reflects on it.
+    """Ask `planner`, `coder` and `reflector` in turn until a program passes the visible tests.
 
-    Templates may use the slots `problem`, `history` (of every turn the plan, the program, what became of it on the
-    visible tests, and the reflection) and the coder's also `plan`, this turn's. Of the planner and the reflector only
-    the tag's content is handed on, "" when it is malformed. A reply without a program is tried as an empty one, and as
-    the last one scored as none.
+    The last program is final, and the reflector is not asked about it. Templates may use the slots
+    `problem` and `history`: for each turn, the plan, the program, its result on the visible tests,
+    and the reflection. That of the coder may also use `plan`. The other agents read only the tag's
+    content in the replies of planner and reflector, or "" if it is malformed. A reply without a
+    program is tried as an empty program; as the last reply, it leaves the team without a program.
 
-    Score `pass_rate` of every turn of the coder: the share of the task's tests that its program passes, 0 without one.
-    These are the tests that decide the outcome, which nobody sees; the released code measures on the visible ones.
+    The turns of the coder have the score `pass_rate`: the share of the task's tests that the
+    program passes, including the hidden tests that decide the outcome. The released code measures
+    it on the visible tests.
 
     Args:
-        max_turns: programs, at most.
+        max_turns: most programs.
     """
     problem = env.reset(task)
     history = ""
     for turn in range(1, max_turns + 1):
-        plan = (await team.act("planner", problem=problem, history=history)).value or ""
-        code = await team.act("coder", problem=problem, plan=plan, history=history)
-        program = fenced(code.value)
-        team.score(code.turn, pass_rate=await pass_rate(env, code.value))
-        tried = await env.step(f"<run>\n{program}\n</run>")
-        if turn == max_turns or (code.value and tried.metrics["visible_rate"] == 1):
+        planned = await team.act("planner", problem=problem, history=history)
+        plan = planned.value or ""
+        coded = await team.act("coder", problem=problem, plan=plan, history=history)
+        trial = await _try_program(team, env, coded)
+        if turn == max_turns or _passes_visible_tests(coded, trial):
             break
-        history += f"{plan}\n{program or 'There was no program.'}\n{tried.observation}\n\n"
+        history += f"{plan}\n{fenced(coded.value) or _NO_PROGRAM}\n{trial.observation}\n\n"
         reflection = await team.act("reflector", problem=problem, history=history)
         history += f"{reflection.value or ''}\n\n"
-    await env.step(program)
+    await env.step(fenced(coded.value))
 
 
 async def coder_tester(
@@ -57,19 +87,21 @@ async def coder_tester(
     max_cases: PositiveInt = 8,
     malformed: float = -2.0,
 ) -> None:
-    """Ask `coder` and `tester` side by side until the program passes all the tests, or `max_turns` are spent.
+    """Ask `coder` and `tester` at the same time until the program passes the tester's tests.
 
-    The last program is final. Templates may use the slots `problem` and `history`: every program with what came of it
-    on the first `max_cases` tests written beside it, mismatches in full. After a malformed reply of either there is
-    nothing to run, and they go on; a malformed last program leaves the team without one.
+    The last program is final. Templates may use the slots `problem` and `history`: for each turn,
+    the program with its result on the tests of the same turn, and the whole of each mismatch. After
+    a malformed reply of either agent nothing is run, and the next turn begins. A malformed last
+    program leaves the team without a program.
 
-    Local scores, as in Stronger-MAS: of the coder the share of the task's tests that its program passes; of the tester
-    the share of its tests that the task's own solution passes, none where the task has no solution (the reward
-    `local_team` then wants `missing_local: zero`); `malformed` of either for a malformed reply.
+    Local scores are those of Stronger-MAS. The coder's is the share of the task's tests that the
+    program passes. The tester's is the share of its tests that the task's solution passes; it is
+    absent if the task has no solution, which the reward `local_team` accepts with
+    `missing_local: zero`.
 
     Args:
-        max_turns: programs, at most.
-        max_cases: tests of a reply that count.
+        max_turns: most programs.
+        max_cases: number of tests of a reply that are used; those after them are ignored.
         malformed: local score of a malformed reply.
     """
     problem = env.reset(task)
@@ -79,23 +111,30 @@ async def coder_tester(
         coded, tested = await asyncio.gather(
             team.act("coder", **slots), team.act("tester", **slots)
         )
-        cases: list[Case] = [
-            (given, expected) for given, expected in json.loads(tested.value or "[]")
-        ][:max_cases]
-        team.score(
-            coded.turn,
-            local=malformed if coded.value is None else await pass_rate(env, coded.value),
-        )
-        agreed = await env.agreement(cases) if cases else malformed
-        if agreed is not None:
-            team.score(tested.turn, local=agreed)
-        if coded.value is None or not cases:
-            history += f"There was no {'program' if coded.value is None else 'test'}.\n\n"
+        program = coded.value
+        all_cases = json.loads(tested.value or "[]")
+        cases: list[Case] = [(given, expected) for given, expected in all_cases[:max_cases]]
+
+        coder_score = malformed
+        if program is not None:
+            coder_score = await measure_pass_rate(env, program)
+        team.score(coded.turn, local=coder_score)
+        tester_score: float | None = malformed
+        if cases:
+            tester_score = await env.agreement(cases)
+        if tester_score is not None:
+            team.score(tested.turn, local=tester_score)
+
+        if program is None:
+            history += f"{_NO_PROGRAM}\n\n"
             continue
-        tried = await env.check(coded.value, cases)
-        if tried.metrics["check_rate"] == 1:
+        if not cases:
+            history += "There was no test.\n\n"
+            continue
+        result = await env.check(program, cases)
+        if result.metrics["check_rate"] == 1:
             break
-        history += f"{fenced(coded.value)}\n{tried.observation}\n\n"
+        history += f"{fenced(program)}\n{result.observation}\n\n"
     await env.step(fenced(coded.value))
 
 
@@ -107,50 +146,40 @@ async def tool_coder(
     max_turns: PositiveInt = 3,
     max_calls: PositiveInt = 6,
 ) -> None:
-    """Let `coder` work with its tools and hand in programs, which `reviewer` comments on, until one passes the visible
-    tests or `max_turns` programs are spent. The last program is final, and nobody reviews it.
+    """Let `coder` hand in programs, with tools and comments of `reviewer`, until one passes the visible tests.
 
-    Both hold one chat. The coder's template may use the slot `problem`; it is then told the review, of a malformed one
-    the visible tests alone. The reviewer's template may use `problem`, `program` and `outcome` (on the visible tests);
-    it is then told each further program and its outcome.
+    The last program is final, and the reviewer is not asked about it. Both agents hold one chat.
+    The coder's template may use the slot `problem`; later messages to the coder are the result on
+    the visible tests and the review, without the review if it is malformed. The reviewer's template
+    may use `problem`, `program` and `outcome`, the result on the visible tests; later messages to
+    the reviewer are the next program and its result.
 
-    Score `pass_rate` of every turn in which the coder hands in: the share of the task's tests that its program passes.
+    The turns in which the coder hands in a program have the score `pass_rate`: the share of the
+    task's tests that the program passes.
 
     Args:
-        max_turns: programs, at most.
-        max_calls: replies of an agent in a row that may call tools.
+        max_turns: most programs.
+        max_calls: most replies with tool calls before a program.
     """
     problem = env.reset(task)
-    coder, reviewer = team.chat("coder"), team.chat("reviewer")
+    coder = team.chat("coder")
+    reviewer = team.chat("reviewer")
     await coder.ask(problem=problem)
     for turn in range(1, max_turns + 1):
         reply = await coder.run(max_turns=max_calls)
         program = fenced(reply.value)
-        team.score(reply.turn, pass_rate=await pass_rate(env, reply.value))
-        tried = await env.step(f"<run>\n{program}\n</run>")
-        if turn == max_turns or coder.full or (reply.value and tried.metrics["visible_rate"] == 1):
+        trial = await _try_program(team, env, reply)
+        if turn == max_turns or coder.full or _passes_visible_tests(reply, trial):
             break
         if reviewer.latest is None:
-            review = await reviewer.ask(problem=problem, program=program, outcome=tried.observation)
+            review = await reviewer.ask(problem=problem, program=program, outcome=trial.observation)
         else:
-            review = await reviewer.say(f"{program}\n\n{tried.observation}")
-        await coder.say(f"{tried.observation}\n\n{review.value or ''}".strip())
+            review = await reviewer.say(f"{program}\n\n{trial.observation}")
+        await coder.say(f"{trial.observation}\n\n{review.value or ''}".strip())
     await env.step(program)
 
 
-async def pass_rate(env: PlayedEnv, program: str | None) -> float:
-    """The share of the task's tests that a program passes, 0 without one.
-
-    Raises:
-        EnvError: the environment grades no programs.
-    """
-    metrics = (await env.preview(fenced(program))).metrics
-    if "pass_rate" not in metrics:
-        raise EnvError("the environment grades no programs; name code in env")
-    return metrics["pass_rate"]
-
-
-ARTEFACTS: Mapping[str, Sequence[str]] = {
+ARTIFACTS: Mapping[str, Sequence[str]] = {
     "engineer": ("X_train.pkl", "y_train.pkl", "X_test.pkl"),
     "modeler": ("model.pkl",),
     "analyst": ("submission.csv",),
@@ -163,45 +192,49 @@ async def dsbench(
     env: PlayedEnv,
     *,
     max_turns: PositiveInt = 4,
-    artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTEFACTS,
+    artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTIFACTS,
 ) -> None:
-    """Let each agent of `artefacts`, in its order, write programs until its files exist or `max_turns` are spent; then
-    the submission is scored.
+    """Let each agent of `artefacts` write programs until its files exist; then score the submission.
 
-    An agent who leaves something out is followed by the next all the same. Templates may use the slots `problem`,
-    `handed` (the last reply of each agent before, without its thoughts), `files` (the folder's), `history` (the agent's
-    own programs with what they printed) and `wanted` (the files it is to leave). A malformed reply runs nothing. Local
-    score of a turn: the share of the agent's files that exist after it, 0 for a malformed reply.
+    The agents work one after the other, and the next one also follows an agent that left files out.
+    Templates may use the slots `problem`; `handed`, the last reply of each agent before, without
+    its thought; `files`, the files of the working folder; `history`, the agent's own programs with
+    their output; and `wanted`, the files that the agent must write. A malformed reply runs nothing.
+    The local score of a turn is the share of the agent's files that exist after it, and 0 for a
+    malformed reply.
 
     Args:
-        max_turns: programs of each agent, at most.
-        artefacts: by agent, in the order in which they work: the files that the agent must leave.
+        max_turns: most programs of each agent.
+        artefacts: files that each agent must write, by agent, in the order in which they work.
     """
     problem = env.reset(task)
-    handed, there = "", await env.files()
+    handed = ""
+    sizes = await env.files()  # of the files in the working folder
     for agent, wanted in artefacts.items():
-        history, said = "", ""
+        history = ""
+        last_text = ""
         for _ in range(max_turns):
-            slots = {
-                "problem": problem,
-                "handed": handed,
-                "history": history,
-                "wanted": ", ".join(wanted),
-            }
-            files = "\n".join(f"{name} ({size})" for name, size in there.items())
-            reply = await team.act(agent, **slots, files=files)
-            said = after_thought(reply.text)
+            reply = await team.act(
+                agent,
+                problem=problem,
+                handed=handed,
+                files="\n".join(f"{name} ({size})" for name, size in sizes.items()),
+                history=history,
+                wanted=", ".join(wanted),
+            )
+            last_text = after_thought(reply.text)
             if reply.value is None:
                 team.score(reply.turn, local=0.0)
-                history += "There was no program.\n\n"
+                history += f"{_NO_PROGRAM}\n\n"
                 continue
+
             call = await env.run(reply.value)
-            there = await env.files()
-            share = sum(name in there for name in wanted) / max(len(wanted), 1)
+            sizes = await env.files()
+            share = sum(name in sizes for name in wanted) / max(len(wanted), 1)
             team.score(reply.turn, local=share)
             if share == 1 or not wanted:
                 break
             history += f"{with_output(reply.value.strip(), call.result)}\n\n"
-        handed += f"## {agent}\n{said}\n\n"
+        handed += f"## {agent}\n{last_text}\n\n"
         await env.forget()
     await env.step(SUBMIT)

@@ -1,4 +1,8 @@
-"""Agent programs of one's own: any code that speaks OpenAI's or Anthropic's API plays a task through the gateway."""
+"""Orchestra `program`: agent programs that call the team through OpenAI's or Anthropic's API.
+
+A program is an async function that takes a `Job`, or a command that gets the job in environment
+variables. Its calls go to the gateway (`rollout.gateway`), where each call becomes a turn.
+"""
 
 import asyncio
 import os
@@ -29,37 +33,46 @@ from rollout.sandbox.tiers import readable_paths
 from rollout.teams.source_checks import misused
 from rollout.teams.team import TeamSession
 
-_MOST_BYTES = 1 << 20  # of a program's output
-_SHOWN_CHARS = 2000  # of what it said as it failed
+_MAX_OUTPUT_BYTES = 1 << 20
+_MAX_ERROR_CHARS = 2000
+_MAX_VARIABLE_CHARS = 100_000  # Linux allows 128 KiB for an environment variable
+# files in /etc that a confined command needs for HTTP
+_NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")
 
 
 class ProgramFailed(RuntimeError):
-    """An agent program ended without an answer, by its own fault."""
+    """An agent program failed by its own fault, and gave no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What an agent program is given: a task, and where its models are."""
+    """A task for an agent program, and the addresses of its models."""
 
     task: Task
     problem: str  # as the environment states it
-    openai_url: str  # base URL of OpenAI's clients
-    anthropic_url: str  # base URL of Anthropic's
-    key: str  # for either
+    openai_url: str  # base URL for OpenAI's clients
+    anthropic_url: str  # base URL for Anthropic's clients
+    key: str  # API key for both
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that a command is given; the clients read the first four by themselves."""
+        """Environment variables of a command; the clients read the first four by themselves.
+
+        TASK is "" if the problem is too long for a variable, or has a null character.
+        """
+        fits_variable = len(self.problem) < _MAX_VARIABLE_CHARS and "\0" not in self.problem
         return {
             "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.anthropic_url,
             "ANTHROPIC_API_KEY": self.key,
-            "TASK": self.problem
-            if len(self.problem) < 100_000 and "\0" not in self.problem
-            else "",
+            "TASK": self.problem if fits_variable else "",
             "TASK_ID": self.task.id,
         }
+
+
+_Program = Callable[[Job], Awaitable[str]]
+_REGISTERED: Mapping[str, _Program] = {}  # there are no programs with names of their own
 
 
 def check_program(
@@ -71,49 +84,61 @@ def check_program(
     sandbox: Sequence[str] | None = None,
     **others: object,
 ) -> None:
-    """Refuse options of `program` that no trajectory of a team with these agents could be played with.
+    """Refuse options of `program` with which no trajectory can be played.
+
+    Args:
+        team: names of the agents.
+        call, command, models, sandbox: options of `program`.
+        others: other options, which are not checked.
 
     Raises:
-        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported or asks
-            its `Job` what that lacks, `models` names an agent who is not there, or what is to be in the sandbox cannot
-            be.
+        ValueError: not exactly one of `call` and `command` is given; `call` is not an importable
+            async function of a `Job`, or reads an attribute that `Job` lacks; `models` names an
+            agent who is not in the team; or the command cannot be confined as `sandbox` states.
     """
-    if (call is None) is (command is None):
+    if (call is None) == (command is None):
         raise ValueError(
-            "orchestra 'program' needs call (a function's import path) or command, one of them"
+            "orchestra 'program' needs either call, the import path of a function, or command"
         )
     if call is not None:
-        function = lookup("agent program", call, _NO_PROGRAMS)
+        function = lookup("agent program", call, _REGISTERED)
         check_call(f"agent program '{call}'", function, ("job",), coroutine=True, keywords=())
-        if unknown := misused(function, Job):
-            raise ValueError(f"agent program '{call}': {unknown}")
+        misuse = misused(function, Job)
+        if misuse:
+            raise ValueError(f"agent program '{call}': {misuse}")
     for model, agent in (models or {}).items():
         if agent not in team:
             raise ValueError(
-                f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}"
+                f"models: '{model}' is agent '{agent}', who is not in the team; "
+                f"agents: {', '.join(team)}"
             )
-    if sandbox is not None and command is None:
-        raise ValueError("sandbox: a function runs in this process; only a command can be confined")
-    if missing := [path for path in sandbox or () if not Path(path).exists()]:
-        raise ValueError(f"sandbox: there is no '{missing[0]}' for the command to read")
-    if sandbox is not None and not can_confine():
+    if sandbox is not None:
+        _check_sandbox(sandbox, has_command=command is not None)
+
+
+def _check_sandbox(readable: Sequence[str], *, has_command: bool) -> None:
+    """Raise ValueError if a command cannot be confined to these paths."""
+    if not has_command:
+        raise ValueError("sandbox: only a command can be confined; a function runs in this process")
+    for path in readable:
+        if not Path(path).exists():
+            raise ValueError(f"sandbox: the path '{path}' does not exist")
+    if not can_confine():
         raise ValueError(
-            "sandbox: to confine a command that calls models needs Linux 6.12 or later, on x86_64"
+            "sandbox: confining a command that calls models needs Linux 6.12 or later on x86_64"
         )
-
-
-_NO_PROGRAMS: Mapping[str, Callable[[Job], Awaitable[str]]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRules:
-    """How much a program may take, and what its failure means.
+    """Limits of an agent program, and the meaning of its failure.
 
     Args:
-        deadline_s: that the program may take.
-        most_calls: of models, in a trajectory.
-        at_once: commands that run side by side.
-        crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
+        deadline_s: seconds that the program may take.
+        most_calls: most calls of models in a trajectory.
+        at_once: most commands that run at the same time.
+        crash: if the program fails, `fail`: the trajectory fails and is quarantined; `wrong`: its
+            answer is "".
     """
 
     deadline_s: PositiveFloat = 600.0
@@ -133,25 +158,29 @@ async def program(
     sandbox: Sequence[str] | None = None,
     rules: ProgramRules = ProgramRules(),
 ) -> None:
-    """Let a program play that knows nothing of this project: it calls the team's agents as models of an API.
+    """Run an agent program, which calls the team's agents as models of an API, on one task.
 
-    The program answers with a text that the environment is stepped with, once.
+    The program needs no knowledge of this project. The environment is stepped once, with the text
+    that the program answers.
 
     Args:
         call: import path of an async function that takes a `Job` and returns the answer.
-        command: program and arguments, run without a shell. It gets the problem on standard input and in TASK, the
-            gateway's addresses in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and answers on standard output.
-        models: agents by the names that the program has for its models; `*` is any other name.
-        sandbox: the files and folders that a command may read, besides the system's and this Python's; it then writes
-            in a folder of its own only, and reaches nothing but the gateway. Without it the command is not confined.
-        rules: how much it may take, and what its failure means.
+        command: program and arguments, run without a shell. The problem is on standard input and in
+            TASK, the gateway's addresses are in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the
+            answer is the standard output.
+        models: agent by the model name that the program uses; `*` stands for any other name.
+        sandbox: files and folders that a command may read, besides those of the system and of this
+            Python. It may then write only in a temporary folder, and connect only to the gateway.
+            null: the command is not confined.
+        rules: limits of the program, and the meaning of its failure.
 
     Raises:
-        ValueError: as `check_program`.
+        ValueError: the options are not valid; see `check_program`.
         ProgramFailed: the program failed.
-        LateTool: it took too long.
+        LateTool: the program took longer than its deadline.
     """
-    from rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
+    # imported here because only this orchestra needs a web server
+    from rollout.gateway.app import shared_gateway
     from rollout.gateway.sessions import GatewaySession
 
     check_program(
@@ -162,9 +191,9 @@ async def program(
         sandbox=sandbox,
     )
     problem = valid_text(env.reset(task))
-    os.environ.update(
-        without_proxy("127.0.0.1", "localhost")
-    )  # for clients of a function, and of commands
+    # HTTP clients in this process and in commands must not send local requests to a proxy.
+    os.environ.update(without_proxy("127.0.0.1", "localhost"))
+
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models or {}, max_turns=rules.most_calls)
         async with gateway.serve_session(session) as (url, key):
@@ -172,85 +201,93 @@ async def program(
                 task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key
             )
             if command is not None:
-                work: Awaitable[str] = _run(tuple(command), job, sandbox, rules)
+                work = _run_command(tuple(command), job, sandbox=sandbox, rules=rules)
             else:
-                playing = _played(lookup("agent program", str(call), _NO_PROGRAMS)(job))
-                work = with_deadline(rules.deadline_s, playing, _late)
+                function = lookup("agent program", str(call), _REGISTERED)
+                work = with_deadline(rules.deadline_s, _call_function(function, job), _late_error)
             try:
-                answer = await _unless_failed(work, session.failure)
-            except ProgramFailed as failed:
+                answer = await _result_unless_failed(work, session.failure)
+            except ProgramFailed as error:
                 if rules.crash == "fail":
-                    raise (session.overlong or failed) from failed.__cause__
+                    # A prompt that left no room for a reply is the likelier cause of the failure.
+                    raise (session.overlong or error) from error.__cause__
                 answer = ""
     await env.step(answer)
 
 
-async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
-    """What the work gives; it is ended when there is a failure, which is raised."""
-    playing = asyncio.ensure_future(work)
+async def _result_unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
+    """Return the result of `work`; if `failure` comes first, cancel the work and raise the failure."""
+    task = asyncio.ensure_future(work)
     try:
-        first: set[asyncio.Future[Any]] = {playing, failure}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {task, failure}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             raise failure.result()
-        return playing.result()
+        return task.result()
     finally:
-        await cancel_tasks([playing])
+        await cancel_tasks([task])
 
 
-def _late(why: str) -> LateTool:
-    return LateTool(f"program: {why}", "tool/program")
+def _late_error(message: str) -> LateTool:
+    return LateTool(f"program: {message}", "tool/program")
 
 
-async def _played(work: Awaitable[str]) -> str:
-    """What an async function answers; whatever it raises, or that it exits or cancels itself, is its failure."""
+async def _call_function(function: _Program, job: Job) -> str:
+    """Return the answer of a function; raise ProgramFailed for any error, also if it exits."""
     try:
-        answer = await work
-    except (
-        Exception,
-        SystemExit,
-        asyncio.CancelledError,
-    ) as error:  # of our own cancelling nobody reads it
-        raise ProgramFailed(f"{type(error).__name__}: {error}"[:_SHOWN_CHARS]) from error
+        answer = await function(job)
+    # If this task is cancelled from outside, nobody awaits its result. A CancelledError that
+    # somebody sees was raised by the function itself.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        raise ProgramFailed(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]) from error
     if not isinstance(answer, str):
-        raise ProgramFailed(f"it returned {type(answer).__name__}; expected a text")
+        raise ProgramFailed(
+            f"the agent program returned a value of type {type(answer).__name__}; expected a text"
+        )
     return answer
 
 
-async def _run(
-    command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules
+async def _run_command(
+    command: Sequence[str], job: Job, *, sandbox: Sequence[str] | None, rules: ProgramRules
 ) -> str:
-    """What a command prints that is one of so many at once."""
+    """Run a command, once fewer than `rules.at_once` commands run; return its standard output."""
+    running = per_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once))
     environment = {**os.environ, **job.environment}
-    run = partial(run_command, command, job.problem.encode(), max_output_bytes=_MOST_BYTES)
+    run = partial(run_command, command, job.problem.encode(), max_output_bytes=_MAX_OUTPUT_BYTES)
     try:
-        async with per_loop(
-            ("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)
-        ):
-            with TemporaryDirectory() as own:
+        async with running:
+            with TemporaryDirectory() as folder:
                 if sandbox is not None:
-                    environment |= {"HOME": own, "TMPDIR": own}
-                    run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
-                ended = await with_deadline(rules.deadline_s, run(env=environment), _late)
+                    environment |= {"HOME": folder, "TMPDIR": folder}
+                    run = partial(run, confine=_confinement(sandbox, folder, job.openai_url))
+                completed = await with_deadline(rules.deadline_s, run(env=environment), _late_error)
     except (OSError, ValueError, SubprocessError) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
-    if ended.returncode:
-        said = (
-            ended.stderr.decode("utf-8", "replace")
-            .replace(job.key, "[key]")
-            .strip()[-_SHOWN_CHARS:]
-        )
+
+    if completed.returncode:
+        stderr = _text_without_key(completed.stderr, job.key)[-_MAX_ERROR_CHARS:]
         raise ProgramFailed(
-            f"'{command[0]}' ended with status {ended.returncode}: {said or 'it said nothing'}"
+            f"'{command[0]}' ended with status {completed.returncode}: "
+            f"{stderr or 'its standard error is empty'}"
         )
-    return ended.stdout.decode("utf-8", "replace").replace(job.key, "[key]").strip()
+    return _text_without_key(completed.stdout, job.key)
 
 
-_NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")  # in /etc
+def _text_without_key(output: bytes, key: str) -> str:
+    """Return the output of a command as text, with its API key hidden."""
+    return output.decode("utf-8", "replace").replace(key, "[key]").strip()
 
 
-def _confinement(readable: Sequence[str], own: str, url: str) -> Callable[[], None]:
-    """What a new process calls to be confined to these files, its own folder and the port of a URL."""
-    known = [*readable_paths(), sys.prefix, *(f"/etc/{name}" for name in _NETWORK_FILES)]
-    paths = [*known, *map(os.path.abspath, readable)]
-    return partial(confine_program, readable=paths, writable=[own], port=urlsplit(url).port or 0)
+def _confinement(readable: Sequence[str], folder: str, gateway_url: str) -> Callable[[], None]:
+    """Return the function with which a new process confines itself.
+
+    Args:
+        readable: paths that the process may read, besides those of the system and of this Python.
+        folder: folder in which it may write.
+        gateway_url: URL whose port it may connect to.
+    """
+    paths = [*readable_paths(), sys.prefix]
+    paths += [f"/etc/{name}" for name in _NETWORK_FILES]
+    paths += [str(Path(path).absolute()) for path in readable]
+    port = urlsplit(gateway_url).port or 0
+    return partial(confine_program, readable=paths, writable=[folder], port=port)

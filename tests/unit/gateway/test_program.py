@@ -127,7 +127,7 @@ def test_trajectories_fail_if_the_gateways_server_has_ended(tmp_path: Path) -> N
         (
             {"command": ["/bin/sh", "-c", "kill -9 $$"]},
             "failed",
-            "ended with status -9: it said nothing",
+            "ended with status -9: its standard error is empty",
         ),
         ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
         ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
@@ -172,8 +172,8 @@ async def misspelt(job: Job) -> str:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({}, "needs call"),
-        ({"call": "a:b", "command": ["c"]}, "one of them"),
+        ({}, "needs either call"),
+        ({"call": "a:b", "command": ["c"]}, "needs either call"),
         (
             {"call": "a:b", "deadline_s": 300},
             "orchestra 'program' has no option 'deadline_s'; its options: call, command, models, sandbox, rules",
@@ -371,7 +371,7 @@ answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
     assert (tmp_path / "mine" / "data.txt").stat().st_mode == (
         tmp_path / "secret.txt"
     ).stat().st_mode
-    with pytest.raises(ValueError, match="there is no '/nowhere' for the command to read"):
+    with pytest.raises(ValueError, match="sandbox: the path '/nowhere' does not exist"):
         check_program(["a"], command=["x"], sandbox=["/nowhere"])
 
 
