@@ -1,13 +1,14 @@
-"""Training one policy with megatron-core; the only package that imports `megatron.core`.
+"""Training of one policy with megatron-core; the only package that imports `megatron.core`.
 
-- `spec.py`: settings of a trainer, and its process groups
+- `spec.py`: specification of a trainer, and its process groups
 - `batch.py`: micro-batches and load balancing
 - `device.py`, `transfer.py`: the device of a rank, and copies between host and GPU
-- `apex_replacements.py`, `cpu.py`: stand-ins for Apex, and for CUDA on a machine without a GPU
-- `patches.py`: applies both to megatron-core
+- `apex_replacements.py`: faster replacements for Megatron's fallbacks without Apex
+- `cpu.py`, `versions.py`: support for machines without a GPU, and for several versions of Megatron
+- `patches.py`: applies the replacements to megatron-core
 - `model/`: the GPT model
 - `state/`: its weights in every layout, and its optimizer
 - `step/`: passes over micro-batches, and updates
 
-A process that drives trainers imports the first three files, and Megatron is not loaded there.
+A process that drives trainers imports `spec.py` and `batch.py`, which do not import Megatron.
 """

@@ -3,13 +3,14 @@
 import warnings
 
 from mcore_mas.megatron.apex_replacements import patch_fallbacks
-from mcore_mas.megatron.cpu import patch_cuda, patch_release
+from mcore_mas.megatron.cpu import patch_cuda
+from mcore_mas.megatron.versions import patch_version
 
-# Training without Transformer Engine or Apex is supported, so Megatron need not warn of it.
+# Training works without Transformer Engine and Apex, so Megatron's warnings about them mislead.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-warnings.filterwarnings(
-    "ignore", message="full scope is deprecated"
-)  # Megatron's own default, said at every model
+# Megatron warns of its own default each time that a model is built.
+warnings.filterwarnings("ignore", message="full scope is deprecated")
+
 patch_cuda()
-patch_release()
+patch_version()
 patch_fallbacks()
