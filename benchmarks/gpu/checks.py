@@ -343,7 +343,7 @@ def _run_two_updates(folder: Path, variant: str) -> _Updates:
         if variant == "saves" and trainer.updates == 1:
             trainer.save(folder / "saved")
             trainer.written()
-    weights = [tensor.detach().cpu().clone() for tensor in trainer.model.tensors.values()]
+    weights = [tensor.detach().cpu().clone() for tensor in trainer.model.all_parameters.values()]
     stop_trainer()
     return _Updates(norms=norms, weights=weights, synchronisations=synchronisations)
 
@@ -370,7 +370,7 @@ def _float32_update(folder: Path, model: str) -> dict[str, list[Tensor]]:
     trainer, batches = start_trainer(folder, model, "small", count=2)
     logprobs = trainer.score(batches)
     trainer.update(batches)
-    parameters = trainer.model.parameters.values()
+    parameters = trainer.model.trained_parameters.values()
     parameter_gradients = [parameter.main_grad.detach().cpu().clone() for parameter in parameters]
     stop_trainer()
     return {"logprobs": logprobs, "gradients": parameter_gradients}

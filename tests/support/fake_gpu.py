@@ -707,7 +707,7 @@ def measure(
             run(batches)
         destroy_process_groups()
     layers = int(MODELS[model]["num_hidden_layers"])
-    trained = sum(p.numel() for p in trainer.model.parameters.values())
+    trained = sum(p.numel() for p in trainer.model.trained_parameters.values())
     seconds, launches = sum(meter.seconds.values()), sum(meter.launches.values())
     flops = CostModel.of(trainer_spec).flops(*batches) / trainer_spec.ranks
     return {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
+from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.models.tensors import whole
 
@@ -21,7 +21,10 @@ def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
     Every rank must iterate to the end.
     """
     model = trainer._model
-    local = {name: _whole_shard(trainer, parameter) for name, parameter in model.parameters.items()}
+    local = {
+        name: _whole_shard(trainer, parameter)
+        for name, parameter in model.trained_parameters.items()
+    }
     plan = plan_export(local, model.architecture)
     return (
         (name, whole(blocks))

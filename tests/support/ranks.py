@@ -23,7 +23,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.model import decoder, head
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
-from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
+from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.layout import ParallelLayout
@@ -340,7 +340,9 @@ def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
         patch.setattr(decoder, "rank_device", lambda: torch.device("cuda"))
         trainer = MegatronTrainer(spec)
     saved, sizes = {}, []
-    weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
+    weights = {
+        tensor.untyped_storage().data_ptr() for tensor in trainer.model.all_parameters.values()
+    }
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -355,14 +357,16 @@ def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
 
     (batch,) = pack([sample for sample in samples if sample.agent == "a"], 4096)
     trainer.update([batch])
-    shared = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
+    shared = {
+        tensor.untyped_storage().data_ptr() for tensor in trainer.model.all_parameters.values()
+    }
     own = [
         t
         for t in trainer._state.tensors()
         if t.dim() and t.untyped_storage().data_ptr() not in shared
     ]
     found = {
-        "weights": sum(t.numel() * t.element_size() for t in trainer.model.tensors.values()),
+        "weights": sum(t.numel() * t.element_size() for t in trainer.model.all_parameters.values()),
         "gradients": sum(
             b.grad_data.nbytes
             for s in trainer._stages

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) beside Megatron's linear layers, on disk as PEFT's."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's linear layers; on disk in PEFT's format."""
 
 import json
 import math
@@ -23,14 +23,38 @@ from rollout.models.adapter_weights import ADAPTER_FILES
 from rollout.models.architecture import Architecture
 from rollout.records.seeds import derive_seed
 
-_PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
+# Last part of the name of an adapter's tensor in PEFT's format.
+_PEFT_NAME = re.compile(r"\.(?P<projection>\w+)_proj\.lora_(?P<factor>[AB])\.weight$")
+
+# Settings of PEFT with which an adapter could compute another function than
+# W + alpha / rank · B A, and their supported values, PEFT's default first.
+_SUPPORTED_SETTINGS: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+}
 
 
 class Adapter(torch.nn.Module):
-    """Adds scale · B A x to a parallel linear layer's output, with an A and a B for each projection it fuses.
+    """Factors A and B for each adapted projection that a parallel linear layer fuses.
 
-    A layer whose rows are cut (`linear_qkv`, `linear_fc1`) has every A whole and each B cut by rows; one whose inputs
-    are cut (`linear_proj`, `linear_fc2`) has A cut by inputs and B whole. What crosses ranks is `rank` wide.
+    The adapter adds scale · B A x to the output of the layer. If tensor parallelism splits the
+    layer's outputs (`linear_qkv`, `linear_fc1`), every rank has the whole A and some rows of B. If
+    it splits the layer's inputs (`linear_proj`, `linear_fc2`), every rank has some columns of A and
+    the whole B. Ranks exchange only A x, which is `rank` wide.
+
+    Attributes:
+        enabled: False to leave the output of the layer as it is.
     """
 
     def __init__(
@@ -39,144 +63,180 @@ class Adapter(torch.nn.Module):
         *,
         rows: Mapping[str, int],
         groups: int,
-        inputs_cut: bool,
+        inputs_are_split: bool,
         lora: LoraConfig,
     ) -> None:
-        """Stand beside `linear`, all zero, and add to its output from now on.
+        """Create factors of zeros.
 
         Args:
-            linear: a `ColumnParallelLinear` or `RowParallelLinear`.
-            rows: of its projections on this rank, in the layer's order.
-            groups: how often that order repeats in its rows: Megatron interleaves queries, keys and values.
-            inputs_cut: whether tensor parallelism cuts the layer's inputs, and not its rows.
+            linear: the `ColumnParallelLinear` or `RowParallelLinear` that is adapted.
+            rows: number of rows of each projection on this rank, in the layer's order.
+            groups: how often that order repeats among the layer's rows; Megatron interleaves the
+                queries, keys and values of each key/value head.
+            inputs_are_split: True if tensor parallelism splits the inputs, False if the outputs.
+            lora: rank, scale and target projections.
         """
         super().__init__()
-        self._rows, self._groups, self._inputs_cut, self._scale = (
-            rows,
-            groups,
-            inputs_cut,
-            lora.scale,
-        )
+        self.enabled = True
+        self._rows = rows
+        self._groups = groups
+        self._inputs_are_split = inputs_are_split
+        self._scale = lora.scale
         self._sequence_parallel = linear.config.sequence_parallel
-        self.on = True
-        self._held = [name for name in rows if name in lora.targets]
+        self._targets = [name for name in rows if name in lora.targets]
+
+        # The factors are parameters of this module, which is called, and not of a submodule: the
+        # distributed optimizer gathers a module's weights when that module is called.
         weight = linear.weight
-        for x in (
-            self._held
-        ):  # of this module itself: Megatron gathers what it overlaps by module that is called
-            self.register_parameter(
-                f"a_{x}", Parameter(weight.new_zeros(lora.rank, weight.shape[1]))
-            )
-            self.register_parameter(f"b_{x}", Parameter(weight.new_zeros(rows[x], lora.rank)))
-        cut, whole = (self.a, self.b) if inputs_cut else (self.b, self.a)
-        for (
-            parameter
-        ) in cut.values():  # an unmarked shard is left out of the gradient norm as a duplicate
-            set_tensor_model_parallel_attributes(parameter, True, 1 if inputs_cut else 0, 1)
-        partial: Any
-        for (
-            partial
-        ) in whole.values():  # sees its part of the sequence: Megatron sums its gradient over ranks
-            partial.sequence_parallel = self._sequence_parallel
-        linear.adapter = self
-        linear.register_forward_hook(self._add)
+        for name in self._targets:
+            a = weight.new_zeros(lora.rank, weight.shape[1])
+            b = weight.new_zeros(rows[name], lora.rank)
+            self.register_parameter(f"a_{name}", Parameter(a))
+            self.register_parameter(f"b_{name}", Parameter(b))
+
+        if inputs_are_split:
+            split_factors, whole_factors, split_dimension = self.a, self.b, 1
+        else:
+            split_factors, whole_factors, split_dimension = self.b, self.a, 0
+        # Megatron takes a shard without a mark for a duplicate, and leaves it out of the norm.
+        for factor in split_factors.values():
+            set_tensor_model_parallel_attributes(factor, True, split_dimension, 1)
+        # With sequence parallelism a rank computes a whole factor's gradient from its own tokens
+        # only. This mark makes Megatron sum the gradient over ranks.
+        for factor in whole_factors.values():
+            factor.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
 
     @property
     def a(self) -> dict[str, Tensor]:
-        """Each projection's A [rank, inputs of this rank]."""
-        return {x: self.get_parameter(f"a_{x}") for x in self._held}
+        """Factor A of each adapted projection, [rank, inputs of this rank]."""
+        return {name: self.get_parameter(f"a_{name}") for name in self._targets}
 
     @property
     def b(self) -> dict[str, Tensor]:
-        """Each projection's B [rows of this rank, rank]."""
-        return {x: self.get_parameter(f"b_{x}") for x in self._held}
-
-    def _add(
-        self, _: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
-    ) -> object:
-        return (output[0] + self(inputs[0]), output[1]) if self.on else None
+        """Factor B of each adapted projection, [rows of this rank, rank]."""
+        return {name: self.get_parameter(f"b_{name}") for name in self._targets}
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added [T, 1, rows] for the layer's input [T, 1, inputs], both as this rank has them."""
-        low = F.linear(x, torch.cat(list(self.a.values()))) * self._scale  # [T, 1, rank of all]
-        parts = self._exchange(low).chunk(len(self._held), dim=-1)
-        return self._fuse(
-            {name: F.linear(part, b) for (name, b), part in zip(self.b.items(), parts, strict=True)}
-        )
+        """Return scale · B A x [T, 1, rows] for the layer's input [T, 1, inputs] on this rank."""
+        factors_b = self.b
+        low_rank = F.linear(x, torch.cat(list(self.a.values()))) * self._scale
+        parts = self._exchange(low_rank).chunk(len(factors_b), dim=-1)
+        outputs = {
+            name: F.linear(part, b)
+            for (name, b), part in zip(factors_b.items(), parts, strict=True)
+        }
+        return fuse_projections(outputs, rows=self._rows, groups=self._groups)
 
-    def _exchange(self, low: Tensor) -> Any:
-        """A x over the tokens that B is to see; backward, every rank's part of its gradient is summed."""
-        if (
-            self._inputs_cut and self._sequence_parallel
-        ):  # each rank has A x of its inputs: the sum is A x
-            return mappings.reduce_scatter_to_sequence_parallel_region(low)
-        if self._inputs_cut:
-            return mappings.reduce_from_tensor_model_parallel_region(low)
+    def add_to_output(
+        self,
+        _linear: torch.nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Forward hook of the linear layer, which returns its output and a bias or None."""
+        if not self.enabled:
+            return None
+        out, bias = output
+        return out + self(inputs[0]), bias
+
+    def merged_delta(self) -> Tensor:
+        """Return scale · B A [rows, inputs] in float32, which is added to this rank's weight."""
+        with torch.no_grad():
+            factors_b = self.b
+            products = {
+                name: (factors_b[name].float() @ a.float()).t() for name, a in self.a.items()
+            }
+            return (
+                fuse_projections(products, rows=self._rows, groups=self._groups).t() * self._scale
+            )
+
+    def _exchange(self, low_rank: Tensor) -> Any:
+        """Return A x of the tokens that B is multiplied with on this rank.
+
+        In the backward pass the ranks' parts of its gradient are summed.
+        """
+        if self._inputs_are_split and self._sequence_parallel:
+            # Each rank has multiplied A with its own inputs; the sum over ranks is A x.
+            return mappings.reduce_scatter_to_sequence_parallel_region(low_rank)
+        if self._inputs_are_split:
+            return mappings.reduce_from_tensor_model_parallel_region(low_rank)
         if self._sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(
-                low, tensor_parallel_output_grad=True
+                low_rank, tensor_parallel_output_grad=True
             )
-        return mappings.copy_to_tensor_model_parallel_region(low)
+        return mappings.copy_to_tensor_model_parallel_region(low_rank)
 
-    def _fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """[..., rows of the layer] from projections' [..., rows], in the layer's order, zero where there is none."""
-        some = next(iter(parts.values()))
-        lead = some.shape[:-1]
-        whole = [
-            parts[x] if x in parts else some.new_zeros(*lead, rows)
-            for x, rows in self._rows.items()
-        ]
-        return torch.cat(
-            [part.unflatten(-1, (self._groups, -1)) for part in whole], dim=-1
-        ).flatten(-2)
 
-    def delta(self) -> Tensor:
-        """scale · B A [rows, inputs] in float32, as this rank's part of the layer's weight."""
-        with torch.no_grad():
-            parts = {
-                x: (b.float() @ a.float()).t()
-                for (x, a), b in zip(self.a.items(), self.b.values(), strict=True)
-            }
-            return self._fuse(parts).t() * self._scale
+def fuse_projections(
+    outputs: Mapping[str, Tensor], *, rows: Mapping[str, int], groups: int
+) -> Tensor:
+    """Join the outputs of projections in the order of the layer that fuses them.
+
+    Args:
+        outputs: [..., rows] of at least one projection; those of the other projections are 0.
+        rows: number of rows of each projection, in the layer's order.
+        groups: how often that order repeats among the layer's rows.
+
+    Returns:
+        [..., rows of all projections]
+    """
+    some_output = next(iter(outputs.values()))
+    leading_shape = some_output.shape[:-1]
+    parts = []
+    for name, row_count in rows.items():
+        output = outputs.get(name)
+        if output is None:
+            output = some_output.new_zeros(*leading_shape, row_count)
+        parts.append(output.unflatten(-1, (groups, -1)))
+    return torch.cat(parts, dim=-1).flatten(-2)
 
 
 def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: TrainerSpec) -> None:
-    """Freeze a pipeline stage but for the adapters it gets, and for a critic's head.
+    """Add adapters to the linear layers of a pipeline stage, and freeze all its other weights.
+
+    The value head of a critic is not frozen.
 
     Raises:
-        ModelError: the model has no such layer to adapt.
+        ModelError: a layer of the model has no such projection.
     """
     lora = spec.lora
     assert lora is not None
     decoder.requires_grad_(False)
-    sizes = architecture.projections
     for layer in decoder.decoder.layers:
-        for path, (_, names, inputs_cut) in LINEARS.items():
-            if not set(names) & set(lora.targets):
+        for path, (_, projections, inputs_are_split) in LINEARS.items():
+            targets = sorted(set(projections) & set(lora.targets))
+            if not targets:
                 continue
             try:
                 linear = layer.get_submodule(path)
             except AttributeError:
-                told = ", ".join(sorted(set(names) & set(lora.targets)))
                 raise ModelError(
-                    f"{spec.model}: lora.targets {told}: a layer has no {path}; leave them out"
+                    f"{spec.model}: lora.targets {', '.join(targets)}: a layer of this model has no "
+                    f"{path}; remove them from lora.targets"
                 ) from None
-            rows: dict[str, int] = {
-                name: sizes[name][0] // (1 if inputs_cut else spec.tp) for name in names
-            }
-            groups = architecture.kv_heads // spec.tp if "q" in names else 1
-            Adapter(linear, rows=rows, groups=groups, inputs_cut=inputs_cut, lora=lora)
+            ranks = 1 if inputs_are_split else spec.tp
+            adapter = Adapter(
+                linear,
+                rows={name: architecture.projections[name][0] // ranks for name in projections},
+                groups=architecture.kv_heads // spec.tp if "q" in projections else 1,
+                inputs_are_split=inputs_are_split,
+                lora=lora,
+            )
+            linear.add_module("adapter", adapter)
+            linear.register_forward_hook(adapter.add_to_output)
+
     if decoder.post_process and spec.head == "value":
         decoder.output_layer.value.requires_grad_(True)
     if decoder.pre_process and spec.recompute != "none":
-        # what is recomputed trains only if its input asks for a gradient, and a frozen embedding's output does not
+        # A recomputed layer is trained only if its input requires a gradient, and the output of a
+        # frozen embedding does not.
         decoder.embedding.register_forward_hook(
-            lambda _, __, output: output.requires_grad_(torch.is_grad_enabled())
+            lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )
 
 
-def adapters(decoder: PackedGPTModel) -> dict[str, Adapter]:
-    """A stage's adapters by the Megatron name of the weight that each adds to."""
+def adapters_by_weight(decoder: PackedGPTModel) -> dict[str, Adapter]:
+    """Return the adapters of a pipeline stage by Megatron's name of the weight that they adapt."""
     return {
         decoder.numbered(name).removesuffix("adapter") + "weight": module
         for name, module in decoder.named_modules()
@@ -185,68 +245,71 @@ def adapters(decoder: PackedGPTModel) -> dict[str, Adapter]:
 
 
 def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str) -> LazyTensor:
-    """A new adapter's tensor by its PEFT name, uncut: A as PEFT draws it, uniform in ±1/√inputs; B zero.
+    """Return a full tensor of a new adapter: A uniform in ±1/√inputs, as in PEFT; B zero.
 
-    The draw depends on the seed and the name alone, so every layout starts the same.
+    A depends on the seed and the name alone, so that every layout starts from the same adapter.
+
+    Args:
+        architecture: of the adapted model.
+        rank: of the adapter.
+        seed: of A.
+        name: of the tensor, in PEFT's format.
     """
-    found = _PEFT.search(name)
-    assert found is not None
-    rows, inputs = architecture.projections[found.group(1)]
-    if found.group(2) == "B":
+    match = _PEFT_NAME.search(name)
+    assert match is not None
+    rows, inputs = architecture.projections[match["projection"]]
+    if match["factor"] == "B":
         return LazyTensor.of(torch.zeros(rows, rank))
-    generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # torch takes 63 bits
-    return LazyTensor.of(
-        (torch.rand(rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
-    )
-
-
-# what would make an adapter another function than W + alpha / rank · B A, with the values that do not
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    **dict.fromkeys(
-        ("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (False, None)
-    ),
-    **dict.fromkeys(
-        ("target_parameters", "trainable_token_indices", "modules_to_save"), (None, [])
-    ),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
-    "layers_to_transform": (None, []),
-}
+    generator_seed = derive_seed(seed, name) >> 1  # torch takes 63 bits
+    generator = torch.Generator().manual_seed(generator_seed)
+    uniform = torch.rand(rank, inputs, generator=generator)  # in [0, 1)
+    return LazyTensor.of((uniform * 2 - 1) / math.sqrt(inputs))
 
 
 class AdapterFolder(SafeTensors):
-    """Lazy access by PEFT name to the tensors of an adapter."""
+    """Tensors of an adapter in PEFT's format, by PEFT's names; only the slices that are read are loaded."""
 
     def __init__(self, folder: Path, lora: LoraConfig) -> None:
-        """Open `folder`, which must hold what `lora` describes.
+        """Open a folder.
+
+        Args:
+            folder: saved by PEFT.
+            lora: expected rank, alpha and target projections.
 
         Raises:
-            ModelError: it holds no adapter, or another kind of one.
+            ModelError: the folder has no adapter, or one of another kind than `lora` describes.
         """
-        config, tensors = (folder / name for name in ADAPTER_FILES)
-        for file in (config, tensors):
+        config_file, tensor_file = (folder / name for name in ADAPTER_FILES)
+        for file in (config_file, tensor_file):
             if not file.is_file():
                 raise ModelError(
-                    f"{folder}: no adapter here ({file.name} is missing); expected a folder as PEFT saves"
+                    f"{folder}: no adapter here ({file.name} is missing); expected a folder saved by PEFT"
                 )
-        said = json.loads(config.read_text())
-        for key, plain in _PLAIN.items():
-            if said.get(key, plain[0]) not in plain:
+        settings = json.loads(config_file.read_text())
+        for key, supported in _SUPPORTED_SETTINGS.items():
+            if settings.get(key, supported[0]) not in supported:
                 raise ModelError(
-                    f"{config}: {key} {said[key]!r} is not supported; expected {plain[0]!r}"
+                    f"{config_file}: {key} {settings[key]!r} is not supported; expected {supported[0]!r}"
                 )
-        if isinstance(said.get("target_modules"), list):
-            said["target_modules"] = sorted(
-                str(module).rpartition(".")[2] for module in said["target_modules"]
-            )
-        targets = sorted(f"{target}_proj" for target in lora.targets)
-        for key, want in {
+
+        target_modules = settings.get("target_modules")
+        if isinstance(target_modules, list):
+            # PEFT accepts the last part of a module's path or the whole path.
+            target_modules = sorted(str(module).rpartition(".")[2] for module in target_modules)
+        actual = {
+            "r": settings.get("r"),
+            "lora_alpha": settings.get("lora_alpha"),
+            "target_modules": target_modules,
+        }
+        expected = {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
-            "target_modules": targets,
-        }.items():
-            if (got := said.get(key)) != want:
-                told = f"{key} is {got}, but the policy's lora section says {want}"
-                raise ModelError(f"{config}: {told}; make them equal")
-        super().__init__(folder, tensors)
+            "target_modules": sorted(f"{target}_proj" for target in lora.targets),
+        }
+        for key, value in actual.items():
+            if value != expected[key]:
+                raise ModelError(
+                    f"{config_file}: {key} is {value}, but the policy's lora section says "
+                    f"{expected[key]}; make them equal"
+                )
+        super().__init__(folder, tensor_file)

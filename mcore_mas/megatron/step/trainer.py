@@ -62,7 +62,7 @@ class MegatronTrainer:
         self.spec = spec
         self.updates = 0
         self._model: ShardedModel = ShardedModel(spec, base._model if base else None)
-        self._parameters = self._model.parameters
+        self._parameters = self._model.trained_parameters
         self._stages = [
             _wrap_stage(stage, spec, is_first=number == 0)
             for number, stage in enumerate(self._model.stages)
@@ -107,7 +107,7 @@ class MegatronTrainer:
 
     def _offloaded_tensors(self) -> Iterator[Tensor]:
         """Yield weights and optimizer state that are on a GPU; on the CPU they stay in place."""
-        for tensor in (*self._model.tensors.values(), *self._state.tensors()):
+        for tensor in (*self._model.all_parameters.values(), *self._state.tensors()):
             if tensor.is_cuda:
                 yield tensor
 

@@ -127,7 +127,7 @@ def test_a_mixture_that_nobody_holds_is_gone(
     monkeypatch.setattr(experts, "use_triton", lambda _: kernels)
     trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
     trainer.update([make_batch([(3, -1, 3)], vocab=64)])
-    held = [weakref.ref(parameter) for parameter in trainer.model.parameters.values()]
+    held = [weakref.ref(parameter) for parameter in trainer.model.trained_parameters.values()]
     del trainer
     gc.collect()
     assert not any(parameter() is not None for parameter in held)

@@ -85,7 +85,7 @@ def beside(rank: int, spec: TrainerSpec, out: Path) -> None:
     apart = act({name: MegatronTrainer(own) for name, own in specs.items()}, out / "apart")
     shared = gang()
     together = act(shared, out / "together")
-    first, *others = (trainer.model._base for trainer in shared.values())
+    first, *others = (trainer.model.base_parameters for trainer in shared.values())
     resumed = gang()
     for name, trainer in resumed.items():
         trainer.restore(out / "together" / name)
