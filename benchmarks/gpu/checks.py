@@ -132,7 +132,7 @@ def _check_attention_against_torch(tiny: bool) -> None:
         for dtype, tolerance in TOLERANCES.items():
             inputs, triton_layout, torch_layout = attention_inputs(LAYOUTS[layout], dtype, shape)
 
-            def attend_triton(*arguments: Tensor, plan: Any = triton_layout.plan) -> Tensor:
+            def attend_triton(*arguments: Tensor, plan: Any = triton_layout.block_plan) -> Tensor:
                 return KernelAttention.apply(*arguments, plan, DIM**-0.5)
 
             def attend_torch(*arguments: Tensor, layout: Any = torch_layout) -> Tensor:
@@ -167,7 +167,7 @@ def _check_attention_against_dense(tiny: bool) -> None:
         inputs, triton_layout, _ = attention_inputs(forest, torch.float32, shape)
         mask = _attention_mask(forest).to(device())
 
-        def attend_triton(*arguments: Tensor, plan: Any = triton_layout.plan) -> Tensor:
+        def attend_triton(*arguments: Tensor, plan: Any = triton_layout.block_plan) -> Tensor:
             return KernelAttention.apply(*arguments, plan, DIM**-0.5)
 
         def attend_dense(*arguments: Tensor, mask: Tensor = mask) -> Tensor:

@@ -140,8 +140,8 @@ def attention(tiny: bool) -> None:
             return BlockAttention.apply(*arguments, layout, DIM**-0.5)
 
         functions = {
-            "triton_ms": partial(attend_triton, plan=triton_layout.plan),
-            "wide_ms": partial(attend_triton, plan=wide_layout.plan),
+            "triton_ms": partial(attend_triton, plan=triton_layout.block_plan),
+            "wide_ms": partial(attend_triton, plan=wide_layout.block_plan),
             "torch_ms": partial(attend_torch, layout=torch_layout),
         }
         milliseconds = {

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import KernelNorm, rotated, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelNorm, rotate_with_kernel, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 
@@ -93,7 +93,9 @@ def tree_kernels(
 ) -> list[dict[str, int]]:
     """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
     sizes = TileSizes.of(group, head_dim, bf16=True, shared_memory_kib=room)
-    plan = PackedTrees.of([Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes).plan
+    plan = PackedTrees.of(
+        [Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes
+    ).block_plan
 
     def attend() -> None:
         whole = torch.zeros(377, 2 * (group + 2), head_dim, dtype=torch.bfloat16)
@@ -126,7 +128,7 @@ def layer_kernels() -> list[dict[str, int]]:
         angles, given = torch.zeros(8, 1, 1, 128), {"dtype": torch.bfloat16, "requires_grad": True}
         for out in (
             swiglu(torch.zeros(8, 1, 2 * 9728, **given)),
-            rotated(torch.zeros(8, 1, 32, 128, **given), angles),
+            rotate_with_kernel(torch.zeros(8, 1, 32, 128, **given), angles),
         ):
             out.backward(torch.zeros_like(out))
 

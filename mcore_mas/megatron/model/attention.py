@@ -72,12 +72,13 @@ class TreeAttention(torch.nn.Module):
         q = query.squeeze(1)
         k = key.squeeze(1)
         v = value.squeeze(1)
-        if self.fused and layout.starts is not None:
-            return self._attend_sequences(q, k, v, layout.starts, layout.longest)[:, None]
+        starts = layout.sequence_starts
+        if self.fused and starts is not None:
+            return self._attend_sequences(q, k, v, starts, layout.longest_segment)[:, None]
         if self.exact:
             return attend_exactly(q, k, v, layout.paths, self.scale)[:, None]
-        if layout.plan is not None:
-            out: Tensor = KernelAttention.apply(q, k, v, layout.plan, self.scale)
+        if layout.block_plan is not None:
+            out: Tensor = KernelAttention.apply(q, k, v, layout.block_plan, self.scale)
             return out.flatten(1)[:, None]
 
         if q.device.type == "cpu":

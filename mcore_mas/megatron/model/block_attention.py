@@ -32,12 +32,12 @@ class BlockAttention(torch.autograd.Function):
         """Return [T, heads, d] for q [T, heads, d] and k, v [T, kv_heads, d]."""
         merged_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for blocks in layout.own:
+        for blocks in layout.causal_blocks:
             block_q, block_k, block_v = (_read_blocks(x, blocks) for x in (q, k, v))
             block_out, block_lse = attend(block_q, block_k, block_v, causal=True, scale=scale)
             _write_blocks(merged_out, blocks, block_out)
             _write_blocks(lse, blocks, block_lse)
-        for queries, keys in layout.seen:
+        for queries, keys in layout.unmasked_pairs:
             more_out, more_lse = attend(
                 _read_range(q, queries),
                 _read_range(k, keys),
@@ -61,7 +61,7 @@ class BlockAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = (
             torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)
         )
-        for blocks in ctx.layout.own:
+        for blocks in ctx.layout.causal_blocks:
             block_grad_out = _read_blocks(grad_out, blocks)
             if blocks.present is not None:  # padding has no gradient
                 block_grad_out = block_grad_out * blocks.present[:, None, :, None]
@@ -73,7 +73,7 @@ class BlockAttention(torch.autograd.Function):
             )
             for grad, block_grad in zip((grad_q, grad_k, grad_v), block_grads, strict=True):
                 _write_blocks(grad, blocks, block_grad)
-        for queries, keys in ctx.layout.seen:
+        for queries, keys in ctx.layout.unmasked_pairs:
             more_q, more_k, more_v = attend_backward(
                 _read_range(grad_out, queries),
                 _read_range(q, queries),

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
-from mcore_mas.megatron.model.cpu_ops import turned
+from mcore_mas.megatron.model.cpu_ops import rotate_on_cpu
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
-from mcore_mas.megatron.model.layer_ops import rotated
+from mcore_mas.megatron.model.layer_ops import rotate_with_kernel
 from mcore_mas.megatron.model.linear import ColumnLinear, RowLinear
 from mcore_mas.megatron.model.mlp import GatedMLP
 from mcore_mas.megatron.model.norm import RMSNorm
@@ -182,9 +182,9 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
 def _fuse_rotation() -> bool:
     """Set Megatron's fused rotation, unless Transformer Engine has; return True if there is one."""
     if rank_device().type == "cpu":
-        rope_utils.fused_apply_rotary_pos_emb = turned
+        rope_utils.fused_apply_rotary_pos_emb = rotate_on_cpu
     elif rope_utils.fused_apply_rotary_pos_emb is None and use_triton(rank_device()):
-        rope_utils.fused_apply_rotary_pos_emb = rotated
+        rope_utils.fused_apply_rotary_pos_emb = rotate_with_kernel
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 

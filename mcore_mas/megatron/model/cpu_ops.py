@@ -1,7 +1,7 @@
 """Operators between the matrix products of layers on a CPU: norm, SwiGLU, rotation, exponentials.
 
-Both directions are written out in torch's operations, so that they pass over memory less often than
-autograd would. Norms and rotations of bfloat16 tensors are computed in float32 and rounded once.
+Forward and backward passes are written out in torch's operations, and pass over memory less often
+than autograd would. Norms and rotations of bfloat16 tensors are computed in float32 and rounded once.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 _LOG2_E = 1.4426950408889634
 
 
-class Normed(torch.autograd.Function):
+class CPUNorm(torch.autograd.Function):
     """`apply(x, weight, eps)`: x / √(mean x² + eps) · weight, along the last dimension.
 
     The method is arXiv 1910.07467.
@@ -32,18 +32,22 @@ class Normed(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         x = x.float()
         grad = grad_out.float()
-        factor = weight.float()
-        x_grad = (x * grad).flatten(0, -2)
-        # With n = x / rms: d/dx = (g w − n · mean(g w n)) / rms.
-        mean = torch.mv(x_grad, factor).view(scale.shape).mul_(scale.pow(3)).div_(x.shape[-1])
+        weight_float32 = weight.float()
+        x_times_grad = (x * grad).flatten(0, -2)  # [rows, width]
+        # With r = 1 / rms and n = x r: dx = r (w g − n mean(w g n)) = r w g − x · r³ mean(w g x).
+        weighted_sum = torch.mv(x_times_grad, weight_float32).view(scale.shape)
+        x_factor = weighted_sum.mul_(scale.pow(3)).div_(x.shape[-1])
         # sum() adds pairwise; a matrix product would add token by token, with a larger error.
-        grad_weight = x_grad.mul_(scale.view(-1, 1)).sum(0)
-        grad_x = (grad * factor).mul_(scale).addcmul_(x, mean, value=-1)
+        grad_weight = x_times_grad.mul_(scale.view(-1, 1)).sum(0)
+        grad_x = (grad * weight_float32).mul_(scale).addcmul_(x, x_factor, value=-1)
         return grad_x.to(grad_out.dtype), grad_weight.to(weight.dtype), None
 
 
-class Gated(torch.autograd.Function):
-    """`apply(gate_and_up)`: silu(gate) · up [..., f] of [..., 2 f] (SwiGLU, arXiv 2002.05202)."""
+class CPUSwiGLU(torch.autograd.Function):
+    """`apply(gate_and_up)`: silu(gate) · up [..., f] of [..., 2 f], the gate first.
+
+    The method is SwiGLU, arXiv 2002.05202.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
@@ -63,39 +67,40 @@ class Gated(torch.autograd.Function):
         return grad
 
 
-class _Rotated(torch.autograd.Function):
-    """`apply(x, turns)`: see `turned`."""
+class _CPURotation(torch.autograd.Function):
+    """`apply(x, cos_and_sin)`: see `rotate_on_cpu`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
-        ctx.save_for_backward(turns)
+    def forward(ctx: Any, x: Tensor, cos_and_sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_and_sin)
         ctx.dtype = x.dtype
-        return _turn(x.float(), turns, back=False)
+        return _rotate(x.float(), cos_and_sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-        (turns,) = ctx.saved_tensors
-        return _turn(grad_out, turns, back=True).to(ctx.dtype), None
+        (cos_and_sin,) = ctx.saved_tensors
+        return _rotate(grad_out, cos_and_sin, back=True).to(ctx.dtype), None
 
 
-def _turn(x: Tensor, turns: Tensor, *, back: bool) -> Tensor:
-    cos, sin = turns.chunk(2, dim=-1)
+def _rotate(x: Tensor, cos_and_sin: Tensor, *, back: bool) -> Tensor:
+    """Rotate x, or rotate it back; see `rotate_on_cpu`."""
+    cos, sin = cos_and_sin.chunk(2, dim=-1)
     first_half, second_half = x.chunk(2, dim=-1)
     swapped = torch.cat([second_half, first_half], dim=-1).mul_(sin)
     return torch.mul(x, cos).add_(swapped, alpha=-1 if back else 1)
 
 
-def turned(x: Tensor, turns: Tensor, interleaved: bool = False) -> Tensor:
+def rotate_on_cpu(x: Tensor, cos_and_sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys by position (RoPE, arXiv 2104.09864), in float32 as attention is.
 
     Args:
         x: [T, 1, heads, d].
-        turns: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: the cosines of d angles, of which the
-            second half repeats the first, and the factors of the swapped halves, −sin and sin.
+        cos_and_sin: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: the cosines of d angles, of which
+            the second half repeats the first, and the factors −sin and sin of the swapped halves.
         interleaved: False; no supported model pairs neighbouring elements.
     """
     assert not interleaved, "no supported model pairs neighbouring elements"
-    out: Tensor = _Rotated.apply(x, turns)
+    out: Tensor = _CPURotation.apply(x, cos_and_sin)
     return out
 
 

@@ -1,8 +1,7 @@
-"""Triton kernels between the products of layers and head: norms, SwiGLU, rotation by position, passes over logits.
+"""Triton kernels for norms, SwiGLU, rotation by position, experts' weight gradients and the head's logits.
 
-And the gradient of a layer's experts, which is a product of each one's rows.
-All compute in float32 whatever they read and write. In those over logits, which are read once and stay as they are,
-`sizes` is (columns of this rank that are tokens, columns, stride of rows).
+They are launched by `layer_ops.py` and `experts.py`. All of them compute in float32, whatever types
+they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -12,198 +11,300 @@ import triton.language as tl
 
 
 @triton.jit
-def _load(x, place, there):
-    return tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+def _load(x, offset, mask):
+    """Load elements of x as float32, and 0 where the mask is False."""
+    return tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _inverse(value, sizes, eps):
-    """One over the root mean square of each row [rows, 1]."""
-    return tl.rsqrt(tl.sum(value * value, 1) / sizes[1] + eps)[:, None]
+def _inverse_rms(value, columns, eps):
+    """Return 1 / √(mean value² + eps) of each row, [rows, 1]."""
+    return tl.rsqrt(tl.sum(value * value, 1) / columns + eps)[:, None]
 
 
 @triton.jit
-def norm_kernel(x, weight, out, sizes, eps, rows: tl.constexpr, width: tl.constexpr):
-    """`out` = x · weight / its root mean square, of each row; `sizes` is (rows, columns, stride of `x`)."""
-    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, width)[None, :]
-    there = (row < sizes[0]) & (column < sizes[1])
-    value, share = (
-        _load(x, row * sizes[2] + column, there),
-        _load(weight, column, column < sizes[1]),
-    )
-    normed = value * _inverse(value, sizes, eps)
-    tl.store(out + row * sizes[1] + column, (normed * share).to(out.dtype.element_ty), mask=there)
+def norm_kernel(x, weight, out, sizes, eps, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    """Normalize rows by their root mean square (RMSNorm, arXiv 1910.07467).
+
+    A program computes `block_rows` rows. `block_columns` is the next power of two of the columns.
+
+    Args:
+        x: [rows, columns].
+        weight: [columns].
+        out: [rows, columns], contiguous; gets x / rms(x) · weight.
+        sizes: rows, columns, and the stride of the rows of `x`.
+        eps: is added to the mean square.
+    """
+    rows, columns, x_stride = sizes
+    row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, block_columns)[None, :]
+    mask = (row < rows) & (column < columns)
+    value = _load(x, row * x_stride + column, mask)
+    factor = _load(weight, column, column < columns)
+    normed = value * _inverse_rms(value, columns, eps)
+    tl.store(out + row * columns + column, (normed * factor).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def norm_gradient_kernel(
-    x, weight, of_out, made, sizes, eps, rows: tl.constexpr, width: tl.constexpr
+    x,
+    weight,
+    grad_out,
+    results,
+    sizes,
+    eps,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
 ):
-    """`made` is the gradient of x and, if wanted, each program's part of the weight's [programs, columns].
+    """Compute the gradients of a norm's input and weight.
 
-    A program goes through every so-and-so-many-th block of rows and adds up what the weight gets of them.
+    Program p computes the blocks of rows p, p + programs, p + 2 · programs, and so on.
+
+    Args:
+        grad_out: [rows, columns], contiguous.
+        results: gradient of `x`, contiguous; each program's part of the gradient of the weight
+            [programs, columns] float32, or None if the weight is frozen.
+        x, weight, sizes, eps, block_rows, block_columns: as for `norm_kernel`.
     """
-    of_x, parts = made
-    total = tl.zeros((rows, width), dtype=tl.float32)
-    column = tl.arange(0, width)[None, :]
-    share = _load(weight, column, column < sizes[1])
-    for at in range(tl.program_id(0) * rows, sizes[0], tl.num_programs(0) * rows):
-        row = (at + tl.arange(0, rows)).to(tl.int64)[:, None]
-        there = (row < sizes[0]) & (column < sizes[1])
-        # both before the first of them is summed: nothing is read ahead of a barrier that comes first
-        value, slope = (
-            _load(x, row * sizes[2] + column, there),
-            _load(of_out, row * sizes[1] + column, there),
-        )
+    grad_x, weight_parts = results
+    rows, columns, x_stride = sizes
+    grad_weight = tl.zeros((block_rows, block_columns), dtype=tl.float32)
+    column = tl.arange(0, block_columns)[None, :]
+    factor = _load(weight, column, column < columns)
+    first_block = tl.program_id(0) * block_rows
+    step = tl.num_programs(0) * block_rows
+    for first_row in range(first_block, rows, step):
+        row = (first_row + tl.arange(0, block_rows)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        # Both loads come before the first sum over a row: the sum has a barrier, and loads behind a
+        # barrier are not started ahead of it.
+        value = _load(x, row * x_stride + column, mask)
+        grad = _load(grad_out, row * columns + column, mask)
+
         # y = n w, n = x r, r = (mean x² + ε)^-1/2: dx = r (w dy − n mean(w dy n)) and dw = Σ dy n
-        inverse = _inverse(value, sizes, eps)
-        normed, steep = value * inverse, slope * share
-        gradient = inverse * (steep - normed * (tl.sum(steep * normed, 1) / sizes[1])[:, None])
-        tl.store(of_x + row * sizes[1] + column, gradient.to(of_x.dtype.element_ty), mask=there)
-        total += slope * normed
-    if parts is not None:
-        place = tl.arange(0, width)
+        inverse = _inverse_rms(value, columns, eps)
+        normed = value * inverse
+        grad_normed = grad * factor
+        mean = (tl.sum(grad_normed * normed, 1) / columns)[:, None]
+        grad_value = inverse * (grad_normed - normed * mean)
+        target = grad_x + row * columns + column
+        tl.store(target, grad_value.to(grad_x.dtype.element_ty), mask=mask)
+        grad_weight += grad * normed
+    if weight_parts is not None:
+        column_index = tl.arange(0, block_columns)
         tl.store(
-            parts + tl.program_id(0) * sizes[1] + place, tl.sum(total, 0), mask=place < sizes[1]
+            weight_parts + tl.program_id(0) * columns + column_index,
+            tl.sum(grad_weight, 0),
+            mask=column_index < columns,
         )
 
 
 @triton.jit
-def swiglu_kernel(wide, scale, out, width, block: tl.constexpr):
-    """`out` [rows, width] = silu(gate) · up of `wide` [rows, 2 width], gate first; times `scale` [rows], if given."""
+def swiglu_kernel(gate_and_up, scale, out, width, block: tl.constexpr):
+    """Compute SwiGLU, silu(gate) · up · scale, of `block` columns of a row (arXiv 2002.05202).
+
+    Args:
+        gate_and_up: [rows, 2 width], the gate first.
+        scale: [rows] float32, or None for 1.
+        out: [rows, width].
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    there = column < width
-    gate = tl.load(wide + 2 * row * width + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(wide + (2 * row + 1) * width + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < width
+    gate = tl.load(gate_and_up + 2 * row * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_and_up + (2 * row + 1) * width + column, mask=mask, other=0.0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
     if scale is not None:
         value *= tl.load(scale + row)
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=there)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def swiglu_gradient_kernel(wide, scale, of_out, of_wide, of_scale, width, block: tl.constexpr):
-    """The gradients of `wide` [rows, 2 width] and, in parts [rows, blocks], of the scale from the product's."""
+def swiglu_gradient_kernel(
+    gate_and_up, scale, grad_out, grad_gate_and_up, scale_parts, width, block: tl.constexpr
+):
+    """Compute the gradients of SwiGLU's input and scale, of `block` columns of a row.
+
+    Args:
+        gate_and_up, scale, width: as for `swiglu_kernel`.
+        grad_out: [rows, width].
+        grad_gate_and_up: [rows, 2 width].
+        scale_parts: [rows, blocks of columns] float32, each block's part of the gradient of
+            `scale`; not written if there is no scale.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    there = column < width
-    gate = tl.load(wide + 2 * row * width + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(wide + (2 * row + 1) * width + column, mask=there, other=0.0).to(tl.float32)
-    slope = tl.load(of_out + row * width + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < width
+    gate = tl.load(gate_and_up + 2 * row * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_and_up + (2 * row + 1) * width + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out + row * width + column, mask=mask, other=0.0).to(tl.float32)
     # d silu(g)/dg = σ(g) (1 + g (1 − σ(g)))
-    share = tl.sigmoid(gate)
+    sigmoid = tl.sigmoid(gate)
     if scale is not None:
-        of_rows = tl.sum(slope * gate * share * up, 0)
-        tl.store(of_scale + row * tl.num_programs(1) + tl.program_id(1), of_rows)
-        slope *= tl.load(scale + row)
-    of_gate = slope * up * share * (1 + gate * (1 - share))
-    of_up = slope * gate * share
-    tl.store(of_wide + 2 * row * width + column, of_gate.to(of_wide.dtype.element_ty), mask=there)
-    tl.store(
-        of_wide + (2 * row + 1) * width + column, of_up.to(of_wide.dtype.element_ty), mask=there
-    )
+        grad_scale = tl.sum(grad * gate * sigmoid * up, 0)
+        tl.store(scale_parts + row * tl.num_programs(1) + tl.program_id(1), grad_scale)
+        grad *= tl.load(scale + row)
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_up = grad * gate * sigmoid
+    result_type = grad_gate_and_up.dtype.element_ty
+    tl.store(grad_gate_and_up + 2 * row * width + column, grad_gate.to(result_type), mask=mask)
+    tl.store(grad_gate_and_up + (2 * row + 1) * width + column, grad_up.to(result_type), mask=mask)
 
 
 @triton.jit
 def rotate_kernel(
-    x, angles, out, sizes, back: tl.constexpr, heads: tl.constexpr, half: tl.constexpr
+    x,
+    angles,
+    out,
+    sizes,
+    back: tl.constexpr,
+    padded_heads: tl.constexpr,
+    padded_half: tl.constexpr,
 ):
-    """Every head's halves (a, b) of one token as (a cos − b sin, b cos + a sin), or `back`, by the opposite angles.
+    """Rotate all heads of a token by its angles, or if `back`, by the opposite angles.
 
-    `sizes` is (heads, half of their elements, strides of x by token and head, of angles by token); `heads` and `half`
-    are powers of two from there on. Of a token's angles the second half repeats the first.
+    The halves (a, b) of a head become (a cos − b sin, b cos + a sin). The padded sizes are the next
+    powers of two.
+
+    Args:
+        x: [tokens, heads, 2 half].
+        angles: [tokens, 2 half] float32, of which the second half repeats the first.
+        out: [tokens, heads, 2 half], contiguous.
+        sizes: heads, half, the strides of `x` by token and by head, and that of `angles` by token.
     """
+    heads, half, x_token_stride, x_head_stride, angle_stride = sizes
     token = tl.program_id(0).to(tl.int64)
-    head, column = tl.arange(0, heads)[:, None], tl.arange(0, half)[None, :]
-    there = (head < sizes[0]) & (column < sizes[1])
-    angle = tl.load(angles + token * sizes[4] + column, mask=column < sizes[1], other=0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    head = tl.arange(0, padded_heads)[:, None]
+    column = tl.arange(0, padded_half)[None, :]
+    mask = (head < heads) & (column < half)
+    angle = tl.load(angles + token * angle_stride + column, mask=column < half, other=0.0)
+    cos = tl.cos(angle)
+    sin = tl.sin(angle)
     if back:
         sin = -sin
-    start = x + token * sizes[2] + head * sizes[3] + column
-    first = tl.load(start, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(start + sizes[1], mask=there, other=0.0).to(tl.float32)
-    place = out + (token * sizes[0] + head) * 2 * sizes[1] + column
-    tl.store(place, (first * cos - second * sin).to(out.dtype.element_ty), mask=there)
-    tl.store(place + sizes[1], (second * cos + first * sin).to(out.dtype.element_ty), mask=there)
+    source = x + token * x_token_stride + head * x_head_stride + column
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    target = out + (token * heads + head) * 2 * half + column
+    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=mask)
+    tl.store(target + half, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_grouped_kernel(total, left, right, ends, sizes, block: tl.constexpr, terms: tl.constexpr):
-    """A tile of one expert's `total` [E, *sizes] += leftᵀ right of its rows, which end at `ends` [E].
+    """Add leftᵀ · right of each expert's rows to that expert's `total`.
 
-    Each element is one program's, so sums have one order; atomic adding saves the registers that reading first takes.
+    A program computes a tile [block, block] of one expert's total, and sums `terms` rows at a time.
+    No other program adds to the tile, so sums always have the same order. Adding is atomic all the
+    same, because loading the tile first would take more registers.
+
+    Args:
+        total: [experts, left columns, right columns] float32.
+        left: [rows, left columns], sorted by expert.
+        right: [rows, right columns], sorted by expert.
+        ends: [experts] first row after those of each expert.
+        sizes: left columns, right columns.
     """
-    group = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * block + tl.arange(0, block)[None, :]
-    column = tl.program_id(0) * block + tl.arange(0, block)[None, :]
-    token = tl.arange(0, terms)[:, None]
-    first = tl.load(ends + group - 1, mask=group > 0, other=0)
-    last = tl.load(ends + group)
-    if first < last:  # else there is nothing to add
+    left_columns, right_columns = sizes
+    expert = tl.program_id(2).to(tl.int64)
+    left_column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
+    right_column = tl.program_id(0) * block + tl.arange(0, block)[None, :]
+    term = tl.arange(0, terms)[:, None]
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    if first < end:
         sums = tl.zeros((block, block), dtype=tl.float32)
-        a_start, b_start = (
-            left + first.to(tl.int64) * sizes[0],
-            right + first.to(tl.int64) * sizes[1],
-        )
-        for at in range(first, last, terms):
-            there = token < last - at
-            a = tl.load(a_start + token * sizes[0] + row, mask=there & (row < sizes[0]), other=0.0)
-            b = tl.load(
-                b_start + token * sizes[1] + column, mask=there & (column < sizes[1]), other=0.0
+        left_rows = left + first.to(tl.int64) * left_columns
+        right_rows = right + first.to(tl.int64) * right_columns
+        for row in range(first, end, terms):
+            is_row = term < end - row
+            left_mask = is_row & (left_column < left_columns)
+            left_tile = tl.load(
+                left_rows + term * left_columns + left_column, mask=left_mask, other=0.0
             )
-            a_start += terms * sizes[0]
-            b_start += terms * sizes[1]
-            sums = tl.dot(tl.trans(a), b, sums, input_precision="ieee")
-        down = tl.trans(row)
-        place = total + group * sizes[0] * sizes[1] + (down * sizes[1] + column)
-        inside = (down < sizes[0]) & (column < sizes[1])
-        tl.atomic_add(place, sums, mask=inside, sem="relaxed")
+            right_mask = is_row & (right_column < right_columns)
+            right_tile = tl.load(
+                right_rows + term * right_columns + right_column, mask=right_mask, other=0.0
+            )
+            left_rows += terms * left_columns
+            right_rows += terms * right_columns
+            sums = tl.dot(tl.trans(left_tile), right_tile, sums, input_precision="ieee")
+        total_row = tl.trans(left_column)
+        expert_total = total + expert * left_columns * right_columns
+        tile = expert_total + (total_row * right_columns + right_column)
+        mask = (total_row < left_columns) & (right_column < right_columns)
+        tl.atomic_add(tile, sums, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def rows_kernel(logits, labels, temperatures, found, sizes, block: tl.constexpr):
-    """Of a row's z = logits / temperature, in `found` [4, rows]: peak, Σ e^(z − peak), Σ z e^(z − peak), label's."""
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    inverse = 1.0 / tl.load(temperatures + row)
-    start = logits + row * sizes[2]
-    peak, total, first = -1.0e30, 0.0, 0.0
-    for at in range(0, sizes[0], block):
-        column = at + tl.arange(0, block)
-        z = tl.load(start + column, mask=column < sizes[0], other=float("-inf")) * inverse
-        higher = tl.maximum(peak, tl.max(z, 0))
-        weights = tl.exp(z - higher)
-        shrink = tl.exp(peak - higher)
-        total = total * shrink + tl.sum(weights, 0)
-        first = first * shrink + tl.sum(tl.where(weights > 0, weights * z, 0.0), 0)
-        peak = higher
+def head_statistics_kernel(logits, labels, temperatures, statistics, sizes, block: tl.constexpr):
+    """Reduce a row of logits, which are read once, `block` columns at a time.
+
+    Args:
+        logits: [rows, all columns] float32.
+        labels: [rows] columns; one that is out of range belongs to another rank.
+        temperatures: [rows].
+        statistics: [4, rows] float32, of z = logits / temperature: the largest z, Σ e^(z − largest),
+            Σ z e^(z − largest), and the label's z, or 0 if the label belongs to another rank.
+        sizes: columns of this rank without padding, all columns, stride of the rows of `logits`.
+    """
+    columns, _, row_stride = sizes
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    inverse_temperature = 1.0 / tl.load(temperatures + row)
+    row_logits = logits + row * row_stride
+    peak = -1.0e30
+    sum_of_exponentials = 0.0
+    weighted_sum = 0.0
+    for first_column in range(0, columns, block):
+        column = first_column + tl.arange(0, block)
+        logit = tl.load(row_logits + column, mask=column < columns, other=float("-inf"))
+        z = logit * inverse_temperature
+        new_peak = tl.maximum(peak, tl.max(z, 0))
+        exponentials = tl.exp(z - new_peak)
+        rescale = tl.exp(peak - new_peak)
+        sum_of_exponentials = sum_of_exponentials * rescale + tl.sum(exponentials, 0)
+        # Masked columns have z = −∞ and an exponential of 0, whose product would be NaN.
+        weighted = tl.where(exponentials > 0, exponentials * z, 0.0)
+        weighted_sum = weighted_sum * rescale + tl.sum(weighted, 0)
+        peak = new_peak
     label = tl.load(labels + row)
-    mine = (label >= 0) & (label < sizes[0])  # else it is another rank's
-    tl.store(found + row, peak)
-    tl.store(found + rows + row, total)
-    tl.store(found + 2 * rows + row, first)
-    tl.store(found + 3 * rows + row, tl.load(start + label, mask=mine, other=0.0) * inverse)
+    is_local = (label >= 0) & (label < columns)
+    tl.store(statistics + row, peak)
+    tl.store(statistics + rows + row, sum_of_exponentials)
+    tl.store(statistics + 2 * rows + row, weighted_sum)
+    label_target = statistics + 3 * rows + row
+    label_logit = tl.load(row_logits + label, mask=is_local, other=0.0)
+    tl.store(label_target, label_logit * inverse_temperature)
 
 
 @triton.jit
-def gradient_kernel(logits, labels, numbers, gradient, sizes, block: tl.constexpr):
-    """The gradient of the logits; `numbers` [5, rows]: temperature, log Z, entropy, gradients of both results."""
+def head_gradient_kernel(logits, labels, row_numbers, gradient, sizes, block: tl.constexpr):
+    """Compute the gradient of `block` logits of a row.
+
+    Args:
+        logits, labels, sizes: as for `head_statistics_kernel`.
+        row_numbers: [5, rows] float32: temperatures, log Z, entropies, and the gradients of the
+            log-probabilities and of the entropies.
+        gradient: of the logits; has the strides of `logits`.
+    """
     # dH/dz_j = −p_j (log p_j + H); d log p_l/dz_j = [j = l] − p_j
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    columns, all_columns, row_stride = sizes
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    inverse = 1.0 / tl.load(numbers + row)
-    log_z, entropy = tl.load(numbers + rows + row), tl.load(numbers + 2 * rows + row)
-    of_logprob, of_entropy = tl.load(numbers + 3 * rows + row), tl.load(numbers + 4 * rows + row)
-    z = (
-        tl.load(logits + row * sizes[2] + column, mask=column < sizes[0], other=float("-inf"))
-        * inverse
-    )
-    logp = z - log_z
-    p = tl.exp(logp)
-    logp = tl.where(p > 0, logp, 0.0)
-    hit = tl.where((column == tl.load(labels + row)) & (column < sizes[0]), of_logprob, 0.0)
-    value = (hit - p * (of_logprob + of_entropy * (logp + entropy))) * inverse
-    place = gradient + row * sizes[2] + column
-    tl.store(place, value.to(gradient.dtype.element_ty), mask=column < sizes[1])
+    inverse_temperature = 1.0 / tl.load(row_numbers + row)
+    log_z = tl.load(row_numbers + rows + row)
+    entropy = tl.load(row_numbers + 2 * rows + row)
+    grad_logprob = tl.load(row_numbers + 3 * rows + row)
+    grad_entropy = tl.load(row_numbers + 4 * rows + row)
+    logit = tl.load(logits + row * row_stride + column, mask=column < columns, other=float("-inf"))
+    logprob = logit * inverse_temperature - log_z
+    probability = tl.exp(logprob)
+    logprob = tl.where(probability > 0, logprob, 0.0)
+    is_label = (column == tl.load(labels + row)) & (column < columns)
+    grad_label = tl.where(is_label, grad_logprob, 0.0)
+    grad_z = grad_label - probability * (grad_logprob + grad_entropy * (logprob + entropy))
+    target = gradient + row * row_stride + column
+    grad_logit = grad_z * inverse_temperature
+    tl.store(target, grad_logit.to(gradient.dtype.element_ty), mask=column < all_columns)

@@ -32,7 +32,7 @@ def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
     warps = min(32, block_rows * padded_width // 512)
     blocks = -(-rows // block_rows)
     gradient_programs = min(blocks, _NORM_WARPS // warps)
-    options = {"rows": block_rows, "width": padded_width, "num_warps": warps}
+    options = {"block_rows": block_rows, "block_columns": padded_width, "num_warps": warps}
     return blocks, gradient_programs, options
 
 
@@ -114,11 +114,11 @@ _LAYER_WARPS = 4
 
 
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
-def swiglu(wide: Tensor, scale: Tensor | None = None) -> Tensor:
+def swiglu(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     """Compute SwiGLU, silu(gate) · up (arXiv 2002.05202).
 
     Args:
-        wide: [..., 2 f] contiguous, the gate first.
+        gate_and_up: [..., 2 f] contiguous, the gate first.
         scale: [...] factor of each row; None: 1.
 
     Returns:
@@ -126,41 +126,47 @@ def swiglu(wide: Tensor, scale: Tensor | None = None) -> Tensor:
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    width = wide.shape[-1] // 2
-    out = wide.new_empty(*wide.shape[:-1], width)
+    out = _empty_swiglu_output(gate_and_up)
+    width = out.shape[-1]
     grid = _swiglu_grid(out)
-    kernels.swiglu_kernel[grid](wide, scale, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
+    kernels.swiglu_kernel[grid](gate_and_up, scale, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
     return out
 
 
+def _empty_swiglu_output(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    return gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2)
+
+
 @torch.library.custom_op("mcore_mas::swiglu_gradient", mutates_args=())
-def _swiglu_gradient(wide: Tensor, scale: Tensor | None, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `wide`, and each block's part of that of `scale` [..., blocks].
+def _swiglu_gradient(
+    gate_and_up: Tensor, scale: Tensor | None, grad_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `gate_and_up`, and each block's part of that of `scale` [..., blocks].
 
     Without a scale the second result is [0].
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    grad_wide, scale_parts = _empty_swiglu_gradients(wide, scale, grad_out)
+    grad_gate_and_up, scale_parts = _empty_swiglu_gradients(gate_and_up, scale, grad_out)
     kernels.swiglu_gradient_kernel[_swiglu_grid(grad_out)](
-        wide,
+        gate_and_up,
         scale,
         grad_out,
-        grad_wide,
+        grad_gate_and_up,
         scale_parts,
         grad_out.shape[-1],
         LAYER_BLOCK,
         num_warps=_LAYER_WARPS,
     )
-    return grad_wide, scale_parts
+    return grad_gate_and_up, scale_parts
 
 
 def _empty_swiglu_gradients(
-    wide: Tensor, scale: Tensor | None, grad_out: Tensor
+    gate_and_up: Tensor, scale: Tensor | None, grad_out: Tensor
 ) -> tuple[Tensor, Tensor]:
     blocks = _swiglu_grid(grad_out)[1]
-    scale_shape = (*wide.shape[:-1], blocks) if scale is not None else (0,)
-    return torch.empty_like(wide), wide.new_empty(scale_shape, dtype=torch.float32)
+    scale_shape = (*gate_and_up.shape[:-1], blocks) if scale is not None else (0,)
+    return torch.empty_like(gate_and_up), gate_and_up.new_empty(scale_shape, dtype=torch.float32)
 
 
 def _swiglu_grid(out: Tensor) -> tuple[int, int]:
@@ -170,12 +176,12 @@ def _swiglu_grid(out: Tensor) -> tuple[int, int]:
 
 
 def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None]:
-    wide, scale = ctx.saved_tensors
-    grad_wide, scale_parts = _swiglu_gradient(wide, scale, grad_out.contiguous())
-    return grad_wide, None if scale is None else scale_parts.sum(-1).to(scale.dtype)
+    gate_and_up, scale = ctx.saved_tensors
+    grad_gate_and_up, scale_parts = _swiglu_gradient(gate_and_up, scale, grad_out.contiguous())
+    return grad_gate_and_up, None if scale is None else scale_parts.sum(-1).to(scale.dtype)
 
 
-swiglu.register_fake(lambda wide, scale=None: wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2))
+swiglu.register_fake(_empty_swiglu_output)
 swiglu.register_autograd(
     _swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
@@ -204,7 +210,7 @@ _rotate.register_autograd(
 )
 
 
-def rotated(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+def rotate_with_kernel(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys by position (RoPE, arXiv 2104.09864), as Transformer Engine does.
 
     Args:
@@ -241,7 +247,7 @@ def head_row_statistics(
 
     statistics = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     sizes = (columns, logits.shape[1], logits.stride(0))
-    kernels.rows_kernel[(len(logits),)](
+    kernels.head_statistics_kernel[(len(logits),)](
         logits, labels, temperatures, statistics, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
     )
     return statistics
@@ -272,7 +278,7 @@ def head_logits_gradient(
     gradient = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     sizes = (columns, logits.shape[1], logits.stride(0))
     blocks = -(-logits.shape[1] // _HEAD_BLOCK)
-    kernels.gradient_kernel[len(logits), blocks](
+    kernels.head_gradient_kernel[len(logits), blocks](
         logits, labels, row_numbers, gradient, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
     )
     return gradient

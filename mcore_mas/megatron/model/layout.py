@@ -75,7 +75,7 @@ class TileSizes:
     def of(cls, group: int, head_dim: int, bf16: bool, shared_memory_kib: int = 227) -> TileSizes:
         """Return sizes that compile for an H200 with no or almost no spilled registers.
 
-        tests/unit/megatron/test_kernels.py checks this.
+        tests/unit/megatron/test_tree_kernels.py checks this.
 
         Args:
             shared_memory_kib: of the GPU; wide heads have fewer keys in a tile where it is small.
@@ -126,20 +126,23 @@ class BlockPlan:
     Attributes:
         sizes: of the tiles.
         ends: [T] int32, first token after the subtree of each token's segment.
-        seen: [pairs] int32, blocks of keys of each block of queries; those without a mask first.
-        begin: [blocks of queries + 1] int32, first index into `seen` of each block of queries.
-        masked: [blocks of queries] int32, first index into `seen` of a block that needs the mask.
-        nearest: [blocks of keys] int32, the smallest end in each.
-        farthest: [blocks of keys] int32, the largest end in each.
+        key_blocks: [pairs] int32, the blocks of keys that each block of queries attends to; those
+            without a mask come first.
+        key_block_offsets: [blocks of queries + 1] int32, first index into `key_blocks` of each
+            block of queries, and the number of pairs.
+        first_masked: [blocks of queries] int32, first index into `key_blocks` of a block that needs
+            the mask.
+        smallest_end: [blocks of keys] int32, the smallest end in each.
+        largest_end: [blocks of keys] int32, the largest end in each.
     """
 
     sizes: TileSizes
     ends: Tensor
-    seen: Tensor
-    begin: Tensor
-    masked: Tensor
-    nearest: Tensor
-    farthest: Tensor
+    key_blocks: Tensor
+    key_block_offsets: Tensor
+    first_masked: Tensor
+    smallest_end: Tensor
+    largest_end: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], ends: Sequence[int], sizes: TileSizes) -> BlockPlan:
@@ -150,29 +153,29 @@ class BlockPlan:
             ends: first token after the subtree of each segment.
         """
         token_ends = np.repeat(np.asarray(ends, dtype=np.int32), lengths)
-        nearest, farthest = _extreme_ends(token_ends, sizes.keys)
+        smallest_end, largest_end = _extreme_ends(token_ends, sizes.keys)
 
         # A row of these matrices is a block of queries, a column a block of keys.
         tokens_per_block = sizes.rows // sizes.group
         first_query = np.arange(0, len(token_ends), tokens_per_block)[:, None]
         stop_query = np.minimum(first_query + tokens_per_block, len(token_ends))
-        first_key = sizes.keys * np.arange(len(nearest))
-        is_visible = (first_key < stop_query) & (farthest > first_query)
+        first_key = sizes.keys * np.arange(len(smallest_end))
+        is_visible = (first_key < stop_query) & (largest_end > first_query)
         is_before = first_key + sizes.keys - 1 <= first_query
-        is_unmasked = is_visible & is_before & (nearest >= stop_query)
+        is_unmasked = is_visible & is_before & (smallest_end >= stop_query)
 
         query_block, key_block = np.nonzero(is_visible)
         order = np.lexsort((key_block, ~is_unmasked[query_block, key_block], query_block))
-        begin = np.concatenate([[0], np.cumsum(is_visible.sum(1))])
-        nearest_kv, farthest_kv = _extreme_ends(token_ends, sizes.keys_kv)
+        offsets = np.concatenate([[0], np.cumsum(is_visible.sum(1))])
+        smallest_end_kv, largest_end_kv = _extreme_ends(token_ends, sizes.keys_kv)
         return cls(
             sizes=sizes,
             ends=_int32_tensor(token_ends),
-            seen=_int32_tensor(key_block[order]),
-            begin=_int32_tensor(begin),
-            masked=_int32_tensor(begin[:-1] + is_unmasked.sum(1)),
-            nearest=_int32_tensor(nearest_kv),
-            farthest=_int32_tensor(farthest_kv),
+            key_blocks=_int32_tensor(key_block[order]),
+            key_block_offsets=_int32_tensor(offsets),
+            first_masked=_int32_tensor(offsets[:-1] + is_unmasked.sum(1)),
+            smallest_end=_int32_tensor(smallest_end_kv),
+            largest_end=_int32_tensor(largest_end_kv),
         )
 
 
@@ -195,29 +198,29 @@ class PackedTrees(PackedSeqParams):
     embedding, which `TreeRotary` does not need.
 
     Attributes:
-        own: blocks that attend to themselves; every token is in one of them.
-        seen: pairs of a range of queries and a range of keys, all of which these queries attend to.
-        paths: of each segment, the token ranges from its root to itself; on a CPU only.
-        plan: for Triton's kernels, in the place of `own` and `seen`.
-        starts: [sequences + 1] int32, first token of each sequence, and T; None if sequences share
-            tokens.
-        longest: tokens of the longest segment.
-        positions: tokens of the longest sequence.
-        predictors: [n] tokens of this rank that predict something, if only they leave the last
-            layer.
+        causal_blocks: blocks of tokens that attend to themselves; every token is in one block.
+        unmasked_pairs: ranges of queries and of keys; each of the queries attends to all the keys.
+        paths: token ranges from the root to each segment; set on a CPU only.
+        block_plan: for Triton's kernels, in place of `causal_blocks` and `unmasked_pairs`.
+        sequence_starts: [sequences + 1] int32, first token of each sequence, and T; None if
+            sequences share tokens.
+        longest_segment: number of tokens of the longest segment.
+        longest_sequence: number of tokens of the longest sequence.
+        predictors: [n] tokens of this rank that predict a label; set if the other tokens do not
+            leave the last layer.
         routing: [tokens of this rank, sparse layers, k] experts on record, see `RoutingReplay`.
     """
 
     qkv_format: str = "sbhd"
     max_seqlen_q: int = 0
     max_seqlen_kv: int = 0
-    own: tuple[CausalBlocks, ...] = ()
-    seen: tuple[tuple[slice, slice], ...] = ()
+    causal_blocks: tuple[CausalBlocks, ...] = ()
+    unmasked_pairs: tuple[tuple[slice, slice], ...] = ()
     paths: tuple[tuple[slice, ...], ...] = ()
-    plan: BlockPlan | None = None
-    starts: Tensor | None = None
-    longest: int = 0
-    positions: int = 0
+    block_plan: BlockPlan | None = None
+    sequence_starts: Tensor | None = None
+    longest_segment: int = 0
+    longest_sequence: int = 0
     predictors: Tensor | None = None
     routing: Tensor | None = None
 
@@ -238,19 +241,21 @@ class PackedTrees(PackedSeqParams):
         subtree_ends = _subtree_ends(segments, stops)
 
         layout = cls(
-            longest=max(lengths),
-            positions=max(map(sum, zip(depths(segments), lengths, strict=True))),
+            longest_segment=max(lengths),
+            longest_sequence=max(map(sum, zip(depths(segments), lengths, strict=True))),
         )
         if kind == "cpu":
             layout.paths = _paths(segments, ranges)
         if sizes is not None:
-            layout.plan = BlockPlan.of(lengths, subtree_ends, sizes)
+            layout.block_plan = BlockPlan.of(lengths, subtree_ends, sizes)
         else:
-            longest_block = _CPU_BLOCK if kind == "cpu" else max(lengths)
-            layout.own, layout.seen = _attention_calls(ranges, subtree_ends, longest_block)
+            max_block_tokens = _CPU_BLOCK if kind == "cpu" else max(lengths)
+            layout.causal_blocks, layout.unmasked_pairs = _attention_calls(
+                ranges, subtree_ends, max_block_tokens
+            )
         if all(segment.parent < 0 for segment in segments):
             starts = [0, *(tokens.stop for tokens in ranges)]
-            layout.starts = torch.tensor(starts, dtype=torch.int32)
+            layout.sequence_starts = torch.tensor(starts, dtype=torch.int32)
         return layout
 
 
@@ -274,26 +279,26 @@ def _subtree_ends(segments: Sequence[Segment], stops: Sequence[int]) -> list[int
 
 
 def _attention_calls(
-    ranges: Sequence[slice], subtree_ends: Sequence[int], longest_block: int
+    ranges: Sequence[slice], subtree_ends: Sequence[int], max_block_tokens: int
 ) -> tuple[tuple[CausalBlocks, ...], tuple[tuple[slice, slice], ...]]:
-    """Return `own` and `seen` of a layout."""
+    """Return `causal_blocks` and `unmasked_pairs` of a layout."""
     blocks: list[slice] = []
-    seen: list[tuple[slice, slice]] = []
+    unmasked_pairs: list[tuple[slice, slice]] = []
     for tokens, end in zip(ranges, subtree_ends, strict=True):
-        segment_blocks = _cut_range(tokens, longest_block)
+        segment_blocks = _cut_range(tokens, max_block_tokens)
         blocks += segment_blocks
-        seen += _pair_halves(segment_blocks)
+        unmasked_pairs += _pair_halves(segment_blocks)
         if end > tokens.stop:  # the segments below attend to this one
-            seen.append((slice(tokens.stop, end), tokens))
-    return tuple(_group_blocks(blocks)), tuple(seen)
+            unmasked_pairs.append((slice(tokens.stop, end), tokens))
+    return tuple(_group_blocks(blocks)), tuple(unmasked_pairs)
 
 
-def _cut_range(tokens: slice, longest_block: int) -> list[slice]:
+def _cut_range(tokens: slice, max_block_tokens: int) -> list[slice]:
     """Cut a range into as few blocks as possible, of about the same length."""
     count = tokens.stop - tokens.start
-    if count <= longest_block:
+    if count <= max_block_tokens:
         return [tokens]
-    blocks = -(-count // longest_block)
+    blocks = -(-count // max_block_tokens)
     length = -(-count // blocks)
     length += -length % _CPU_MULTIPLE
     return [

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
-from mcore_mas.megatron.model.cpu_ops import Gated
+from mcore_mas.megatron.model.cpu_ops import CPUSwiGLU
 from mcore_mas.megatron.model.layer_ops import swiglu
 
 
@@ -68,7 +68,7 @@ def gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
         out = swiglu(gate_and_up, row_scale)
         return out
 
-    out = Gated.apply(gate_and_up)
+    out = CPUSwiGLU.apply(gate_and_up)
     if row_scale is None:
         return out
     return (out * row_scale.unsqueeze(-1)).to(out.dtype)

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
-from mcore_mas.megatron.model.cpu_ops import Normed
+from mcore_mas.megatron.model.cpu_ops import CPUNorm
 from mcore_mas.megatron.model.layer_ops import KernelNorm
 
 
@@ -33,7 +33,7 @@ class RMSNorm(torch.nn.Module):
         if use_triton(x.device):
             out = KernelNorm.apply(x, self.weight, self.eps)
         elif x.device.type == "cpu" and not self.exact:
-            out = Normed.apply(x, self.weight, self.eps)
+            out = CPUNorm.apply(x, self.weight, self.eps)
         else:
             out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out

@@ -26,7 +26,7 @@ class TreeRotary(RotaryEmbedding):
 
         Returns:
             [T, 1, 1, head_dim], the angles of one half twice; on a CPU the cosines and sines
-            [T, 1, 1, 2 head_dim] that `turned` takes.
+            [T, 1, 1, 2 head_dim] that `rotate_on_cpu` takes.
         """
         angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
         if angles.device.type != "cpu":

@@ -1,14 +1,20 @@
-"""Attention over packed trees in three Triton kernels: the output, the gradient of queries, and of keys and values.
+"""Three Triton kernels of attention over packed trees: output, gradient of queries, gradients of keys and values.
 
-Segments lie depth first, so a token's subtree is one stretch behind it: query q sees key k iff k <= q < end[k], where
-end[k] is the first token behind the subtree of k's segment. A tile has the rows of some queries times the heads that
-share a key/value head: keys are read once for all of them, and a tile of 128 rows is only 32 tokens long where 4 heads
-share. Softmax is summed block by block, as in FlashAttention-2 (arXiv 2307.08691). Every result is summed inside one
-program in one order: no atomics, the same bits every time.
+Segments lie depth first, so the subtree of a token's segment is one range of tokens that follows the
+token: query q attends to key k if k <= q < end[k], where end[k] is the first token after the subtree
+of k's segment. Softmax is computed block by block, as in FlashAttention-2 (arXiv 2307.08691). Each
+result is summed by one program in a fixed order, without atomic operations, so that it has the same
+bits every time.
 
-A tensor is a tuple (first element, stride of tokens, stride of heads); elements of a head are neighbours. `plan` is
-(ends, seen, begin, masked, nearest, farthest, tokens, heads, scale · log2 e, scale), see `BlockPlan`. `shape` is
-(heads of a key/value head, head_dim, the next power of 2, rows, keys of a tile, precision of float32 products).
+A tile has one row for each query token and each head that shares a key/value head. Keys are thus
+loaded once for all these heads; a tile of 128 rows has only 32 tokens if 4 heads share a key/value
+head.
+
+Three kinds of arguments are tuples:
+
+- A tensor is (pointer, stride of tokens, stride of heads). The elements of a head are neighbours.
+- `plan` describes who attends to whom, see `BlockPlan`; the constants below name its elements.
+- `shape` has compile-time constants; the constants below name its elements.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -16,189 +22,314 @@ A tensor is a tuple (first element, stride of tokens, stride of heads); elements
 import triton
 import triton.language as tl
 
-# Triton's interpreter (3.6 to 3.9) multiplies the bit patterns of bfloat16: there, factors are widened first
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Elements of `plan`.
+_ENDS = tl.constexpr(0)
+_KEY_BLOCKS = tl.constexpr(1)
+_KEY_BLOCK_OFFSETS = tl.constexpr(2)
+_FIRST_MASKED = tl.constexpr(3)
+_SMALLEST_END = tl.constexpr(4)
+_LARGEST_END = tl.constexpr(5)
+_TOKENS = tl.constexpr(6)
+_HEADS = tl.constexpr(7)
+_LOG2_SCALE = tl.constexpr(8)  # scale of the scores, times log2 e
+_SCALE = tl.constexpr(9)
+
+# Elements of `shape`.
+_GROUP = tl.constexpr(0)  # heads that share a key/value head
+_HEAD_DIM = tl.constexpr(1)
+_PADDED_DIM = tl.constexpr(2)  # the next power of two of the head's dimension
+_ROWS = tl.constexpr(3)  # of a tile of queries
+_KEYS = tl.constexpr(4)  # of a tile of keys
+_PRECISION = tl.constexpr(5)  # of products of float32 factors
+
+# Triton's interpreter (3.6 to 3.9) multiplies the bit patterns of bfloat16 numbers. Factors are
+# therefore converted to float32 there.
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows(block, kv, tokens, shape: tl.constexpr):
-    """Of a tile of queries the token and the head [ROWS] of each row, and whether it exists."""
-    row = tl.arange(0, shape[3])
-    token = block * (shape[3] // shape[0]) + row // shape[0]
-    return (
-        token,
-        kv * shape[0] + row % shape[0],
-        (row < shape[3] // shape[0] * shape[0]) & (token < tokens),
-    )
+def _query_rows(block, kv_head, tokens, shape: tl.constexpr):
+    """Return the token and the head of each row [rows] of a tile of queries, and if the row is used."""
+    row = tl.arange(0, shape[_ROWS])
+    tokens_per_block = shape[_ROWS] // shape[_GROUP]
+    token = block * tokens_per_block + row // shape[_GROUP]
+    head = kv_head * shape[_GROUP] + row % shape[_GROUP]
+    is_used = (row < tokens_per_block * shape[_GROUP]) & (token < tokens)
+    return token, head, is_used
 
 
 @triton.jit
-def _place(x, token, head, shape: tl.constexpr):
-    base, by_token, by_head = x
-    row = token.to(tl.int64) * by_token + head * by_head
-    return base + row[:, None] + tl.arange(0, shape[2])[None, :]
+def _pointers(x, token, head, shape: tl.constexpr):
+    """Return pointers to [rows, padded head_dim] of a tensor."""
+    base, token_stride, head_stride = x
+    row = token.to(tl.int64) * token_stride + head * head_stride
+    return base + row[:, None] + tl.arange(0, shape[_PADDED_DIM])[None, :]
 
 
 @triton.jit
-def _load(x, token, head, live, shape: tl.constexpr):
-    """[rows, head_dim] of a tensor; zeros where a row does not exist."""
-    inside = live[:, None] & (tl.arange(0, shape[2]) < shape[1])[None, :]
-    return tl.load(_place(x, token, head, shape), mask=inside, other=0.0)
+def _load(x, token, head, is_used, shape: tl.constexpr):
+    """Load [rows, padded head_dim] of a tensor, with zeros in rows that are not used."""
+    mask = is_used[:, None] & (tl.arange(0, shape[_PADDED_DIM]) < shape[_HEAD_DIM])[None, :]
+    return tl.load(_pointers(x, token, head, shape), mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(x, value, token, head, live, shape: tl.constexpr):
-    inside = live[:, None] & (tl.arange(0, shape[2]) < shape[1])[None, :]
-    place = _place(x, token, head, shape)
-    tl.store(place, value.to(place.dtype.element_ty), mask=inside)
+def _store(x, value, token, head, is_used, shape: tl.constexpr):
+    """Store [rows, padded head_dim] to the rows of a tensor that are used."""
+    mask = is_used[:, None] & (tl.arange(0, shape[_PADDED_DIM]) < shape[_HEAD_DIM])[None, :]
+    pointers = _pointers(x, token, head, shape)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _product(a, b, total, shape: tl.constexpr):
-    if _INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=shape[5])
+    """Return the matrix product a b, added to `total` if it is not None."""
+    if _IS_INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=shape[_PRECISION])
 
 
 @triton.jit
-def _keys(n, kv, keys, plan, shape: tl.constexpr):
-    """The n-th block of keys in the list: their tokens, which of them exist, and what they are."""
-    k, v = keys
-    token = tl.load(plan[1] + n) * shape[4] + tl.arange(0, shape[4])
-    live = token < plan[6]
-    return token, live, _load(k, token, kv, live, shape), _load(v, token, kv, live, shape)
+def _load_key_block(index, kv_head, keys_and_values, plan, shape: tl.constexpr):
+    """Load a block of keys; `index` is its index in the list of key blocks.
+
+    Returns:
+        Tokens of the keys, if each token exists, keys, and values.
+    """
+    k, v = keys_and_values
+    block = tl.load(plan[_KEY_BLOCKS] + index)
+    token = block * shape[_KEYS] + tl.arange(0, shape[_KEYS])
+    exists = token < plan[_TOKENS]
+    keys = _load(k, token, kv_head, exists, shape)
+    values = _load(v, token, kv_head, exists, shape)
+    return token, exists, keys, values
 
 
 @triton.jit
-def _scores(q, k, query, key, live, plan, mask: tl.constexpr, shape: tl.constexpr):
-    """[rows, keys] of q kᵀ · scale · log2 e; minus infinity where a key is not seen."""
-    scores = _product(q, tl.trans(k), None, shape) * plan[8]
-    if mask:
-        end = tl.load(plan[0] + key, mask=live, other=0)  # a key that does not exist ends at 0
-        seen = (key[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
-        scores = tl.where(seen, scores, float("-inf"))
+def _scores(
+    queries,
+    keys,
+    query_token,
+    key_token,
+    key_exists,
+    plan,
+    masked: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """Return q kᵀ · scale · log2 e [rows, keys]; with `masked`, −∞ where a query does not attend."""
+    scores = _product(queries, tl.trans(keys), None, shape) * plan[_LOG2_SCALE]
+    if masked:
+        # A token that does not exist ends at 0, so no query attends to it.
+        end = tl.load(plan[_ENDS] + key_token, mask=key_exists, other=0)
+        attends = (key_token[None, :] <= query_token[:, None]) & (
+            query_token[:, None] < end[None, :]
+        )
+        scores = tl.where(attends, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _attend(state, rows, n, kv, keys, plan, mask: tl.constexpr, shape: tl.constexpr):
-    peak, total, out = state
-    q, query = rows
-    key, live, k, v = _keys(n, kv, keys, plan, shape)
-    scores = _scores(q, k, query, key, live, plan, mask, shape)
-    higher = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    shrink = tl.exp2(peak - higher)
-    out = _product(weights.to(v.dtype), v, out * shrink[:, None], shape)
-    return higher, total * shrink + tl.sum(weights, 1), out
+def _add_key_block(
+    state, tile, index, kv_head, keys_and_values, plan, masked: tl.constexpr, shape: tl.constexpr
+):
+    """Add a block of keys to the softmax of a tile of queries.
+
+    Args:
+        state: of each row, the largest score (log2), the sum of the weights and the weighted values.
+        tile: queries, and their tokens.
+    """
+    peak, total, weighted_values = state
+    queries, query_token = tile
+    key_token, key_exists, keys, values = _load_key_block(
+        index, kv_head, keys_and_values, plan, shape
+    )
+    scores = _scores(queries, keys, query_token, key_token, key_exists, plan, masked, shape)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    rescale = tl.exp2(peak - new_peak)
+    weighted_values = _product(
+        weights.to(values.dtype), values, weighted_values * rescale[:, None], shape
+    )
+    return new_peak, total * rescale + tl.sum(weights, 1), weighted_values
 
 
 @triton.jit
 def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
-    """`out`, and the log-sum-exp of each row in `lse` [T, heads]; programs: blocks of queries x key/value heads."""
-    block, kv = tl.program_id(0), tl.program_id(1)
-    query, head, live = _rows(block, kv, plan[6], shape)
-    rows = (_load(q, query, head, live, shape), query)
-    # the peak starts finite: a row may see nothing of its first block
+    """Compute the output, and the log-sum-exp of each row; a program per query block and key/value head.
+
+    Args:
+        q: [T, heads, head_dim].
+        k, v: [T, key/value heads, head_dim].
+        out: [T, heads, head_dim].
+        lse: pointer to [T, heads] float32.
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    token, head, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
+    tile = (_load(q, token, head, is_used, shape), token)
+    # The largest score starts at a finite number, because a row may attend to no key of its first
+    # block.
     state = (
-        tl.full([shape[3]], -1.0e30, tl.float32),
-        tl.zeros([shape[3]], tl.float32),
-        tl.zeros([shape[3], shape[2]], tl.float32),
+        tl.full([shape[_ROWS]], -1.0e30, tl.float32),
+        tl.zeros([shape[_ROWS]], tl.float32),
+        tl.zeros([shape[_ROWS], shape[_PADDED_DIM]], tl.float32),
     )
-    middle = tl.load(plan[3] + block)
-    for n in range(tl.load(plan[2] + block), middle):
-        state = _attend(state, rows, n, kv, (k, v), plan, False, shape)
-    for n in range(middle, tl.load(plan[2] + block + 1)):
-        state = _attend(state, rows, n, kv, (k, v), plan, True, shape)
-    peak, total, weighted = state
-    total = tl.where(live, total, 1.0)  # every row that exists sees itself
-    _store(out, weighted / total[:, None], query, head, live, shape)
+    first_masked = tl.load(plan[_FIRST_MASKED] + block)
+    for index in range(tl.load(plan[_KEY_BLOCK_OFFSETS] + block), first_masked):
+        state = _add_key_block(state, tile, index, kv_head, (k, v), plan, False, shape)
+    for index in range(first_masked, tl.load(plan[_KEY_BLOCK_OFFSETS] + block + 1)):
+        state = _add_key_block(state, tile, index, kv_head, (k, v), plan, True, shape)
+
+    peak, total, weighted_values = state
+    # A used row attends to itself at least, so only rows that are not used have a total of 0.
+    total = tl.where(is_used, total, 1.0)
+    _store(out, weighted_values / total[:, None], token, head, is_used, shape)
     tl.store(
-        lse + query.to(tl.int64) * plan[7] + head, (peak + tl.log2(total)) / _LOG2_E, mask=live
+        lse + token.to(tl.int64) * plan[_HEADS] + head,
+        (peak + tl.log2(total)) / _LOG2_E,
+        mask=is_used,
     )
 
 
 @triton.jit
-def _spread(of_q, rows, n, kv, keys, plan, mask: tl.constexpr, shape: tl.constexpr):
-    q, of_out, lse, delta, query = rows
-    key, live, k, v = _keys(n, kv, keys, plan, shape)
-    weights = tl.exp2(_scores(q, k, query, key, live, plan, mask, shape) - lse[:, None])
-    of_scores = weights * (_product(of_out, tl.trans(v), None, shape) - delta[:, None])
-    return _product(of_scores.to(k.dtype), k, of_q, shape)
+def _add_query_gradient(
+    grad_q, tile, index, kv_head, keys_and_values, plan, masked: tl.constexpr, shape: tl.constexpr
+):
+    """Add the part of a block of keys to the gradient of a tile of queries, without the scale.
+
+    Args:
+        grad_q: sum so far.
+        tile: queries, gradient of the output, log-sum-exps (log2), deltas, and tokens.
+    """
+    queries, grad_out, lse, delta, query_token = tile
+    key_token, key_exists, keys, values = _load_key_block(
+        index, kv_head, keys_and_values, plan, shape
+    )
+    scores = _scores(queries, keys, query_token, key_token, key_exists, plan, masked, shape)
+    weights = tl.exp2(scores - lse[:, None])
+    grad_weights = _product(grad_out, tl.trans(values), None, shape)
+    grad_scores = weights * (grad_weights - delta[:, None])
+    return _product(grad_scores.to(keys.dtype), keys, grad_q, shape)
 
 
 @triton.jit
-def backward_q_kernel(q, k, v, forward, of_out, of_q, plan, shape: tl.constexpr):
-    """`of_q`, and on the way delta = out · of_out of each row; `forward` is (out, lse, delta)."""
+def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.constexpr):
+    """Compute the gradient of queries, and delta; a program per query block and key/value head.
+
+    Args:
+        q, k, v: as for `forward_kernel`.
+        forward: output, its log-sum-exps, and delta [T, heads] float32, in which each row's inner
+            product of the output and its gradient is stored for `backward_kv_kernel`.
+        grad_out: gradient of the output.
+        grad_q: gradient of `q`.
+    """
     out, lses, deltas = forward
-    block, kv = tl.program_id(0), tl.program_id(1)
-    query, head, live = _rows(block, kv, plan[6], shape)
-    gradient = _load(of_out, query, head, live, shape)
-    delta = tl.sum(_load(out, query, head, live, shape).to(tl.float32) * gradient.to(tl.float32), 1)
-    place = query.to(tl.int64) * plan[7] + head
-    tl.store(deltas + place, delta, mask=live)
-    lse = tl.load(lses + place, mask=live, other=0.0) * _LOG2_E
-    rows = (_load(q, query, head, live, shape), gradient, lse, delta, query)
-    total = tl.zeros([shape[3], shape[2]], tl.float32)
-    middle = tl.load(plan[3] + block)
-    for n in range(tl.load(plan[2] + block), middle):
-        total = _spread(total, rows, n, kv, (k, v), plan, False, shape)
-    for n in range(middle, tl.load(plan[2] + block + 1)):
-        total = _spread(total, rows, n, kv, (k, v), plan, True, shape)
-    _store(of_q, total * plan[9], query, head, live, shape)
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    token, head, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
+    grad_out_tile = _load(grad_out, token, head, is_used, shape)
+    out_tile = _load(out, token, head, is_used, shape)
+    delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
+    offset = token.to(tl.int64) * plan[_HEADS] + head
+    tl.store(deltas + offset, delta, mask=is_used)
+    lse = tl.load(lses + offset, mask=is_used, other=0.0) * _LOG2_E
+    tile = (_load(q, token, head, is_used, shape), grad_out_tile, lse, delta, token)
+    total = tl.zeros([shape[_ROWS], shape[_PADDED_DIM]], tl.float32)
+    first_masked = tl.load(plan[_FIRST_MASKED] + block)
+    for index in range(tl.load(plan[_KEY_BLOCK_OFFSETS] + block), first_masked):
+        total = _add_query_gradient(total, tile, index, kv_head, (k, v), plan, False, shape)
+    for index in range(first_masked, tl.load(plan[_KEY_BLOCK_OFFSETS] + block + 1)):
+        total = _add_query_gradient(total, tile, index, kv_head, (k, v), plan, True, shape)
+    _store(grad_q, total * plan[_SCALE], token, head, is_used, shape)
 
 
 @triton.jit
-def _gather(state, block, kv, keys, tensors, plan, mask: tl.constexpr, shape: tl.constexpr):
-    of_k, of_v = state
-    k, v, key, end = keys
-    q, of_out, lses, deltas = tensors
-    query, head, live = _rows(block, kv, plan[6], shape)
-    rows, gradient = _load(q, query, head, live, shape), _load(of_out, query, head, live, shape)
-    place = query.to(tl.int64) * plan[7] + head
-    lse = tl.load(lses + place, mask=live, other=0.0) * _LOG2_E
-    delta = tl.load(deltas + place, mask=live, other=0.0)
-    # keys by rows, so that the weights go into the next product as they are, not turned over (which spills registers);
-    # a row that does not exist has a gradient of 0 and adds nothing
-    scores = _product(k, tl.trans(rows), None, shape) * plan[8]
-    if mask:
-        seen = (key[:, None] <= query[None, :]) & (query[None, :] < end[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+def _add_key_gradients(
+    state, block, kv_head, key_tile, tensors, plan, masked: tl.constexpr, shape: tl.constexpr
+):
+    """Add the part of a block of queries to the gradients of a tile of keys and values.
+
+    Args:
+        state: sums so far, the one of keys without the scale.
+        key_tile: keys, values, their tokens, and the ends of these.
+        tensors: queries, gradient of the output, log-sum-exps and deltas.
+    """
+    grad_k, grad_v = state
+    keys, values, key_token, end = key_tile
+    q, grad_out, lses, deltas = tensors
+    token, head, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
+    queries = _load(q, token, head, is_used, shape)
+    grad_out_tile = _load(grad_out, token, head, is_used, shape)
+    offset = token.to(tl.int64) * plan[_HEADS] + head
+    lse = tl.load(lses + offset, mask=is_used, other=0.0) * _LOG2_E
+    delta = tl.load(deltas + offset, mask=is_used, other=0.0)
+
+    # The scores have keys as rows, so that the weights enter the next product without being
+    # transposed, which would spill registers. Rows that are not used have a gradient of 0, and add
+    # nothing.
+    scores = _product(keys, tl.trans(queries), None, shape) * plan[_LOG2_SCALE]
+    if masked:
+        attends = (key_token[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
+        scores = tl.where(attends, scores, float("-inf"))
     weights = tl.exp2(scores - lse[None, :])
-    of_v = _product(weights.to(gradient.dtype), gradient, of_v, shape)
-    of_scores = weights * (_product(v, tl.trans(gradient), None, shape) - delta[None, :])
-    return _product(of_scores.to(rows.dtype), rows, of_k, shape), of_v
+    grad_v = _product(weights.to(grad_out_tile.dtype), grad_out_tile, grad_v, shape)
+    grad_weights = _product(values, tl.trans(grad_out_tile), None, shape)
+    grad_scores = weights * (grad_weights - delta[None, :])
+    return _product(grad_scores.to(queries.dtype), queries, grad_k, shape), grad_v
 
 
 @triton.jit
-def backward_kv_kernel(q, k, v, of_out, of_k, of_v, plan, shape: tl.constexpr):
-    """`of_k` and `of_v`, from the one stretch of queries that sees a block of keys; `q` comes with (lse, delta).
+def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.constexpr):
+    """Compute the gradients of keys and values; a program per key block and key/value head.
 
-    Blocks of queries are those at the diagonal, those that see every key, and those where subtrees end.
+    The queries that attend to a block of keys are one range. Its first blocks are on the diagonal
+    and need the mask, the following ones attend to every key, and subtrees end in the last ones,
+    which need the mask again.
+
+    Args:
+        q: queries, log-sum-exps, and the deltas from `backward_q_kernel`.
+        k, v, grad_out: as for `backward_q_kernel`.
+        grad_k, grad_v: gradients of `k` and `v`.
     """
     queries, lses, deltas = q
-    block, kv = tl.program_id(0), tl.program_id(1)
-    key = block * shape[4] + tl.arange(0, shape[4])
-    live = key < plan[6]
-    keys = (
-        _load(k, key, kv, live, shape),
-        _load(v, key, kv, live, shape),
-        key,
-        tl.load(plan[0] + key, mask=live, other=0),
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    key_token = block * shape[_KEYS] + tl.arange(0, shape[_KEYS])
+    exists = key_token < plan[_TOKENS]
+    key_tile = (
+        _load(k, key_token, kv_head, exists, shape),
+        _load(v, key_token, kv_head, exists, shape),
+        key_token,
+        tl.load(plan[_ENDS] + key_token, mask=exists, other=0),
     )
-    tensors = (queries, of_out, lses, deltas)
-    step = shape[3] // shape[0]  # tokens of a block of queries
-    start = block * shape[4] // step
-    stop = tl.cdiv(tl.load(plan[5] + block), step)
-    whole = tl.minimum(tl.cdiv(block * shape[4] + shape[4] - 1, step), stop)
-    tail = tl.minimum(tl.maximum(tl.load(plan[4] + block) // step, whole), stop)
-    zeros = tl.zeros([shape[4], shape[2]], tl.float32)
+    tensors = (queries, grad_out, lses, deltas)
+
+    # Blocks of queries: masked [start, unmasked_start), unmasked [unmasked_start, unmasked_stop),
+    # and masked [unmasked_stop, stop).
+    query_tokens = shape[_ROWS] // shape[_GROUP]
+    start = block * shape[_KEYS] // query_tokens
+    stop = tl.cdiv(tl.load(plan[_LARGEST_END] + block), query_tokens)
+    last_key = block * shape[_KEYS] + shape[_KEYS] - 1
+    unmasked_start = tl.minimum(tl.cdiv(last_key, query_tokens), stop)
+    first_ending = tl.load(plan[_SMALLEST_END] + block) // query_tokens
+    unmasked_stop = tl.minimum(tl.maximum(first_ending, unmasked_start), stop)
+
+    zeros = tl.zeros([shape[_KEYS], shape[_PADDED_DIM]], tl.float32)
     state = (zeros, zeros)
-    for n in range(whole - start + stop - tail):
-        at = tl.where(n < whole - start, start + n, tail + n - (whole - start))
-        state = _gather(state, at, kv, keys, tensors, plan, True, shape)
-    for at in range(whole, tail):
-        state = _gather(state, at, kv, keys, tensors, plan, False, shape)
-    _store(of_k, state[0] * plan[9], key, kv, live, shape)
-    _store(of_v, state[1], key, kv, live, shape)
+    diagonal_blocks = unmasked_start - start
+    for number in range(diagonal_blocks + stop - unmasked_stop):
+        is_diagonal = number < diagonal_blocks
+        query_block = tl.where(
+            is_diagonal, start + number, unmasked_stop + number - diagonal_blocks
+        )
+        state = _add_key_gradients(
+            state, query_block, kv_head, key_tile, tensors, plan, True, shape
+        )
+    for query_block in range(unmasked_start, unmasked_stop):
+        state = _add_key_gradients(
+            state, query_block, kv_head, key_tile, tensors, plan, False, shape
+        )
+    _store(grad_k, state[0] * plan[_SCALE], key_token, kv_head, exists, shape)
+    _store(grad_v, state[1], key_token, kv_head, exists, shape)

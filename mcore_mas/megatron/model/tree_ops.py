@@ -40,6 +40,10 @@ def _plan_arguments(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, .
     return (*plan, *q.shape[:2], scale * _LOG2_E, scale)
 
 
+def _query_blocks(plan: list[Tensor]) -> int:
+    return len(plan[3])  # length of `first_masked`
+
+
 @torch.library.custom_op("mcore_mas::tree_attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], sizes: list[int], scale: float
@@ -50,7 +54,7 @@ def _attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     group, rows, keys, *_ = sizes
-    query_blocks = len(plan[3])
+    query_blocks = _query_blocks(plan)
     kv_heads = k.shape[1]
     kernels.forward_kernel[query_blocks, kv_heads](
         _pointer(q),
@@ -84,8 +88,8 @@ def _attention_backward(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
     group, rows, keys, rows_kv, keys_kv = sizes
-    query_blocks = len(plan[3])
-    key_blocks = len(plan[4])
+    query_blocks = _query_blocks(plan)
+    key_blocks = len(plan[4])  # length of `smallest_end`
     kv_heads = k.shape[1]
     plan_arguments = _plan_arguments(q, plan, scale)
     options = {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
@@ -151,4 +155,12 @@ class KernelAttention(torch.autograd.Function):
 
 
 def _plan_tensors(plan: BlockPlan) -> list[Tensor]:
-    return [plan.ends, plan.seen, plan.begin, plan.masked, plan.nearest, plan.farthest]
+    """Return the tensors of a plan, in the order of the elements of the kernels' `plan`."""
+    return [
+        plan.ends,
+        plan.key_blocks,
+        plan.key_block_offsets,
+        plan.first_masked,
+        plan.smallest_end,
+        plan.largest_end,
+    ]

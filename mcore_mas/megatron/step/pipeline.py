@@ -222,7 +222,7 @@ class Pipeline:
 
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
-        decoder.rotary_pos_emb.positions = layout.positions
+        decoder.rotary_pos_emb.positions = layout.longest_sequence
         decoder.prepare(part, layout)
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention
-from mcore_mas.megatron.model.cpu_ops import Gated, Normed, exponential, turned
+from mcore_mas.megatron.model.cpu_ops import CPUNorm, CPUSwiGLU, exponential, rotate_on_cpu
 from mcore_mas.megatron.model.layout import PackedTrees
 from tests.support.precision import assert_close, relative
 
@@ -30,7 +30,7 @@ def results(compute: Compute, slope: Tensor, *given: Tensor) -> list[Tensor]:
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return Normed.apply(x, weight, EPS)
+    return CPUNorm.apply(x, weight, EPS)
 
 
 def torchs(x: Tensor, weight: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def test_norm_by_hand() -> None:
     # of (1, 7) the mean square is 25: without eps (0.2, 1.4), times the weight (10, 100)
     x, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 100.0])
     out, of_x, of_weight = results(
-        lambda *given: Normed.apply(*given, 0.0), torch.tensor([[1.0, 0.0]]), x, weight
+        lambda *given: CPUNorm.apply(*given, 0.0), torch.tensor([[1.0, 0.0]]), x, weight
     )
     assert out[0].tolist() == pytest.approx([2.0, 140.0])
     assert of_weight.tolist() == pytest.approx([0.2, 0.0])
@@ -84,7 +84,7 @@ def test_the_weights_gradient_of_many_tokens_is_summed_in_pairs() -> None:
 
 
 def gated(wide: Tensor) -> Tensor:
-    return Gated.apply(wide)
+    return CPUSwiGLU.apply(wide)
 
 
 def torchs_gated(wide: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def turns(angles: Tensor) -> Tensor:
 def test_a_quarter_turn_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
     angles = torch.tensor([math.pi / 2, 0.0] * 2).view(1, 1, 1, 4)
-    out, of_x = results(lambda x: turned(x, turns(angles)), x, x)  # (1, 3) becomes (-3, 1)
+    out, of_x = results(lambda x: rotate_on_cpu(x, turns(angles)), x, x)  # (1, 3) becomes (-3, 1)
     assert out.flatten().tolist() == pytest.approx([-3.0, 2.0, 1.0, 4.0])
     assert of_x.flatten().tolist() == pytest.approx([3.0, 2.0, -1.0, 4.0])  # and back
 
@@ -146,7 +146,7 @@ def test_rotation_is_megatrons() -> None:
         return _apply_rotary_pos_emb_bshd(x[:, :, 1:-1], angles.to(x.dtype))
 
     def ours(x: Tensor) -> Tensor:
-        return turned(x[:, :, 1:-1], turns(angles))
+        return rotate_on_cpu(x[:, :, 1:-1], turns(angles))
 
     slope = slope[:, :, 1:-1]
     wants = results(megatrons, slope.double(), x.double())

@@ -1,7 +1,7 @@
-"""Attention over trees is that of every sequence by itself, forward and backward."""
+"""Attention over trees equals attention over each of their sequences, forward and backward."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,7 +18,11 @@ from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.megatron.transfer import upload
 from tests.support.precision import FACTOR
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
+HEADS = 4
+KV_HEADS = 2
+DIM = 8
+CONFIG: Any = SimpleNamespace(kv_channels=DIM, deterministic_mode=False)
+RESULT_NAMES = ("out", "q", "k", "v")
 
 FORESTS = {
     "a lone token": [Segment(tokens=1)],
@@ -48,21 +52,25 @@ FORESTS = {
 }
 
 
-def paths(segments: list[Segment]) -> list[list[int]]:
-    """Of every segment, the tokens on its path, its own last."""
-    found: list[list[int]] = []
+def token_count(segments: Sequence[Segment]) -> int:
+    return sum(segment.tokens for segment in segments)
+
+
+def token_paths(segments: Sequence[Segment]) -> list[list[int]]:
+    """Return the tokens on the path from the root to each segment, whose own tokens are last."""
+    paths: list[list[int]] = []
     start = 0
     for segment in segments:
-        own = list(range(start, start + segment.tokens))
-        found.append((found[segment.parent] if segment.parent >= 0 else []) + own)
+        parent_path = paths[segment.parent] if segment.parent >= 0 else []
+        paths.append([*parent_path, *range(start, start + segment.tokens)])
         start += segment.tokens
-    return found
+    return paths
 
 
-def by_itself(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> Tensor:
-    """[T, heads, d]: each segment's tokens from a dense causal attention over its path alone."""
+def attend_by_path(q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Compute dense causal attention over each segment's path; return [T, heads, d]."""
     out = []
-    for path, segment in zip(paths(segments), segments, strict=True):
+    for path, segment in zip(token_paths(segments), segments, strict=True):
         keys, values = (x[path].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[path], keys) * DIM**-0.5
         causal = torch.ones(len(path), len(path), dtype=torch.bool).tril()
@@ -71,7 +79,8 @@ def by_itself(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> Tenso
     return torch.cat(out)
 
 
-def inputs(tokens: int, device: str = "cpu") -> list[Tensor]:
+def make_inputs(tokens: int, device: str = "cpu") -> list[Tensor]:
+    """Return random queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(tokens, heads, DIM, generator=generator).to(device)
@@ -79,199 +88,192 @@ def inputs(tokens: int, device: str = "cpu") -> list[Tensor]:
     ]
 
 
-def results(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
-    """[T, heads · d] and the gradients of queries, keys and values of its inner product with a random slope."""
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    out = attend(*leaves).reshape(len(given[0]), -1)
-    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    (out * slope.to(out)).sum().backward()
-    return [
-        x.detach().double().cpu()
-        for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))
-    ]
+def results_of(attention: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the output [T, heads · d] and the gradients of queries, keys and values, in float64.
 
-
-def trees(segments: list[Segment], given: list[Tensor]) -> list[Tensor]:
-    """What attention over trees comes to."""
-    device = given[0].device
-    layout = upload(PackedTrees.of(segments, device.type), device)
-    attention = TreeAttention(
-        SimpleNamespace(kv_channels=DIM, deterministic_mode=False), 1, None, "self"
-    )
-    return results(
-        lambda *qkv: attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout), given
-    )
-
-
-def beyond(got: list[Tensor], segments: list[Segment], given: list[Tensor]) -> dict[str, str]:
-    """What is further from float64 than the same in plain float32 allows: the error and the bound by name.
-
-    What two dot products of DIM terms round to, of the size of the largest tensor, is always allowed: a lone token's
-    gradients of queries and keys are the difference of two such products, which are equal in truth.
+    The loss is the inner product of the output and a random tensor.
     """
-    exact, own = (
-        results(partial(by_itself, segments=segments), [x.cpu().to(dtype) for x in given])
-        for dtype in (torch.float64, torch.float32)
-    )
-    least = 2 * DIM * 2**-24 * max(float(want.norm()) for want in exact)
-    found = {}
-    for name, tensor, plain, want in zip(("out", "q", "k", "v"), got, own, exact, strict=True):
-        error, allowed = (
-            float((tensor - want).norm()),
-            max(FACTOR * float((plain - want).norm()), least),
-        )
-        print(
-            f"{name}: {error:.1e}, plain float32 {float((plain - want).norm()):.1e}, allowed {allowed:.1e}"
-        )
-        if not error <= allowed:
-            found[name] = f"{error:.1e} > {allowed:.1e}"
-    return found
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attention(*leaves).reshape(len(inputs[0]), -1)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (out * grad_out.to(out)).sum().backward()
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return [x.detach().double().cpu() for x in (out, *gradients)]
+
+
+def results_of_trees(segments: Sequence[Segment], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results of `TreeAttention`."""
+    device = inputs[0].device
+    layout = upload(PackedTrees.of(segments, device.type), device)
+    attention = TreeAttention(CONFIG, 1, None, "self")
+
+    def attend_to_trees(*qkv: Tensor) -> Tensor:
+        out: Tensor = attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout)
+        return out
+
+    return results_of(attend_to_trees, inputs)
+
+
+def excessive_errors(
+    results: Sequence[Tensor], segments: Sequence[Segment], inputs: Sequence[Tensor]
+) -> dict[str, str]:
+    """Return the error and the bound, by name, of results that are further from float64 than allowed.
+
+    The bound is a multiple of the error of plain float32. The rounding of two dot products of DIM
+    terms of the largest tensor is always allowed: the gradients of a lone token's query and key are
+    the difference of two such products, which are equal in exact arithmetic.
+    """
+    by_path = partial(attend_by_path, segments=segments)
+    exact = results_of(by_path, [x.cpu().double() for x in inputs])
+    plain = results_of(by_path, [x.cpu().float() for x in inputs])
+    min_bound = 2 * DIM * 2**-24 * max(float(tensor.norm()) for tensor in exact)
+    excessive = {}
+    for name, result, exact_result, plain_result in zip(
+        RESULT_NAMES, results, exact, plain, strict=True
+    ):
+        error = float((result - exact_result).norm())
+        plain_error = float((plain_result - exact_result).norm())
+        bound = max(FACTOR * plain_error, min_bound)
+        print(f"{name}: {error:.1e}, plain float32 {plain_error:.1e}, allowed {bound:.1e}")
+        if not error <= bound:  # NaN is an error
+            excessive[name] = f"{error:.1e} > {bound:.1e}"
+    return excessive
+
+
+def check_tolerance(
+    segments: Sequence[Segment], device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Assert that the results of trees are within a relative tolerance of float64."""
+    inputs = [x.to(dtype) for x in make_inputs(token_count(segments), device)]
+    by_path = partial(attend_by_path, segments=segments)
+    exact = results_of(by_path, [x.cpu().double() for x in inputs])
+    for result, exact_result in zip(results_of_trees(segments, inputs), exact, strict=True):
+        error = float((result - exact_result).norm())
+        assert error <= tolerance * max(1.0, float(exact_result.norm()))
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_trees_are_their_sequences(name: str) -> None:
-    given = inputs(sum(s.tokens for s in FORESTS[name]))
-    assert not beyond(trees(FORESTS[name], given), FORESTS[name], given)
-
-
-@pytest.mark.parametrize("name", FORESTS)
-def test_a_defect_is_beyond_the_bound(name: str) -> None:
+def test_trees_attend_as_their_sequences(name: str) -> None:
     segments = FORESTS[name]
-    given = inputs(sum(s.tokens for s in segments))
-    right = trees(segments, given)
-    for place, tensor in enumerate(("out", "q", "k", "v")):
-        if name == "a lone token" and tensor in ("q", "k"):
-            continue  # 0, scaled or not
-        scaled = [x * (1 + 1e-4) if number == place else x for number, x in enumerate(right)]
-        assert list(beyond(scaled, segments, given)) == [tensor]
-    unseen = [*given[:2], given[2].clone()]
-    unseen[2][-1] = 0  # the last token's value is dropped
-    assert "out" in beyond(trees(segments, unseen), segments, given)
+    inputs = make_inputs(token_count(segments))
+    assert not excessive_errors(results_of_trees(segments, inputs), segments, inputs)
 
 
-def check(segments: list[Segment], device: str, dtype: torch.dtype, tolerance: float) -> None:
-    given = [x.to(dtype) for x in inputs(sum(s.tokens for s in segments), device)]
-    exact = results(partial(by_itself, segments=segments), [x.cpu().double() for x in given])
-    for got, want in zip(trees(segments, given), exact, strict=True):
-        assert float((got - want).norm()) <= tolerance * max(1.0, float(want.norm()))
+@pytest.mark.parametrize("name", FORESTS)
+def test_a_small_error_exceeds_the_bound(name: str) -> None:
+    segments = FORESTS[name]
+    inputs = make_inputs(token_count(segments))
+    results = dict(zip(RESULT_NAMES, results_of_trees(segments, inputs), strict=True))
+    for changed, tensor in results.items():
+        if name == "a lone token" and changed in ("q", "k"):
+            continue  # these gradients are 0
+        with_error = results | {changed: tensor * (1 + 1e-4)}
+        assert list(excessive_errors(list(with_error.values()), segments, inputs)) == [changed]
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_a_dropped_value_exceeds_the_bound(name: str) -> None:
+    segments = FORESTS[name]
+    q, k, v = make_inputs(token_count(segments))
+    without_last = v.clone()
+    without_last[-1] = 0
+    results = results_of_trees(segments, [q, k, without_last])
+    assert "out" in excessive_errors(results, segments, [q, k, v])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", FORESTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_trees_are_their_sequences_on_a_gpu(
+def test_trees_attend_as_their_sequences_on_a_gpu(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    check(FORESTS[name], "cuda", dtype, tolerance)
+    check_tolerance(FORESTS[name], "cuda", dtype, tolerance)
 
 
 def test_bfloat16_is_summed_in_float32() -> None:
-    check(FORESTS["four levels and a neighbour"], "cpu", torch.bfloat16, 1e-2)
-
-
-def test_a_long_stem_and_its_replies_are_few_calls() -> None:
-    segments = [Segment(tokens=512), *(Segment(tokens=64, parent=0) for _ in range(8))]
-    layout = PackedTrees.of(segments)
-    # four blocks of the stem in one call, the replies in another
-    assert [(own.token_range, own.length) for own in layout.own] == [
-        (slice(0, 512), 128),
-        (slice(512, 1024), 64),
-    ]
-    # halves of the stem, quarters of each half, and the stem for all replies
-    assert layout.seen == (
-        (slice(256, 512), slice(0, 256)),
-        (slice(128, 256), slice(0, 128)),
-        (slice(384, 512), slice(256, 384)),
-        (slice(512, 1024), slice(0, 512)),
-    )
-
-
-def test_short_segments_are_padded_together_with_their_like() -> None:
-    segments = [Segment(tokens=n) for n in (3, 20, 2, 100)]
-    layout = PackedTrees.of(segments)
-    own = {own.length: own for own in layout.own}
-    assert sorted(own) == [3, 20, 100]
-    assert own[3].block_tokens.tolist() == [[0, 1, 2], [23, 24, 24]]
-    assert own[3].present.tolist() == [[True, True, True], [True, True, False]]
-    assert (own[20].token_range, own[100].token_range) == (slice(3, 23), slice(25, 125))
+    check_tolerance(FORESTS["four levels and a neighbour"], "cpu", torch.bfloat16, 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype: torch.dtype) -> None:
+def test_attention_on_a_gpu_has_the_shapes_of_its_inputs(dtype: torch.dtype) -> None:
     q = torch.empty(2, HEADS, 5, DIM, dtype=dtype, device="meta")
     k = torch.empty(2, KV_HEADS, 5, DIM, dtype=dtype, device="meta")
     out, lse = attend(q, k, k, causal=True, scale=1.0)
-    assert (out.shape, lse.shape) == (q.shape, (2, HEADS, 5))
+    assert out.shape == q.shape
+    assert lse.shape == (2, HEADS, 5)
     gradients = attend_backward(out, q, k, k, out, lse, causal=True, scale=1.0)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 64])
-def test_log_sum_exps_lie_side_by_side_for_the_kernel_of_a_gpu(
+def test_the_kernel_of_a_gpu_gets_contiguous_log_sum_exps(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Tensor] = []
-    q, k = (torch.empty(1, heads, tokens, DIM, device="meta") for heads in (HEADS, KV_HEADS))
-    kernel = SimpleNamespace(
-        _scaled_dot_product_efficient_attention_backward=lambda *given, **_: (
-            seen.append(given[6]),
-            k,
-            k,
-            None,
-        )
-    )
-    monkeypatch.setattr(block_attention, "_aten", kernel)
-    lse = torch.empty(tokens, HEADS, device="meta").t()[None]  # as a layout's are stored
+    strides = []
+    q = torch.empty(1, HEADS, tokens, DIM, device="meta")
+    k = torch.empty(1, KV_HEADS, tokens, DIM, device="meta")
+
+    def record_stride(*arguments: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        log_sum_exps = arguments[6]
+        strides.append(log_sum_exps.stride(-1))
+        return q, k, k, None
+
+    operators = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=record_stride)
+    monkeypatch.setattr(block_attention, "_aten", operators)
+    lse = torch.empty(tokens, HEADS, device="meta").t()[None]  # as `BlockAttention` stores them
     attend_backward(q, q, k, k, q, lse, causal=False, scale=1.0)
-    assert [x.stride(-1) for x in seen] == [1]
+    assert strides == [1]
 
 
-class Kernel(torch.nn.Module):
-    """Transformer Engine's `DotProductAttention`, in what it takes and returns of packed sequences."""
+class FakeDotProductAttention(torch.nn.Module):
+    """Replacement for Transformer Engine's `DotProductAttention` of packed sequences.
 
-    made: ClassVar[list[dict[str, object]]] = []
+    Attributes:
+        created: arguments of the constructor, of each instance.
+    """
+
+    created: ClassVar[list[dict[str, object]]] = []
 
     def __init__(self, **options: object) -> None:
         super().__init__()
-        self.made.append(options)
+        self.created.append(options)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         starts = options["cu_seqlens_q"]
-        assert starts.dtype == torch.int32 and torch.equal(starts, options["cu_seqlens_kv"])
+        assert starts.dtype == torch.int32
+        assert torch.equal(starts, options["cu_seqlens_kv"])
         lengths = starts.diff().tolist()
-        assert (options["qkv_format"], options["attn_mask_type"]) == ("thd", "padding_causal")
+        assert options["qkv_format"] == "thd"
+        assert options["attn_mask_type"] == "padding_causal"
         assert options["max_seqlen_q"] == options["max_seqlen_kv"] == max(lengths)
-        whole = by_itself(query, key, value, [Segment(tokens=length) for length in lengths])
-        return whole.flatten(1)
+        segments = [Segment(tokens=length) for length in lengths]
+        return attend_by_path(query, key, value, segments).flatten(1)
 
 
 def test_transformer_engine_attends_where_nothing_is_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pytorch = SimpleNamespace(DotProductAttention=FakeDotProductAttention)
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=None))
-    monkeypatch.setitem(
-        sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Kernel)
-    )
-    config = SimpleNamespace(kv_channels=DIM, deterministic_mode=False)
-    ours = TreeAttention(config, 1, None, None)
-    fused = TreeAttention(config, 1, None, None, fused=True)
-    for segments, kernels in (
-        ([Segment(tokens=3), Segment(tokens=70), Segment(tokens=1)], 1),
-        (FORESTS["ragged replies"], 1),  # trees are ours: no second kernel is made
-        ([Segment(tokens=9)], 1),  # the same heads: it is made once
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
+    tree_attention = TreeAttention(CONFIG, 1, None, None)
+    fused = TreeAttention(CONFIG, 1, None, None, fused=True)
+    for segments in (
+        [Segment(tokens=3), Segment(tokens=70), Segment(tokens=1)],
+        FORESTS["ragged replies"],  # shared, so not computed by Transformer Engine
+        [Segment(tokens=9)],
     ):
         layout = PackedTrees.of(segments)
-        q, k, v = (x[:, None] for x in inputs(sum(segment.tokens for segment in segments)))
-        want = ours(q, k, v, None, packed_seq_params=layout)
-        got = fused(q, k, v, None, packed_seq_params=layout)
-        assert got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
-        assert len(Kernel.made) == kernels
-    (made,) = Kernel.made
-    assert (made["num_attention_heads"], made["num_gqa_groups"], made["kv_channels"]) == (
-        HEADS,
-        KV_HEADS,
-        DIM,
-    )
-    assert made["softmax_scale"] == DIM**-0.5 and made["attention_dropout"] == 0.0
+        q, k, v = (x[:, None] for x in make_inputs(token_count(segments)))
+        expected = tree_attention(q, k, v, None, packed_seq_params=layout)
+        out = fused(q, k, v, None, packed_seq_params=layout)
+        assert out.shape == expected.shape
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+        (options,) = FakeDotProductAttention.created  # created by the first call only
+        assert options["num_attention_heads"] == HEADS
+        assert options["num_gqa_groups"] == KV_HEADS
+        assert options["kv_channels"] == DIM
+        assert options["softmax_scale"] == DIM**-0.5
+        assert options["attention_dropout"] == 0.0
