@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.engine_factory import close_engines, make_engines
+from mcore_mas.runtime.engine_factory import close_engines, engine_requests, make_engines
 from mcore_mas.runtime.players import make_players, open_remotes
 from mcore_mas.runtime.run_environments import open_environments
 from rollout.config.agents import build_team
@@ -22,7 +22,7 @@ class RunningTeam:
 
     Attributes:
         collector: plays tasks with the team.
-        runner: of the event loop that the collector must be called in.
+        runner: runner of the event loop in which the collector must be called.
     """
 
     collector: Collector
@@ -34,9 +34,9 @@ def running_team(config: RunConfig, path_prefix: str, step: int) -> Iterator[Run
     """Start the engines and the environments of a team for the block, on all GPUs of the machine.
 
     Args:
-        config: of the run.
+        config: config of the run.
         path_prefix: beginning of all paths that remote models, engines and the retriever write to.
-        step: in the seeds of the trajectories.
+        step: number that is part of the seeds of the trajectories.
 
     Raises:
         PlacementError: there are fewer GPUs than the engines need.
@@ -48,9 +48,10 @@ def running_team(config: RunConfig, path_prefix: str, step: int) -> Iterator[Run
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         retriever_log = str(Path(f"{path_prefix}retriever").absolute())
         make_env = stack.enter_context(open_environments(config, retriever_log))
-        engines = make_engines(
+        requests = engine_requests(
             config, config.models, Path(f"{path_prefix}engines"), trained=False, gpus=gpus
         )
+        engines = make_engines(requests)
         stack.callback(close_engines, engines)
         runner = stack.enter_context(asyncio.Runner())
         for remote in remotes.values():

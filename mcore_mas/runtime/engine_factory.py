@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,42 +16,15 @@ from rollout.engines.build import EngineRequest, RestartGuard, build_engines
 from rollout.models.adapter_weights import AdapterShape
 
 
-def make_engines(
-    config: RunConfig,
-    models: Mapping[str, str | Path],
-    log_folder: Path,
-    *,
-    trained: bool,
-    placements: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    nodes: int | None = None,
-    gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    restart_guard: RestartGuard = nullcontext,
-) -> dict[str, Any]:
-    """Return an engine for each policy of `models`.
+def make_engines(requests: Iterable[EngineRequest]) -> dict[str, Any]:
+    """Start the requested engines; return the engine of each policy.
 
-    Args:
-        models: Hugging Face folder by policy.
-        log_folder: folder of the servers' logs.
-        trained: True if trainers send weights; Ray must be running then.
-        placements: Ray actor options of each device of an engine, by policy.
-        nodes: number of nodes of a Ray that was joined; None if the run has its own Ray.
-        gpus: in an evaluation, the GPUs of each server or replica, by policy.
-        restart_guard: see `EngineRequest`.
+    Ray must be running if trainers send weights to an engine.
 
     Raises:
         EngineError: an engine does not compute its model, or cannot start.
     """
     engines: dict[str, Any] = {}
-    requests = engine_requests(
-        config,
-        models,
-        log_folder,
-        trained=trained,
-        placements=placements,
-        nodes=nodes,
-        gpus=gpus,
-        restart_guard=restart_guard,
-    )
     for request in requests:
         engines.update(zip(request.policies, build_engines(request), strict=True))
     return engines
@@ -68,12 +41,25 @@ def engine_requests(
     gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
     restart_guard: RestartGuard = nullcontext,
 ) -> list[EngineRequest]:
-    """Return a request for each engine of the policies; see `make_engines`."""
+    """Return a request for each engine of a run.
+
+    One engine may serve the adapters of several policies.
+
+    Args:
+        config: config of the run.
+        models: Hugging Face folder by policy.
+        log_folder: folder of the servers' logs.
+        trained: True if trainers send weights.
+        placements: Ray actor options of each device of an engine, by policy.
+        nodes: number of nodes of a Ray that was joined; None if the run has its own Ray.
+        gpus: in an evaluation, the GPUs of each server or replica, by policy.
+        restart_guard: see `EngineRequest`.
+    """
     requests: list[EngineRequest] = []
     requested: set[str] = set()
     for policy, model in models.items():
         if policy in requested:
-            continue  # an adapter beside that of an earlier policy
+            continue  # the engine of an earlier policy has the adapter of this one
         policies = _policies_of_engine(config, policy, trained=trained)
         requested.update(policies)
         engine = for_policy(config, policy).engine
@@ -85,8 +71,8 @@ def engine_requests(
         if nodes is not None:  # trainers and servers may be on different nodes
             weights_folder = (weights_folder or log_folder / policy).resolve()
 
-        own_placements = placements.get(policy) if placements else None
-        shares_gpus = bool(own_placements) and config.cluster.pool == "shared"
+        engine_placements = placements.get(policy) if placements else None
+        shares_gpus = bool(engine_placements) and config.cluster.pool == "shared"
         if gpus is not None:
             shares_gpus = _has_gpus_of_others(policy, gpus)
 
@@ -102,7 +88,7 @@ def engine_requests(
                 threads=config.cluster.threads_per_process or 1,
                 bf16=config.policies[policy].bf16,
                 weights_folder=weights_folder,
-                placements=own_placements,
+                placements=engine_placements,
                 multi_node=nodes is not None and nodes > 1,
                 shares_gpus=shares_gpus,
                 gpus=gpus[policy] if gpus is not None else None,
@@ -114,7 +100,7 @@ def engine_requests(
 
 
 def close_engines(engines: Mapping[str, Any]) -> None:
-    """End the processes of the engines that have some."""
+    """End the processes of the engines."""
     for engine in engines.values():
         if hasattr(engine, "close"):
             engine.close()

@@ -15,7 +15,7 @@ from mcore_mas.planning.worker_groups import Part, PlacementError
 from mcore_mas.runtime.checkpoint import CheckpointError
 from mcore_mas.runtime.cluster import NodeLost, alive_nodes, watch_nodes
 from mcore_mas.runtime.devices import RunDevices, find_devices
-from mcore_mas.runtime.engine_factory import close_engines, make_engines
+from mcore_mas.runtime.engine_factory import close_engines, engine_requests, make_engines
 from mcore_mas.runtime.placement import DevicePlacement
 from mcore_mas.runtime.rank_pool import TrainerTurns
 from mcore_mas.runtime.trainer_group import TrainerGroup
@@ -132,7 +132,7 @@ class RunWorkers:
                 placements[policy] = actor_options
             elif for_policy(self._config, policy).engine.name == "embedded":
                 placements[policy] = [self._placement.driver_node_options()]
-        self.engines |= make_engines(
+        requests = engine_requests(
             self._config,
             models,
             self._config.folder / "train" / "engines",
@@ -141,6 +141,7 @@ class RunWorkers:
             nodes=len(self.devices.nodes) if self.devices.joined else None,
             restart_guard=self._trainers_offloaded,
         )
+        self.engines |= make_engines(requests)
 
     def _trainers_offloaded(self) -> AbstractAsyncContextManager[object]:
         """Return a context manager that offloads the trainers while an engine restarts.

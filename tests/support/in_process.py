@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -22,6 +22,7 @@ from mcore_mas.planning.worker_groups import list_worker_groups
 from mcore_mas.tracking import logbook
 from mcore_mas.training import train, workers
 from rollout.base.failpoints import failpoint
+from rollout.engines.build import EngineRequest
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.local import LocalEngine
 from rollout.engines.embedded.requests import Report, Request
@@ -135,19 +136,18 @@ class HereGroup(Group):
         self.trainer.model.write(folder)
 
 
-def engines_here(
-    config: RunConfig, models: dict[str, str], *_: object, **__: object
-) -> dict[str, Engine]:
+def engines_here(requests: Sequence[EngineRequest]) -> dict[str, Engine]:
+    """Return an engine in this process for each policy of the requests."""
     HereGroup.engines = {}
-    for policy, model in models.items():
-        engine = for_policy(config, policy).engine
-        core = EmbeddedEngine.from_folder(
-            model,
-            rows=engine.slots,
-            max_length=engine.max_length,
-            deterministic=engine.deterministic,
-        )
-        HereGroup.engines[policy] = Engine(core)
+    for request in requests:
+        for policy in request.policies:
+            core = EmbeddedEngine.from_folder(
+                str(request.model),
+                rows=request.config.slots,
+                max_length=request.config.max_length,
+                deterministic=request.config.deterministic,
+            )
+            HereGroup.engines[policy] = Engine(core)
     return dict(HereGroup.engines)
 
 

@@ -213,13 +213,14 @@ def test_a_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Server, "start", record_gpus)
     config = make_config("engine.tp=2", "engine.python=" + sys.executable)
     model = make_run(tmp_path, "data.test=2") / "base"
-    engines = make_engines(
+    requests = engine_requests(
         config,
         dict.fromkeys(config.models, model),
         tmp_path,
         trained=False,
         gpus=assign_engine_gpus(config),
     )
+    engines = make_engines(requests)
     for engine in engines.values():
         for replica in engine.fleet.replicas:
             assert isinstance(replica, Replica)
