@@ -35,7 +35,7 @@ async def python_tools(
         memory_mb: memory of a program.
         cores: cores that a program and its children share.
         disk_mb: size of the folder, and of a file in it.
-        tier: how programs are isolated on this machine.
+        tier: tier of isolation of programs on this machine.
     """
     limits = RunLimits(
         wall_s=cell_s, memory_mb=memory_mb, cores=cores, disk_mb=disk_mb, file_mb=disk_mb

@@ -127,7 +127,7 @@ class CodeEnv(SandboxedEnv):
     `runs` and `visible_rate`, which is 1 without visible tests.
 
     Args:
-        compare: how printed output is compared.
+        compare: unit by which printed output is compared.
         reward: `all`, 1 if every test passes, else 0; or `rate`, the fraction of tests that pass.
         max_tests: number of tests to score on, those with the longest inputs; 0 is all.
     """

@@ -54,7 +54,7 @@ class DataScienceEnv:
     the baseline, or if there is no baseline.
 
     Args:
-        tier: how programs are isolated on this machine.
+        tier: tier of isolation of programs on this machine.
         reward: `normalised`, the score in [0, 1] by its metric; or `gap`, the share of the way from
             the baseline to the ceiling, as in DSBench.
         malformed: reward without a submission that can be scored.
@@ -209,8 +209,8 @@ def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(f"task {task.id}: its answers are no files and target ({error})") from error
     if target is None or target.metric not in TABLE_METRICS:
-        known = ", ".join(TABLE_METRICS)
         raise EnvError(
-            f"task {task.id} has no target, or a metric that is not known; metrics: {known}"
+            f"task {task.id} has no target, or a metric that is not known; metrics: "
+            f"{', '.join(TABLE_METRICS)}"
         )
     return files, target

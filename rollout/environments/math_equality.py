@@ -1,10 +1,12 @@
-"""Verifier of math answers (is one equal to another?), in child processes within limits.
+"""Comparison of math answers in child processes with limits of time and memory.
 
-An answer such as 3!!! or an integral keeps a computer-algebra system busy for ever, inside C code
-that no signal handler interrupts. A child limits its CPU seconds before each comparison and is
-started again if it dies of the limit. CPU seconds, not the clock's: a busy machine changes no
-verdict. This file is also the child's program, so it imports nothing of ours, and loads sympy only
-there.
+An answer such as 3!!! or an integral can keep a computer-algebra system busy forever, in C code
+that no signal handler interrupts. Each child process therefore sets a limit of CPU seconds before a
+comparison, and `Comparer` starts it again if the limit kills it. CPU seconds are used instead of
+wall time, so that a busy machine changes no verdict.
+
+This file is also the program of the child processes. Therefore it imports nothing from this
+project, and imports sympy only inside functions that run in a child.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from typing import Any
 
 _MEMORY_BYTES = 2 << 30
 _WORKERS = 2
-_CLOCK_FACTOR = 20  # clock seconds for each CPU second of the limit: a child may be stopped
+# Wall seconds to wait for each CPU second of the limit, because a child may have to wait for a CPU.
+_CLOCK_FACTOR = 20
 
-_VALUE_DIGITS = 60  # in which numbers are compared
+_VALUE_DIGITS = 60  # digits with which numbers are compared
 _TINY = 1e-45  # relative error of a value, and the size below which a value may be zero
-_FLOAT_DIGITS = 15  # of a number as a program prints it
+_FLOAT_DIGITS = 15  # significant digits of a float that a program prints
 _FLOAT_ERROR = 1e-14
-_ROUNDED_DIGITS = 6  # from which on a decimal truth stands for all numbers that round to it
-_POINTS = 3  # at which expressions with symbols are compared
-_MAX_CHECKED_NUMBERS = 20  # of an answer
+_ROUNDED_DIGITS = 6  # a decimal truth with as many digits stands for all numbers that round to it
+_POINTS = 3  # number of points at which expressions with symbols are compared
+_MAX_CHECKED_NUMBERS = 20  # numbers of an answer that `_has_unread_number` checks
 
 _JUNCTION = re.compile(r"\\lor|\\land")
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|lt|gt)(?:q|qslant)?(?![a-zA-Z])")
@@ -44,33 +47,36 @@ class AnswerComparison(enum.StrEnum):
     """Result of comparing two answers."""
 
     EQUAL = "equal"
-    DIFFERENT = "different"  # also if one of them is no mathematics
-    UNDECIDED = "undecided"  # a limit was met, or a part of an answer was not read
+    DIFFERENT = "different"  # also if one of them cannot be read
+    UNDECIDED = "undecided"  # a limit was reached, or a part of an answer was not read
 
 
 _REPLIES = {f"{verdict}\n": verdict for verdict in AnswerComparison}
 
 
 class ComparerError(RuntimeError):
-    """A child process that cannot be started."""
+    """A child process cannot be started."""
 
 
 class Comparer:
-    """A few child processes that compare answers; a question waits only while all are busy."""
+    """A few child processes that compare answers; a comparison waits only while all are busy."""
 
     def __init__(self, *, limit_s: int = 5) -> None:
-        """Prepare the children, each of which starts with its first question.
+        """Prepare the children. Each of them starts at its first comparison.
 
         Args:
-            limit_s: CPU seconds of one comparison.
+            limit_s: limit of the CPU seconds of one comparison.
         """
-        # Last in, first out: the child that was used last is running already.
+        # Last in, first out, because the child that was used last is already running.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for _ in range(_WORKERS):
             self._idle.put(_Child(limit_s))
 
     def compare(self, given: str, truth: str) -> AnswerComparison:
-        """Compare two normalized LaTeX answers; `x=5` is 5 if 5 is the truth, not the reverse.
+        """Compare two normalized LaTeX answers.
+
+        The given answer `x=5` equals the truth `5`, but the answer `5` does not equal the truth
+        `x=5`.
 
         Raises:
             ComparerError: a child cannot be started; the message says what to do.
@@ -90,7 +96,7 @@ class _Child:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, given: str, truth: str) -> AnswerComparison:
-        """Send a question and wait for the reply; UNDECIDED if none comes within the limits."""
+        """Send two answers and return the verdict; UNDECIDED if none comes within the limits."""
         if self._process is None:
             self._process = _start(self._limit_s)
         process = self._process
@@ -107,7 +113,7 @@ class _Child:
         return _REPLIES.get(reply, AnswerComparison.UNDECIDED)
 
     def stop(self) -> None:
-        """Kill the child, if it runs; the next question starts another one."""
+        """Kill the child, if it runs; the next comparison starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -116,7 +122,7 @@ class _Child:
 
 def _start(limit_s: int) -> subprocess.Popen[str]:
     """Start a child and wait until it has loaded math-verify."""
-    # -P keeps this folder, whose math.py would hide the standard library's, off the import path.
+    # With -P this folder, whose math.py shadows the standard library's, is not on the import path.
     command = [sys.executable, "-P", str(Path(__file__).resolve()), str(limit_s)]
     process = subprocess.Popen(
         command,
@@ -135,15 +141,15 @@ def _start(limit_s: int) -> subprocess.Popen[str]:
 
 
 def _serve(limit_s: int) -> None:
-    """Answer questions from standard input, one JSON pair a line, until it is closed."""
+    """Compare pairs of answers from standard input, one JSON pair per line, until it is closed."""
     import resource
     import time
 
-    import math_verify  # noqa: F401 - loaded before the first question, within no limit
+    import math_verify  # noqa: F401 - imported here, so that no limit applies to the import
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     replies = sys.stdout
-    sys.stdout = sys.stderr  # output of a library is no reply
+    sys.stdout = sys.stderr  # so that no output of a library is taken for a reply
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         end_s = int(time.process_time()) + 1 + limit_s
@@ -151,16 +157,17 @@ def _serve(limit_s: int) -> None:
         given, truth = json.loads(line)
         try:
             verdict = _compare(given, truth)
-        except Exception:  # sympy raises errors of any type on text that is no mathematics
+        except Exception:  # sympy raises errors of any type for text that it cannot read
             verdict = AnswerComparison.DIFFERENT
         if verdict is AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
-            # math-verify hides its MemoryError; memory that grows by doubling fails above half.
+            # math-verify hides a MemoryError. Memory that grows by doubling fails above half of the
+            # limit, so such a peak means that the limit was reached.
             raise MemoryError
         print(verdict.value, file=replies, flush=True)
 
 
 def _compare(given: str, truth: str) -> AnswerComparison:
-    """Compare two normalized answers as mathematics."""
+    """Compare two normalized answers by their mathematical meaning."""
     guess = _read(given)
     gold = _read(truth)
     if guess is None or gold is None or not _are_equal(guess, gold):
@@ -171,7 +178,7 @@ def _compare(given: str, truth: str) -> AnswerComparison:
 
 
 def _read(text: str) -> Any:
-    """Return the sympy object of an answer; None if math-verify reads no mathematics in it.
+    """Return the sympy object of an answer; None if math-verify cannot read it.
 
     Relations that are joined by `\\lor` and `\\land` become the set of their solutions.
     """
@@ -189,7 +196,7 @@ def _read(text: str) -> Any:
 
 
 def _read_junction(text: str) -> Any:
-    """Return the set of numbers for which relations hold, joined by "or", then by "and"."""
+    """Return the solutions of relations that are joined by `\\lor` and, inside of it, `\\land`."""
     import sympy
 
     alternatives = []
@@ -203,7 +210,7 @@ def _read_junction(text: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Return what math-verify reads in a text, or None."""
+    """Return the first sympy object that math-verify reads in a text, or None."""
     import sympy
     from math_verify import parse
 
@@ -214,7 +221,10 @@ def _parse(text: str) -> Any:
 
 
 def _in_dollars(text: str) -> str:
-    """Return a text as a formula; math-verify overlooks a percent sign inside the dollars."""
+    """Return a text as a formula.
+
+    A percent sign is put behind the dollars, because math-verify ignores one inside.
+    """
     number = text
     if text.endswith("%"):
         number = text.removesuffix("%").removesuffix("\\")
@@ -222,7 +232,7 @@ def _in_dollars(text: str) -> str:
 
 
 def _solutions(equations: Any) -> Any:
-    """Return the values of one unknown instead of its equations, as in `x=1,x=2`."""
+    """Return the set {1, 2} for equations of one unknown such as `x=1,x=2`, else the equations."""
     import sympy
 
     elements = list(equations.args)
@@ -235,7 +245,7 @@ def _solutions(equations: Any) -> Any:
 
 
 def _are_equal(guess: Any, gold: Any) -> bool:
-    """Return True if two sympy objects are equal; numbers are compared relative to their size."""
+    """Return True if two sympy objects are equal; numbers may have a relative error."""
     import sympy
     from math_verify import verify
 
@@ -256,7 +266,7 @@ def _are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _assigned_value(expression: Any) -> Any:
-    """Return the last side of `x=...` or of `x=...=...`; any other expression as it is."""
+    """Return the last side of `x=...` or of `x=...=...`; other expressions are unchanged."""
     import sympy
 
     equations = [expression]
@@ -268,7 +278,7 @@ def _assigned_value(expression: Any) -> Any:
 
 
 def _interval_set(expression: Any) -> Any:
-    """Return an interval, a union of intervals, or the solutions of an inequality, as a set."""
+    """Return an interval, a union, or the solutions of an inequality as a set; else None."""
     import sympy
 
     if isinstance(expression, sympy.Interval | sympy.Union):
@@ -282,7 +292,7 @@ def _interval_set(expression: Any) -> Any:
 
 
 def _is_number(expression: Any) -> bool:
-    """Return True if an expression has no symbols but the imaginary unit."""
+    """Return True if an expression has no symbol except the imaginary unit."""
     import sympy
 
     if not isinstance(expression, sympy.Expr):
@@ -299,7 +309,7 @@ def _exact(expression: Any) -> Any:
 
 
 def _numbers_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare two numbers, of which either may be a percentage: 50 % is 50, and a half."""
+    """Compare two numbers. A percentage such as 50 % equals both 50 and 1/2."""
     guess_share = _percentage(guess)
     gold_share = _percentage(gold)
     if guess_share is not None and gold_share is not None:
@@ -312,7 +322,7 @@ def _numbers_are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _percentage(expression: Any) -> Any:
-    """Return the number before a percent sign; None without one."""
+    """Return the number before the percent sign of a percentage; None for other expressions."""
     import sympy
 
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
@@ -322,10 +332,10 @@ def _percentage(expression: Any) -> Any:
 
 
 def _values_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare two numbers exactly, or by the digits of a long decimal.
+    """Compare two numbers exactly, or with the precision of a long decimal.
 
-    A decimal truth of six digits or more stands for all numbers that round to it. A decimal guess
-    of fifteen digits is as exact as a computer writes it.
+    A decimal truth of six digits or more equals all numbers that round to it. A decimal guess of
+    fifteen digits or more may have the rounding error of a float.
     """
     tolerance = _rounding_tolerance(gold)
     guess_value = _value(guess)
@@ -344,7 +354,7 @@ def _values_are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _value(expression: Any) -> Any:
-    """Return the value of a number in 60 digits; `i` is the imaginary unit."""
+    """Return the value of a number with 60 digits; `i` is the imaginary unit."""
     import sympy
 
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
@@ -355,7 +365,7 @@ def _value(expression: Any) -> Any:
 
 
 def _rounding_tolerance(gold: Any) -> Any:
-    """Return half a unit in the last place of a decimal of six digits or more, else 0."""
+    """Return half a unit of the last digit of a decimal with six digits or more, else 0."""
     import sympy
 
     if _significant_digits(gold) < _ROUNDED_DIGITS:
@@ -365,7 +375,7 @@ def _rounding_tolerance(gold: Any) -> Any:
 
 
 def _significant_digits(number: Any) -> int:
-    """Return the significant digits of a decimal; 0 for any other expression."""
+    """Return the number of significant digits of a decimal; 0 for other expressions."""
     import sympy
 
     if not isinstance(number, sympy.Float):
@@ -374,9 +384,9 @@ def _significant_digits(number: Any) -> int:
 
 
 def _parts_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare the elements of two objects that math-verify takes for equal.
+    """Compare the elements of two objects that math-verify finds equal.
 
-    It compares by decimal places and so takes all small numbers for equal.
+    math-verify compares decimal places, so that all small numbers are equal for it.
     """
     guess_parts = list(_parts(guess))
     gold_parts = list(_parts(gold))
@@ -389,7 +399,7 @@ def _parts_are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _parts(expression: Any) -> Iterator[Any]:
-    """Yield the expressions of a set, a tuple, an interval or a matrix; relations have none."""
+    """Yield the expressions in a set, tuple, interval or matrix; nothing for relations."""
     import sympy
 
     if isinstance(expression, sympy.MatrixBase):
@@ -416,7 +426,7 @@ def _part_is_equal(guess: Any, gold: Any) -> bool:
 
 
 def _value_at(expression: Any, point: int) -> Any:
-    """Return the value of an expression with a number in place of each symbol, by its name."""
+    """Return the value of an expression in which each symbol is replaced by a number."""
     import sympy
 
     values = {
@@ -427,7 +437,7 @@ def _value_at(expression: Any, point: int) -> Any:
 
 
 def _point(symbol: str, point: int) -> int:
-    """Return a number above 97 that depends on the symbol's name and on the point."""
+    """Return an integer above 97 that depends on the name of a symbol and on the point."""
     return 101 + (zlib.crc32(f"{symbol} {point}".encode()) % 1009)
 
 
@@ -437,16 +447,21 @@ def _sort_key(expression: Any) -> tuple[float, float]:
 
 
 def _has_unread_number(text: str, expression: Any) -> bool:
-    """Return True if a number of the text can be changed without changing its meaning.
+    """Return True if math-verify has ignored a number of the text.
 
-    math-verify passes over the parts of an answer that it does not read. Numbers of units, such as
-    the 2 of `cm^2`, have no meaning for it.
+    math-verify skips the parts of an answer that it cannot read. A number is ignored if a text with
+    another number there gives the same expression. Numbers inside units, such as the 2 of `cm^2`,
+    are not checked.
+
+    Args:
+        text: the answer.
+        expression: the sympy object that was read from it.
     """
-    marked = [match.span() for match in _MARKED_UNIT.finditer(text)]
+    unit_spans = [match.span() for match in _MARKED_UNIT.finditer(text)]
     numbers = list(_DIGITS.finditer(text))[:_MAX_CHECKED_NUMBERS]
     for number in numbers:
         last = number.end() - 1
-        if any(start <= last < end for start, end in marked):
+        if any(start <= last < end for start, end in unit_spans):
             continue
         other_digit = "3" if text[last] == "7" else "7"
         changed = _read(f"{text[:last]}{other_digit}{text[last + 1 :]}")
@@ -456,9 +471,9 @@ def _has_unread_number(text: str, expression: Any) -> bool:
 
 
 def _peak_bytes() -> int:
-    """Return the largest size that this process has had.
+    """Return the peak size of this process.
 
-    `ru_maxrss` would be the parent's, if that was larger.
+    `ru_maxrss` is not used, because a child inherits it from a larger parent.
     """
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmPeak:")[2].split()[0]) * 1024

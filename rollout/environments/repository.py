@@ -77,7 +77,7 @@ class CheckCall:
     Attributes:
         arguments: JSON values.
         expected: JSON value, which stays outside the sandbox.
-        passes: True if the test passes before the repair (PASS_TO_PASS).
+        passes_before: True if the test passes before the repair (PASS_TO_PASS).
     """
 
     name: str
@@ -85,7 +85,7 @@ class CheckCall:
     function: str
     arguments: tuple[Any, ...]
     expected: Any
-    passes: bool
+    passes_before: bool
 
 
 def pack_source(path: str, content: str) -> str:
@@ -95,7 +95,21 @@ def pack_source(path: str, content: str) -> str:
 
 def pack_check(check: CheckCall) -> str:
     """Encode a hidden test as one of a task's `answers`; no model ever sees it."""
-    return json.dumps({"check": asdict(check)})
+    values = asdict(check)
+    values["passes"] = values.pop("passes_before")
+    return json.dumps({"check": values})
+
+
+def _unpack_check(values: Mapping[str, Any]) -> CheckCall:
+    """Decode a hidden test that `pack_check` encoded."""
+    return CheckCall(
+        name=values["name"],
+        module=values["module"],
+        function=values["function"],
+        arguments=tuple(values["arguments"]),
+        expected=values["expected"],
+        passes_before=values["passes"],
+    )
 
 
 def pack_instance(
@@ -108,14 +122,14 @@ def pack_instance(
 ) -> str:
     """Encode the tests of a SWE-bench instance as one of a task's `answers`.
 
-    The files are those of the instance's checkout.
+    The files of the task are those of the instance's checkout.
 
     Args:
-        instance: name of the instance and of its checkout.
+        instance: name of the instance, which is also that of its checkout.
         fail_to_pass: names of tests that the repair must make pass.
         pass_to_pass: names of tests that must still pass.
         test_patch: unified diff that adds the tests.
-        shown: paths of files that agents read; of other files they read the paths only.
+        shown: paths of the files whose content agents read; of other files they only read the path.
     """
     fields = {
         "instance": instance,
@@ -333,10 +347,9 @@ def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
             if "source" in fields:
                 sources[fields["source"]] = fields["content"]
             elif "check" in fields:
-                arguments = tuple(fields["check"]["arguments"])
-                check = CheckCall(**{**fields["check"], "arguments": arguments})
+                check = _unpack_check(fields["check"])
                 checks.append(check)
-                names = pass_to_pass if check.passes else fail_to_pass
+                names = pass_to_pass if check.passes_before else fail_to_pass
                 names.append(check.name)
             else:
                 sources |= _read_checkout(checkouts, fields["instance"])

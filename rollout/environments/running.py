@@ -25,7 +25,7 @@ class SandboxedEnv:
 
     Args:
         server: address of a SandboxFusion server that runs programs; null: this machine.
-        tier: how programs are isolated on this machine.
+        tier: tier of isolation of programs on this machine.
         cpu_s: CPU seconds of a program; its limit of wall time is twice as long.
         memory_mb: memory of a program.
         cores: cores that a program and its children share.

@@ -23,8 +23,8 @@ class Sum:
 
     Attributes:
         operation: "+", or "-" to subtract all other numbers from the first one.
-        numbers: to add or subtract.
-        text: of the problem.
+        numbers: numbers to add or subtract.
+        text: text of the problem.
     """
 
     operation: str

@@ -29,7 +29,7 @@ def arithmetic_demonstrations(
     exactly what the orchestra `solver_verifier` would show to the role.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         n: number of demonstrations.
         roles: the roles as the rollout will use them, by agent name.
         slips: probability that the solver of a demonstration is careless and drops carries.
@@ -68,11 +68,11 @@ def _demonstrate(
     """Return a reply with its prompt.
 
     Args:
-        roles: by agent.
-        problem: that the team works on.
+        roles: role of each agent.
+        problem: problem that the team works on.
         history: agents and their earlier replies.
-        agent: that replies.
-        reply: of the agent.
+        agent: agent that replies.
+        reply: reply of the agent.
     """
     messages = roles[agent].messages(**slots(problem.text, history))
     return Demonstration(

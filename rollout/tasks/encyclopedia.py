@@ -41,7 +41,7 @@ class _Question:
 
     Attributes:
         source: data source, "one_hop" or "two_hop".
-        text: with a gap for the person's name.
+        text: text with a gap for the person's name.
         sibling: other fact in the same passage.
     """
 
@@ -133,12 +133,12 @@ def encyclopedia_demonstrations(
     with probability 0.55 and a two-hop question with 0.3. The rest is for reinforcement learning.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         n: number of turns.
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.
-        style: how passages read, as at rollout (see `rollout.environments.search.PASSAGE_STYLES`).
+        style: form of the passages, as in a rollout (`rollout.environments.search.PASSAGE_STYLES`).
     """
     retriever = _make_train_retriever(seed)
 
@@ -179,12 +179,12 @@ def memory_demonstrations(
     the other fact of the passage; the scout searches for the surname only.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         n: number of chats.
         agents: the team as the rollout will use it.
         slips: probability of a slip by agent and turn; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.
-        style: how passages read, as at rollout.
+        style: form of the passages, as in a rollout.
         episodes: plays that are shown, over and over.
     """
     retriever = _make_train_retriever(seed)
@@ -211,8 +211,8 @@ def _train_episodes(seed: int, purpose: str) -> Iterator[_Episode]:
     """Yield episodes about people of the training split, without end.
 
     Args:
-        seed: of the run.
-        purpose: of the demonstrations, in the seeds of the episodes.
+        seed: seed of the run.
+        purpose: purpose of the demonstrations, which is part of the episodes' seeds.
     """
     people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
     facts = list(_QUESTIONS)

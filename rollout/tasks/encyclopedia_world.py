@@ -24,7 +24,7 @@ class Town:
     """Town with the facts of its passage.
 
     Attributes:
-        split: of the people who live in the town.
+        split: split of the people who live in the town.
     """
 
     name: str

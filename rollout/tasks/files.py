@@ -1,4 +1,4 @@
-"""Data files as tasks: the published formats, and the conversion of rows to tasks."""
+"""Tasks of data files: the published formats, and the conversion of rows to tasks."""
 
 import hashlib
 import re
@@ -56,14 +56,14 @@ _FIELD_OF_COLUMN = {
 
 @dataclass(frozen=True, slots=True)
 class LocatedTask:
-    """Task with the place that it was read from.
+    """Task with the row that it was read from.
 
     Attributes:
-        place: such as "train.parquet: row 7", for errors.
+        location: file and row for errors, such as "train.parquet: row 7".
         task: the task.
     """
 
-    place: str
+    location: str
     task: Task
 
 
@@ -76,19 +76,20 @@ def read_task_file(
     source: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LocatedTask]:
-    """Yield the tasks of a data file; rows without anything to score are left out.
+    """Yield the tasks of a data file, without the rows that have nothing to score.
 
-    The id of a task is made of its source, the row's id if there is one, and a digest of the
-    question. Files of the format "tasks" have ids, sources and splits of their own.
+    The id of a task consists of its source, the row's id if there is one, and a digest of the
+    question. Rows of the format "tasks" already have an id, a source and a split.
 
     Args:
-        path: of the file.
-        rows: of the file, if they are in memory; None reads the file.
+        path: path of the file.
+        rows: rows of the file, if they are in memory; None reads the file.
         format: name in `READABLE`, or import path of a `Format`.
         split: "train", "validation" or "test".
-        source: name of the data source; "": the row's own, or the name of the format.
-        columns: names of the columns with prompt, answer, id, source and context, in place of those
-            of the format.
+        source: name of the data source; "" takes the source of each row, or else the name of the
+            format.
+        columns: names of the columns with prompt, answer, id, source and context, which replace
+            those of the format.
 
     Raises:
         RecordError: the file or a row of it is not of the format.
@@ -110,20 +111,20 @@ def read_task_file(
         }
         row_format = replace(row_format, **changes)
     for number, row in enumerate(read_rows(path) if rows is None else rows):
-        place = f"{path}: row {number}"
+        location = f"{path}: row {number}"
         try:
             problem = row_format.problem(row)
         except BadRow as error:
-            raise RecordError(f"{place} of format {format} {error}") from error
+            raise RecordError(f"{location} of format {format} {error}") from error
         if problem is not None:
             row_source = source or problem.source or format.rpartition(":")[2]
-            yield LocatedTask(place, problem_task(problem, row_format.env, split, row_source))
+            yield LocatedTask(location, problem_task(problem, row_format.env, split, row_source))
 
 
 def distinct_tasks(
     located: Iterable[LocatedTask], seen: dict[str, LocatedTask], *, drop: bool
 ) -> Iterator[Task]:
-    """Yield tasks whose ids are new, and add them to `seen`.
+    """Yield the tasks whose ids are not in `seen` yet, and add them to it.
 
     Args:
         located: tasks to check.
@@ -140,20 +141,20 @@ def distinct_tasks(
             yield task
         elif (earlier.task.prompt, earlier.task.answers) != (task.prompt, task.answers):
             raise RecordError(
-                f"{entry.place}: task {task.id} is in {earlier.place} with another prompt or "
+                f"{entry.location}: task {task.id} is in {earlier.location} with another prompt or "
                 "answer; keep one of them"
             )
         elif not drop:
             raise RecordError(
-                f"{entry.place}: task {task.id} is in {earlier.place} already; set "
+                f"{entry.location}: task {task.id} is in {earlier.location} already; set "
                 "data.duplicates: drop to keep one"
             )
 
 
 def _without_path_parts(task_id: str) -> str:
-    """Replace what a task's id must not have by `_`: path segments, backslashes, control characters.
+    """Replace relative path segments, backslashes and control characters of a task's id by `_`.
 
-    Folders are named after ids. The digest in an id keeps tasks apart.
+    Ids become names of folders. The digest in each id still distinguishes the tasks.
     """
     task_id = _UNSAFE_CHARACTERS.sub("_", task_id)
     task_id = _RELATIVE_SEGMENT.sub("_", task_id)

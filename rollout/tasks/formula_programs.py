@@ -29,7 +29,7 @@ class WordedFormula:
 
     Attributes:
         value: function of the numbers.
-        wordings: that tasks use for the value.
+        wordings: wordings that tasks use for the value.
     """
 
     value: Callable[[int, int], int]
@@ -126,7 +126,7 @@ def program_demonstrations(
     well formed, and as often wrong as right.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         n: number of chats.
         agents: the team as the rollout will use it.
         slips: probability of a slip by agent; 0 for an agent that is not named.

@@ -27,7 +27,7 @@ def located_dataset(path: str) -> str:
     Any other path is returned as it is, with "~" expanded.
 
     Args:
-        path: of a file or folder, or the id of a data set on the hub.
+        path: path of a file or folder, or the id of a data set on the hub.
     """
     if path.startswith("~/"):
         path = str(Path(path).expanduser())
@@ -66,7 +66,7 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     the name of the split.
 
     Args:
-        folder: of the data set.
+        folder: folder of the data set.
         subset: name of a subset; None: the default one, or the only one.
         split: name of the split.
 

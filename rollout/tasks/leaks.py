@@ -95,7 +95,7 @@ def find_leaks(
     Args:
         splits: tasks by name of the split, in order.
         words: number of tokens in a shingle.
-        threshold: of the similarity; None does not compare by similarity.
+        threshold: threshold of the similarity; None does not compare by similarity.
 
     Raises:
         ValueError: an answer of a programming task is no test.
@@ -239,8 +239,8 @@ def _similar_texts(
         shared_counts = Counter(itertools.chain.from_iterable(sharing_texts))
         for index, shared in shared_counts.items():
             similarity = shared / (len(earlier_row) + len(rows[index]) - shared)
-            known = best.get(index)
-            if similarity >= threshold and (known is None or similarity > known.similarity):
+            previous = best.get(index)
+            if similarity >= threshold and (previous is None or similarity > previous.similarity):
                 best[index] = _IndexMatch(earlier_index, similarity)
     return best
 

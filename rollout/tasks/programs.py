@@ -101,7 +101,7 @@ def tested_problem(read: Callable[[DataRow], TestedQuestion], row: DataRow) -> P
 
     Args:
         read: extracts question and tests from the row.
-        row: of the data set.
+        row: row of the data set.
 
     Returns:
         The problem; None if the row has no tests.
@@ -244,7 +244,7 @@ def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
     Args:
         value: JSON, or its value: an object with `inputs` and `outputs`, or a list of objects with
             `input` and `output`.
-        function: that tests call which call a function and do not name it.
+        function: function for the tests that call a function without naming it.
     """
     if isinstance(value, str):
         value = json.loads(value)
@@ -297,7 +297,7 @@ def _call_test(name: str, given: Any, expected: Any) -> CallTest:
     """Return a test that calls a function.
 
     Args:
-        name: of the function.
+        name: name of the function.
         given: list of arguments, or a text with one JSON value per line.
         expected: result. It is JSON if `given` is a text, and else may be wrapped in a list of one.
     """
@@ -369,7 +369,7 @@ def _make_prompt(question: str, function: str | None, starter_code: str) -> str:
 
     Args:
         question: as published.
-        function: that the tests call; None: the program reads its standard input.
+        function: function that the tests call; None: the program reads its standard input.
         starter_code: beginning of the code; "" without one.
     """
     if function is None:

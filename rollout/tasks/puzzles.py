@@ -80,12 +80,12 @@ def puzzle_demonstrations(
 
     Args:
         make_source: makes the source of puzzles from the options.
-        seed: of the run.
+        seed: seed of the run.
         n: number of turns.
         roles: the roles as the rollout will use them, by agent name.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         max_turns: as at rollout.
-        options: of the source.
+        options: options of the source.
     """
     source = make_source(**options)
     orchestra = game_team if "planner" in roles else single

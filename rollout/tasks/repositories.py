@@ -38,9 +38,9 @@ def repository_tasks(
     """Draw sizes[split] packages for each split; a bug belongs to one split for every seed.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         sizes: number of tasks by split.
-        modules: of a package, each with two functions.
+        modules: number of modules of a package, each with two functions.
     """
     tasks = []
     for split, size in sizes.items():
@@ -64,7 +64,7 @@ def _draw(
     Args:
         random: random numbers.
         bugs: functions and names of their bugs to choose from.
-        split: of the task.
+        split: split of the task.
         modules: number of modules.
     """
     family, bug_name = random.choice(bugs)
@@ -110,7 +110,7 @@ def _complaint(
     family: FunctionWithBugs, bug: FunctionBug, module: str, checks: Sequence[CheckCall]
 ) -> str:
     """Return what a user writes about a bug, with the first test that fails as an example."""
-    failing = next(check for check in checks if not check.passes)
+    failing = next(check for check in checks if not check.passes_before)
     arguments = ", ".join(json.dumps(argument) for argument in failing.arguments)
     function = family.correct.__name__
     return (
@@ -154,12 +154,12 @@ def draw_checks(
     for _ in range(_MAX_DRAWS):
         arguments = family.draw_arguments(random)
         expected = family.correct(*arguments)
-        passes = bug is None or bug.function(*arguments) == expected
+        passes_before = bug is None or bug.function(*arguments) == expected
         text = json.dumps(arguments)
-        if text in seen or not missing.get(passes):
+        if text in seen or not missing.get(passes_before):
             continue
         seen.add(text)
-        missing[passes] -= 1
+        missing[passes_before] -= 1
         checks.append(
             CheckCall(
                 name=f"{module}.{name}-{len(checks)}",
@@ -167,7 +167,7 @@ def draw_checks(
                 function=name,
                 arguments=arguments,
                 expected=expected,
-                passes=passes,
+                passes_before=passes_before,
             )
         )
         if not any(missing.values()):

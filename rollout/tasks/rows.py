@@ -23,7 +23,7 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a data file in their order, reading as they are consumed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         suffix: read the file as if its name had this suffix; "": its own suffix.
 
     Raises:

@@ -42,7 +42,7 @@ def draw_different(
         split: name of the split, for errors.
         size: number of items.
         draw: returns an item, or None if the item belongs to another split.
-        key: of an item.
+        key: key of an item.
 
     Raises:
         ValueError: there are hardly so many different items.

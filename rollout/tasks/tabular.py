@@ -53,7 +53,7 @@ class TableModel:
 
     Attributes:
         weights: one for each numeric feature; a feature of weight 0 has no meaning.
-        effects: of the levels low, middle and high.
+        effects: effects of the levels low, middle and high.
     """
 
     kind: TableKind

@@ -37,7 +37,7 @@ class TeachingSession(TeamSession):
         """Begin without replies.
 
         Args:
-            roles: by agent.
+            roles: role of each agent.
             slips: probability of a slip by agent; 0 for agents that are not named.
             random: decides on slips.
         """
@@ -77,7 +77,7 @@ class _TaughtPolicy:
     """Policy that repeats a teacher, and stores each chat as it stands.
 
     Attributes:
-        agent: that the teacher speaks for.
+        agent: agent that the teacher speaks for.
         teacher: returns the replies.
         chats: demonstrations by the id of the chat.
     """
@@ -109,8 +109,8 @@ def chat_demonstrations(
     Args:
         lessons: tasks with their teachers.
         make_env: makes the environment of a task.
-        agents: of the team, with their own tools.
-        orchestra: of the team.
+        agents: agents of the team, with their tools.
+        orchestra: orchestra of the team.
         n: number of chats.
 
     Raises:
@@ -135,8 +135,8 @@ async def _play_lesson(
 ) -> list[Demonstration]:
     """Play a task, with a teacher for every agent; return all chats."""
     chats: dict[str, Demonstration] = {}
-    own_policies = {name: replace(agent, policy=name) for name, agent in agents.items()}
-    team = Team(own_policies, {name: _TaughtPolicy(name, teacher, chats) for name in agents})
+    taught_agents = {name: replace(agent, policy=name) for name, agent in agents.items()}
+    team = Team(taught_agents, {name: _TaughtPolicy(name, teacher, chats) for name in agents})
     session = team.session("demonstration", task.id)
     episode = Episode(task, session, make_env, orchestra)
     await episode.play()
@@ -146,6 +146,6 @@ async def _play_lesson(
 
 
 def tool_call_text(tool: str, **arguments: str) -> str:
-    """Return a tool call as models write it whose chat template has no format for calls."""
+    """Return a tool call in the form that models use if their chat template has no such format."""
     call = json.dumps({"name": tool, "arguments": arguments})
     return f"```tool\n{call}\n```"

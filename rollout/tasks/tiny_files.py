@@ -32,7 +32,7 @@ def write_tiny_file(path: Path, format: str) -> None:
     """Write a few generated rows of a published format; files of other names have other tasks.
 
     Args:
-        path: of the file, a .parquet, .json or .jsonl.
+        path: path of the file, which is a .parquet, .json or .jsonl.
         format: name of the format.
 
     Raises:

@@ -40,10 +40,10 @@ def gymnasium_tasks(
     A game is the seed of a reset, which belongs to one split for every seed of the run.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         sizes: number of tasks by split.
         name: data source to report under.
-        instructions: what agents are told before the first scene.
+        instructions: text that agents get before the first scene.
     """
 
     def draw(random: Random, split: str) -> str | None:
@@ -73,7 +73,7 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
     Its splits are train, valid_seen for validation, and valid_unseen for test.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         sizes: number of tasks by split.
         folder: ALFWorld's `json_2.1.1`.
 

@@ -14,7 +14,7 @@ class Slip:
     Attributes:
         kind: "copy": a digit is read wrongly. "sum": a column is computed wrongly. "carry": a carry
             is lost or invented. "result": a digit of the result is written wrongly.
-        column: of the mistake, from the lowest digit, 0.
+        column: column of the mistake, counted from 0 at the lowest digit.
         amount: added to the digit (modulo 10) or to the result of the column.
     """
 
@@ -31,7 +31,7 @@ def work_out(operation: str, numbers: Sequence[int], slip: Slip | None = None) -
 
     Args:
         operation: "+", or "-" to subtract all other numbers from the first one.
-        numbers: to add or subtract.
+        numbers: numbers to add or subtract.
         slip: mistake in the solution; None: the solution is right.
     """
     is_sum = operation == "+"
@@ -71,8 +71,8 @@ def work_out_wrongly(
     Args:
         random: random numbers.
         operation: "+" or "-".
-        numbers: to add or subtract.
-        kinds: of slips to choose from.
+        numbers: numbers to add or subtract.
+        kinds: kinds of slips to choose from.
     """
     right_box = _box_of(work_out(operation, numbers))
     columns = _columns_of(numbers)
@@ -92,7 +92,7 @@ def review(numbers: Sequence[int], slip: Slip | None = None) -> str:
     column.
 
     Args:
-        numbers: of the sum.
+        numbers: numbers of the sum.
         slip: mistake in the solution; None: the solution is right.
     """
     columns = _columns_of(numbers)

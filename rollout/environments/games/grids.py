@@ -1,6 +1,7 @@
 """Grid games of Stronger-MAS: Plan-Path and Sokoban.
 
-Plan-Path asks for a way from S to G around obstacles; in Sokoban boxes are pushed onto goals.
+In Plan-Path, a walker moves from S to G around obstacles. In Sokoban, a player pushes boxes onto
+goals.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ _Grid = TypeVar("_Grid", bound=Grid)
 
 
 class _GridGame(Game[_Grid]):
-    """Game whose actions are moves on a grid, at most `max_moves` of them."""
+    """Game whose actions are moves on a grid, which ends after `max_moves` moves."""
 
     max_moves: int
 
@@ -81,21 +82,31 @@ class Walk(Grid):
     Attributes:
         free: cells without an obstacle.
         position: cell of the walker.
-        shortest: fewest moves from the first position to the goal.
+        goal_cell: cell that the walker has to reach.
+        fewest_moves: number of moves of a shortest way from the first position to the goal.
     """
 
     free: frozenset[Cell]
     position: Cell
-    goal: Cell
-    shortest: int
+    goal_cell: Cell
+    fewest_moves: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPath(_GridGame[Walk]):
     """Rules of Plan-Path with the rewards of Stronger-MAS's released code.
 
-    There, `fail` is added after `max_moves` only. `impossible` replaces `step`, and `shortest` is
-    added at the goal if it was reached in the fewest moves.
+    Args:
+        step: reward of a move.
+        impossible: reward of a move against an obstacle or the border, instead of `step`.
+        goal: reward that is added when the goal is reached.
+        shortest: reward that is also added if the goal is reached in the fewest moves.
+        fail: reward that is added if the game ends without a solution; in the released code only
+            after `max_moves`, and not after the last turn.
+        malformed: reward of a text that is no list of moves.
+        shaping: factor λ of the potential-based shaping.
+        gamma: discount γ of the shaping.
+        max_moves: number of moves after which the game ends.
     """
 
     step: float = -0.01
@@ -128,21 +139,21 @@ class PlanPath(_GridGame[Walk]):
             rows=len(rows),
             columns=len(rows[0]),
             position=starts[0],
-            goal=goals[0],
-            shortest=len(way),
+            goal_cell=goals[0],
+            fewest_moves=len(way),
         )
 
     def show(self, state: Walk) -> str:
         """Return the positions of walker and goal, and the grid."""
         row, column = state.position
-        goal_row, goal_column = state.goal
+        goal_row, goal_column = state.goal_cell
         positions = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
         return f"{positions}\n{Game.show(self, state)}"
 
     def _sign(self, state: Walk, cell: Cell) -> str:
         if cell == state.position:
             return "S"
-        if cell == state.goal:
+        if cell == state.goal_cell:
             return "G"
         return "." if cell in state.free else "#"
 
@@ -155,27 +166,30 @@ class PlanPath(_GridGame[Walk]):
         reward = self.step if possible else self.impossible
         # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal: potential-based shaping, Ng et al. 1999
         reward += self.shaping * (
-            distance(state.position, state.goal) - self.gamma * distance(after.position, state.goal)
+            distance(state.position, state.goal_cell)
+            - self.gamma * distance(after.position, state.goal_cell)
         )
         if self.solved(after):
-            reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
+            reward += self.goal
+            if after.moves == after.fewest_moves:
+                reward += self.shortest
         return Played(state=after, reward=reward, impossible=not possible)
 
     def solved(self, state: Walk) -> bool:
-        return state.position == state.goal
+        return state.position == state.goal_cell
 
     def measure(self, state: Walk) -> Mapping[str, float]:
         """Return `progress` and `optimal`.
 
-        Progress is the share of the shortest way that the walker has covered. Optimal is 1 if the
-        puzzle is solved in the fewest moves.
+        `progress` is the share of the shortest way that the walker has covered. `optimal` is 1 if
+        the puzzle is solved in the fewest moves.
         """
-        remaining = len(shortest_way(state.free, state.position, state.goal) or ())
-        optimal = self.solved(state) and state.moves == state.shortest
-        return {"progress": max(0.0, 1 - remaining / state.shortest), "optimal": float(optimal)}
+        remaining = len(shortest_way(state.free, state.position, state.goal_cell) or ())
+        optimal = self.solved(state) and state.moves == state.fewest_moves
+        return {"progress": max(0.0, 1 - remaining / state.fewest_moves), "optimal": float(optimal)}
 
     def solve(self, state: Walk) -> str | None:
-        way = shortest_way(state.free, state.position, state.goal)
+        way = shortest_way(state.free, state.position, state.goal_cell)
         return None if way is None else " ".join(way)
 
 
@@ -202,10 +216,12 @@ def _cells_of(rows: Sequence[Sequence[str]]) -> dict[Cell, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPathSource(_GridSource):
-    """Generator of square grids; the obstacles are the key, so that no two splits share a map.
+    """Generator of square grids of Plan-Path.
+
+    The key of a puzzle is its set of obstacles, so that no two splits share a map.
 
     Args:
-        size: cells of a side.
+        size: number of cells of a side.
         obstacles: probability that a cell is an obstacle.
     """
 
@@ -229,8 +245,8 @@ class PlanPathSource(_GridSource):
             columns=self.size,
             free=frozenset(free),
             position=start,
-            goal=goal,
-            shortest=len(way),
+            goal_cell=goal,
+            fewest_moves=len(way),
         )
         return PlanPath().show(walk)
 
@@ -241,7 +257,7 @@ _PlayerAndBoxes = tuple[Cell, frozenset[Cell]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanRoom(Grid):
-    """State of Sokoban."""
+    """State of Sokoban: cells of walls, goals, boxes and the player."""
 
     walls: frozenset[Cell]
     goals: frozenset[Cell]
@@ -253,8 +269,18 @@ class SokobanRoom(Grid):
 class Sokoban(_GridGame[SokobanRoom]):
     """Rules of Sokoban with the rewards of Stronger-MAS's released code.
 
-    There, `fail` is added after `max_moves` only. `impossible` replaces `step`. `box_on` is added
-    if a box is pushed onto a goal, and `box_off` if it is pushed off to a cell that is no goal.
+    Args:
+        step: reward of a move.
+        impossible: reward of a move that is not possible, instead of `step`.
+        box_on: reward that is added if a box is pushed onto a goal.
+        box_off: reward that is added if a box is pushed from a goal to another cell.
+        win: reward that is added when all boxes are on goals.
+        fail: reward that is added if the game ends without a solution; in the released code only
+            after `max_moves`, and not after the last turn.
+        malformed: reward of a text that is no list of moves.
+        shaping: factor λ of the potential-based shaping.
+        gamma: discount γ of the shaping.
+        max_moves: number of moves after which the game ends.
     """
 
     step: float = -0.01
@@ -321,7 +347,8 @@ class Sokoban(_GridGame[SokobanRoom]):
         reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[boxes_gained]
         # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
-        reward += self.win if self.solved(after) else 0.0
+        if self.solved(after):
+            reward += self.win
         return Played(state=after, reward=reward, impossible=pushed is None)
 
     def solved(self, state: SokobanRoom) -> bool:
@@ -368,16 +395,16 @@ def _box_distance(state: SokobanRoom) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanSource(_GridSource):
-    """Generator of rooms of Stronger-MAS's size.
+    """Generator of rooms of Sokoban, by default of the size that Stronger-MAS uses.
 
-    The walls are the key, so that no two splits share a room.
+    The key of a puzzle is its set of walls, so that no two splits share a room.
 
     Args:
-        size: cells of a side, walls included.
+        size: number of cells of a side, including the walls.
         boxes: number of boxes.
-        walk: steps of the random walk that carves the room.
+        walk: number of steps of the random walk that carves the room.
         turn: probability of a new direction before each step.
-        tries: most placements of boxes, goals and player in one room.
+        tries: largest number of placements of boxes, goals and player that are tried in one room.
     """
 
     size: Annotated[int, Field(ge=4, le=100)] = 6
@@ -413,7 +440,7 @@ class SokobanSource(_GridSource):
         return None
 
     def _carve(self, random: Random) -> list[Cell]:
-        """Return the cells of a floor that a random walk carves."""
+        """Return the cells of the floor, which a random walk makes."""
         moves = list(MOVES)
         side = range(1, self.size - 1)
         inside = set(product(side, side))
@@ -424,8 +451,8 @@ class SokobanSource(_GridSource):
             if random.random() < self.turn or neighbour(position, direction) not in inside:
                 direction = random.choice(moves)
             ahead = neighbour(position, direction)
-            # The walk is two cells wide, because a player hardly gets around a box in a corridor of
-            # one cell.
+            # The floor is two cells wide, because a player can hardly get around a box in a corridor
+            # of one cell.
             beside = neighbour(position, random.choice(moves))
             floor |= {ahead, beside} & inside
             if ahead in floor:

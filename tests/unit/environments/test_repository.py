@@ -29,14 +29,14 @@ ROLES = {"player": "repairer"}
 SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n"
 
 
-def packed_check(name: str, function: str, given: int, expected: Any, passes: bool) -> str:
+def packed_check(name: str, function: str, given: int, expected: Any, passes_before: bool) -> str:
     check = CheckCall(
         name=name,
         module="pkg.m",
         function=function,
         arguments=(given,),
         expected=expected,
-        passes=passes,
+        passes_before=passes_before,
     )
     return pack_check(check)
 
@@ -162,10 +162,10 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
             assert source.splitlines()[:2] == correct.splitlines()[:2]
             assert bug.complaint.endswith(".")
             checks = draw_checks(Random(name), family, "pkg.m", bug)
-            assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
+            assert sorted(check.passes_before for check in checks) == [False] * 3 + [True] * 3
             for check in checks:
                 assert family.correct(*check.arguments) == check.expected
-                assert (bug.function(*check.arguments) == check.expected) is check.passes
+                assert (bug.function(*check.arguments) == check.expected) is check.passes_before
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
     _, [unchanged] = steps(
