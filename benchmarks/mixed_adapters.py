@@ -85,7 +85,7 @@ def generate(
     Args:
         engines: one engine for all agents, or one for each agent; they work one after the other.
         rows: replies of an agent.
-        seed: of prompts and sampling.
+        seed: seed of prompts and sampling.
 
     Returns:
         CPU seconds of decoding and sampling, without the prefill; and the replies by agent and row.

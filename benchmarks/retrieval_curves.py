@@ -79,8 +79,8 @@ class Data:
     """Generated passages and queries.
 
     Attributes:
-        vectors: of the passages, `[N, dim]`.
-        words: of the passages, `[N, WORDS_PER_PASSAGE]`.
+        vectors: vectors of the passages, `[N, dim]`.
+        words: words of the passages, `[N, WORDS_PER_PASSAGE]`.
         query_vectors: `[QUERIES, dim]`.
         query_words: `[QUERIES, 6]`.
         sources: row of the passage whose words each query has.

@@ -87,7 +87,7 @@ async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, query
 
 
 def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load:
-    """Send each query in a request of its own, from concurrent callers.
+    """Send each query in a separate request, from concurrent callers.
 
     Callers use plain sockets, because a full HTTP client costs more CPU than the server.
     """
@@ -109,14 +109,16 @@ def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load
 
     server = psutil.Process(pid)
     before = server.cpu_times()
-    threads_before = {one.id: one.user_time + one.system_time for one in server.threads()}
+    threads_before = {
+        thread.id: thread.user_time + thread.system_time for thread in server.threads()
+    }
     began = time.perf_counter()
     asyncio.run(call_all())
     wall_s = time.perf_counter() - began
     after = server.cpu_times()
     threads_s = [
-        one.user_time + one.system_time - threads_before.get(one.id, 0.0)
-        for one in server.threads()
+        thread.user_time + thread.system_time - threads_before.get(thread.id, 0.0)
+        for thread in server.threads()
     ]
     cpu_s = after.user + after.system - before.user - before.system
     return Load(wall_s, cpu_s, sorted(threads_s, reverse=True), latencies, answers)

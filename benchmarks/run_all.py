@@ -44,8 +44,8 @@ class Result:
     """Result line of a benchmark.
 
     Attributes:
-        name: of the benchmark.
-        ratio: of our measurement and the reference's.
+        name: name of the benchmark.
+        ratio: ratio of our measurement and the reference's.
         goal: smallest accepted ratio, or the largest with `at_most`.
         at_most: True if a smaller ratio is better.
         reference: the other side of the ratio.

@@ -91,7 +91,7 @@ class Options:
 
     Attributes:
         repeats: turns of each training that are measured.
-        threads: of TRL's process, and of all processes of this project.
+        threads: number of threads of TRL's process, and of all processes of this project.
         ranks: data-parallel ranks, and engine replicas, of this project.
         parts: micro-batches of an update by TRL.
     """

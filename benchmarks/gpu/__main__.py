@@ -110,7 +110,7 @@ def run(
     """Run sections one after the other, and write each result line at once.
 
     Args:
-        sections: by name.
+        sections: sections by name.
         budget: seconds for all sections together.
         out: the results file.
         options: further arguments of every section.

@@ -176,7 +176,7 @@ def _gradient_norms(
 
     Args:
         model: folder of the model.
-        folder: for the results and the checkpoint.
+        folder: folder for the results and the checkpoint.
         save: save a checkpoint after the first update.
         restore: run the second update alone, from that checkpoint.
         spec: fields of `TrainerSpec`.

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def attention_inputs(
 
     Args:
         forest: segments.
-        dtype: of the inputs.
+        dtype: data type of the inputs.
         shape: heads, key and value heads, dimension of a head.
         tiles: fields of `TileSizes` that replace the defaults.
 
@@ -118,6 +118,28 @@ def _are_equal(results: Sequence[Tensor], references: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, results, references))
 
 
+def _check_kernel(
+    case: Mapping[str, Any],
+    kernel: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    references: Sequence[Tensor],
+    tolerance: float,
+) -> None:
+    """Compare a kernel's output and gradients with references, and with those of a second call.
+
+    Args:
+        case: names of the case, for the result line.
+        kernel: the function.
+        inputs: its arguments, and last the gradient of its output.
+        references: the expected output and gradients.
+        tolerance: largest error, as a share of the largest element of the same reference.
+    """
+    results = gradients(kernel, inputs)
+    worst = _largest_error(results, references)
+    same_bits = _are_equal(results, gradients(kernel, inputs))
+    say(**case, worst=worst, same_bits=same_bits, ok=worst <= tolerance and same_bits)
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -138,19 +160,9 @@ def _check_attention_against_torch(tiny: bool) -> None:
             def attend_torch(*arguments: Tensor, layout: Any = torch_layout) -> Tensor:
                 return BlockAttention.apply(*arguments, layout, DIM**-0.5)
 
-            results = gradients(attend_triton, inputs)
-            again = gradients(attend_triton, inputs)
             references = gradients(attend_torch, [tensor.float() for tensor in inputs])
-            worst = _largest_error(results, references)
-            same_bits = _are_equal(results, again)
-            say(
-                what="attention",
-                layout=layout,
-                dtype=_dtype_name(dtype),
-                worst=worst,
-                same_bits=same_bits,
-                ok=worst <= tolerance and same_bits,
-            )
+            case = {"what": "attention", "layout": layout, "dtype": _dtype_name(dtype)}
+            _check_kernel(case, attend_triton, inputs, references, tolerance)
 
 
 def _check_attention_against_dense(tiny: bool) -> None:
@@ -216,19 +228,9 @@ def _check_norm(tiny: bool) -> None:
             def normalise_exactly(x: Tensor, weight: Tensor) -> Tensor:
                 return F.rms_norm(x, weight.shape, weight, 1e-6)
 
-            results = gradients(normalise, inputs)
-            again = gradients(normalise, inputs)
             references = gradients(normalise_exactly, exact_inputs)
-            worst = _largest_error(results, references)
-            same_bits = _are_equal(results, again)
-            say(
-                what="norm",
-                width=width,
-                dtype=_dtype_name(dtype),
-                worst=worst,
-                same_bits=same_bits,
-                ok=worst <= tolerance and same_bits,
-            )
+            case = {"what": "norm", "width": width, "dtype": _dtype_name(dtype)}
+            _check_kernel(case, normalise, inputs, references, tolerance)
 
 
 def _check_head(tiny: bool) -> None:
@@ -284,7 +286,7 @@ class _Updates:
     Attributes:
         norms: gradient norm of each.
         weights: after them.
-        synchronisations: of the second update, by file and line.
+        synchronisations: synchronisations of the second update, by file and line.
     """
 
     norms: list[float]
@@ -315,7 +317,7 @@ def _run_two_updates(folder: Path, variant: str) -> _Updates:
     """Run two updates of a new trainer.
 
     Args:
-        folder: for the model and the checkpoint.
+        folder: folder for the model and the checkpoint.
         variant: "saves": save a checkpoint after the first update; "restores": only run the second
             one, from that checkpoint; "sleeps": sleep before each update; "again": nothing else.
     """

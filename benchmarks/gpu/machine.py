@@ -56,7 +56,7 @@ def start_trainer(
     """Start a trainer with random weights, which are the same each time.
 
     Args:
-        folder: for the model's config.
+        folder: folder for the model's config.
         model: name in `MODELS`.
         layout: name in `LAYOUTS`.
         count: number of micro-batches.

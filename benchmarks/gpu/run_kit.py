@@ -102,7 +102,7 @@ def pack_run(run: Path, folder: Path, settings: Sequence[str] = DEMO_SETTINGS) -
 
     Args:
         run: folder of a run, with `tasks/` and `bootstrap/model/`.
-        folder: to be written anew.
+        folder: folder that is written anew.
         settings: Hydra overrides of the packed config.
 
     Raises:

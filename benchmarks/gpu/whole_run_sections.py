@@ -345,7 +345,7 @@ def write_run(options: Options, name: str, changes: Mapping[str, Any]) -> Path:
 
     Args:
         options: name the kit and the folder of the runs.
-        name: of the run.
+        name: name of the run.
         changes: values by dotted key; `*` stands for every entry of a section.
 
     Returns:

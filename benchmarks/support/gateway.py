@@ -55,7 +55,7 @@ async def run_clients(
     """Hold concurrent chats with agent `a`.
 
     Args:
-        url: of the gateway's session.
+        url: URL of the gateway's session.
         key: API key of the session.
         chats: number of chats.
         turns: messages of each chat.

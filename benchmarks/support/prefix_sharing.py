@@ -35,9 +35,9 @@ def compare(
     Args:
         traces: the benchmarks.
         vocab: size of the model's vocabulary.
-        max_tokens: of a micro-batch.
+        max_tokens: limit of a micro-batch.
         hidden: hidden size of the model.
-        layers: of the model.
+        layers: number of layers of the model.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)

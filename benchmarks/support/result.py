@@ -9,8 +9,8 @@ def print_result(
     """Print the result line.
 
     Args:
-        name: of the benchmark.
-        ratio: of our measurement and the reference's.
+        name: name of the benchmark.
+        ratio: ratio of our measurement and the reference's.
         goal: smallest ratio that is accepted, or the largest with `at_most`.
         reference: the other side of the ratio.
         repeats: number of measurements.
