@@ -35,7 +35,10 @@ _CHOICES = (
     LossConfig,
     CorrectionConfig,
 )
-_INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
+_INTERPOLATED = {
+    "type": "string",
+    "pattern": r"^(\$\{.*\}|\?\?\?)$",
+}  # OmegaConf replaces this text
 
 
 def editor_schemas() -> dict[str, EditorSchema]:
@@ -45,7 +48,10 @@ def editor_schemas() -> dict[str, EditorSchema]:
 
 
 def run_schema() -> EditorSchema:
-    """Return the schema of files that set any part of a run: no key is required, and Hydra's keys are allowed."""
+    """Return the schema of files that set any part of a run.
+
+    No key is required, and Hydra's keys are allowed.
+    """
     schema = _partial(json_schema(RunConfig))
     sections = schema["$defs"]
     for choice in _CHOICES:
@@ -53,7 +59,7 @@ def run_schema() -> EditorSchema:
             name: _hoisted(sections, json_schema(choice.registry.model(name)))
             for name in choice.registry.registered
         }
-        _choose(sections[choice.__name__], "name", options, own=choice.registry.importable)
+        _choose(sections[choice.__name__], "name", options, importable=choice.registry.importable)
     penalties = {
         name: _hoisted(sections, json_schema(PENALTY_REGISTRY.model(name)))
         for name in PENALTY_REGISTRY.registered
@@ -66,7 +72,7 @@ def run_schema() -> EditorSchema:
         name: _hoisted(sections, json_schema(generator.task_options))
         for name, generator in GENERATORS.items()
     }
-    _choose(sections["DataConfig"], "generator", tasks, own=False)
+    _choose(sections["DataConfig"], "generator", tasks, importable=False)
     file = {"anyOf": [{"$ref": "#/$defs/TaskFile"}, {"type": "string"}]}
     for split in ("train", "validation", "test"):
         sections["DataConfig"]["properties"][split] = {
@@ -101,7 +107,7 @@ def run_schema() -> EditorSchema:
 
 
 def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
-    """Yield the condition that gives a cold start the options of its generator."""
+    """Yield a condition for each generator that gives a cold start the generator's options."""
     for name, generator in GENERATORS.items():
         if generator.demonstration_options is not None:
             options = _hoisted(sections, json_schema(generator.demonstration_options))
@@ -110,19 +116,23 @@ def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
 
 
 def _choose(
-    section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, own: bool
+    section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, importable: bool
 ) -> None:
     """Make the schema of a section's options depend on the name under `key`.
 
     Args:
-        own: whether an import path may replace the name.
+        section: schema of the section, which is changed.
+        key: key of the name.
+        options: schema of the options of each name.
+        importable: True if an import path may replace the name.
     """
-    names: list[EditorSchema] = [
-        {"enum": [*sorted(options), *([None] if key == "generator" else [])]}
-    ]
-    section["properties"][key] = (
-        {"anyOf": [*names, {"type": "string", "pattern": ":"}]} if own else names[0]
-    )
+    names: list[str | None] = [*sorted(options)]
+    if key == "generator":
+        names.append(None)
+    name_schema: EditorSchema = {"enum": names}
+    if importable:
+        name_schema = {"anyOf": [name_schema, {"type": "string", "pattern": ":"}]}
+    section["properties"][key] = name_schema
     section["allOf"] = [
         {"if": _where(key, {"const": name}), "then": {"properties": {"options": schema}}}
         for name, schema in options.items()

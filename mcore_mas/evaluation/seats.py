@@ -19,7 +19,7 @@ from rollout.base.text import nearest_hint
 
 @dataclass(frozen=True, slots=True)
 class _SeatedPolicy:
-    """Policy that plays an agent; a name with a prefix tells it from the policies of the run."""
+    """Policy that plays an agent; its name has a prefix if it is not a policy of the run."""
 
     name: str
     config: PolicyConfig
@@ -31,9 +31,9 @@ def config_with_seats(
     """Return a run in which each agent plays the model that an evaluation gives it.
 
     Args:
-        config: of the run.
-        state: model of agents without a seat: "base" or "trained". The name of a table cell counts
-            as "trained", and is valid only with seats.
+        config: config of the run.
+        state: model of the agents without a seat: "base" or "trained". Any other name of an
+            evaluation counts as "trained", and is valid only with seats.
         seats: by agent, one of
 
             - "base" or "trained";
@@ -62,9 +62,9 @@ def config_with_seats(
     policies = {}
     for name, agent in config.agents.items():
         seat = seats.get(name, default)
-        seated = _seated_policy(config, name, seat, default)
-        policies[seated.name] = seated.config
-        agents[name] = agent.model_copy(update={"policy": seated.name})
+        seated_policy = _seated_policy(config, name, seat, default)
+        policies[seated_policy.name] = seated_policy.config
+        agents[name] = agent.model_copy(update={"policy": seated_policy.name})
     return config.model_copy(update={"agents": agents, "policies": policies})
 
 
@@ -102,7 +102,7 @@ def _seated_policy(config: RunConfig, agent: str, seat: Any, default: str) -> _S
     """Return the policy that plays an agent.
 
     Args:
-        config: of the run.
+        config: config of the run.
         agent: name of the agent.
         seat: as in `config_with_seats`.
         default: seat of all agents that have none.
@@ -135,10 +135,10 @@ def _seated_policy(config: RunConfig, agent: str, seat: Any, default: str) -> _S
 
 
 def _trained_policy(config: RunConfig, policy: str) -> PolicyConfig:
-    """Return a policy with the model that training wrote; a frozen policy as it is.
+    """Return a policy with the model that training wrote; a frozen policy is unchanged.
 
     Raises:
-        FolderError: the training has not finished, or a file is not as training wrote it.
+        FolderError: the training has not finished, or a file of the model has changed since.
     """
     done_file = config.folder / "train" / "done.json"
     if not done_file.is_file():

@@ -82,10 +82,8 @@ class ServedTeam:
             GatewayError: there is no such model.
         """
         if model not in self.models:
-            known = ", ".join(self.models)
-            raise GatewayError(
-                404, f"no model '{model[:80]}'; the models here: {known}", "model_not_found"
-            )
+            message = f"no model '{model[:80]}'; the models here: {', '.join(self.models)}"
+            raise GatewayError(404, message, "model_not_found")
         return self.collector.team.agents.get(model)
 
     async def start_call(self, request: ChatRequest) -> GatewayCall:

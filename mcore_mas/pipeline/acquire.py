@@ -18,14 +18,15 @@ _DOWNLOADS = Path("data/raw")
 
 
 def acquire(item: str, receipt: Path, hub: Hub) -> None:
-    """Acquire an input, or check it if it is there, and write its receipt.
+    """Download and convert an input, or check it if it exists, and write its receipt.
 
     Args:
-        item: a path of workflow/sources.yaml.
-        receipt: JSON file that gets the origin, revision and counts.
+        item: path of the input, which is a key of workflow/sources.yaml.
+        receipt: JSON file to write, with the input's origin, revision, files and counts.
+        hub: hosts to download from.
 
     Raises:
-        AcquireError, RetrievalError: the input cannot be acquired, or is not what was expected.
+        AcquireError, RetrievalError: the input cannot be acquired, or fails its checks.
     """
     source = load_sources()[item]
     path = Path(item)
@@ -33,19 +34,19 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
 
     files: dict[str, Digest] = {}
     if source.encoder:
-        found = _acquire_index(source, path)
+        counts = _acquire_index(source, path)
     elif path.parts[0] == "models":
-        files, found = _acquire_model(source, path, hub)
+        files, counts = _acquire_model(source, path, hub)
     else:
-        files, found = _acquire_data(source, path, hub)
+        files, counts = _acquire_data(source, path, hub)
 
     origin = "was there" if exists else source.description
     revision = hub.recorded(str(source.repository)).revision if files else None
     write_json(
         receipt,
-        {"item": item, "origin": origin, "revision": revision, "files": files, **found},
+        {"item": item, "origin": origin, "revision": revision, "files": files, **counts},
     )
-    print(f"{item}: {origin}, {found}")
+    print(f"{item}: {origin}, {counts}")
 
 
 def _acquire_index(source: Source, manifest: Path) -> dict[str, Any]:
@@ -75,27 +76,27 @@ def _acquire_model(
         return {}, _check_model(path)
     partial = path.with_name(f".{path.name}.partial")
     files = fetch(source, partial, hub, model=True)
-    found = _check_model(partial)
+    counts = _check_model(partial)
     partial.rename(path)
-    return files, found
+    return files, counts
 
 
 def _acquire_data(source: Source, path: Path, hub: Hub) -> tuple[dict[str, Digest], dict[str, Any]]:
     """Download a data file unless it exists; return the downloaded files and counts of its rows."""
     files: dict[str, Digest] = {}
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     if path.exists():
         if source.format:
-            found = asdict(check_data(path, source))
+            counts = asdict(check_data(path, source))
     else:
         folder = _DOWNLOADS / str(source.repository).replace("/", "--")
         files = fetch(source, folder, hub)
         downloaded = [folder / name for name in files]
         if source.format:
-            found = asdict(convert(downloaded, source, path))
+            counts = asdict(convert(downloaded, source, path))
         else:
             assemble(downloaded, path)
-    return files, {**found, "bytes": path.stat().st_size}
+    return files, {**counts, "bytes": path.stat().st_size}
 
 
 def _check_model(folder: Path) -> dict[str, Any]:

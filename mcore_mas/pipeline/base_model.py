@@ -159,8 +159,8 @@ def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "
     """Return a transformers model of the given sizes with random weights.
 
     Args:
-        tokenizer: decides the vocabulary and the stop token.
-        family: of transformers, such as "Qwen2".
+        tokenizer: tokenizer, which has the vocabulary and the stop token.
+        family: name of an architecture in transformers, such as "Qwen2".
     """
     import torch
     import transformers

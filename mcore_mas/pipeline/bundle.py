@@ -1,8 +1,8 @@
-"""Reproduction bundles: a table of results with everything that it was made from, in one zip file.
+"""Reproduction bundles: a table of results and all records behind it in one zip file.
 
 `make_bundle` writes the table, its evaluations, the configs and metrics of the runs, and the
-digests of their inputs and of the code, described as an RO-Crate 1.1. `verify_bundle` checks such a
-file: it recomputes the table from the scores of the tasks.
+digests of their inputs and of the code, described as an RO-Crate 1.1. `verify_bundle` checks a
+bundle and recomputes its table from the scores of the tasks.
 """
 
 import hashlib
@@ -49,14 +49,16 @@ _MEDIA_TYPES = {
     ".txt": "text/plain",
     ".yaml": "application/yaml",
 }
-_MEMBER_TIME = (1980, 1, 1, 0, 0, 0)  # of every member, so that equal contents give equal files
-_MAX_BYTES = 4 << 30  # of all members unpacked, several times the largest table
-_CODE_FOLDERS = (*PACKAGES, "configs", "workflow")
+# Time stamp of every member, so that bundles with equal contents are equal files.
+_MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
+# Limit for the size of all members unpacked, several times the size of the largest table.
+_MAX_BYTES = 4 << 30
+_SHIPPED_FOLDERS = ("configs", "workflow")  # folders beside the packages whose files are code too
 _CODE_SUFFIXES = (".py", ".yaml", ".smk", ".json")
 
 
 class BundleError(RuntimeError):
-    """A bundle does not hold what it claims; the message names the file in it and what is wrong."""
+    """A bundle is invalid; the message names the file in it and the mistake."""
 
 
 def make_bundle(record_file: Path, out: Path) -> None:
@@ -65,7 +67,7 @@ def make_bundle(record_file: Path, out: Path) -> None:
     Args:
         record_file: results/tables/{table}.json, the record of the table's inputs. The table is in
             the same folder.
-        out: the zip file.
+        out: zip file to write.
     """
     record = json.loads(record_file.read_text(encoding="utf-8"))
     results = record_file.parent.parent
@@ -105,13 +107,13 @@ def make_bundle(record_file: Path, out: Path) -> None:
 def verify_bundle(path: Path) -> str:
     """Check all digests of a bundle, and recompute its table from the scores of the tasks.
 
-    It needs nothing but the file. It cannot tell who made the bundle.
+    The check needs no other file. It does not prove who made the bundle.
 
     Returns:
-        One line that says what was checked.
+        One line with the number of checked files and evaluations.
 
     Raises:
-        BundleError: something is wrong with a file in it.
+        BundleError: a file in the bundle is missing, altered or inconsistent.
     """
     try:
         members = _read_members(path)
@@ -119,7 +121,7 @@ def verify_bundle(path: Path) -> str:
             summary = _check_table(path, members, Path(folder))
     except BundleError:
         raise
-    # A bundle may be made to break any of the readers, so each of their errors is a damaged file.
+    # A malicious bundle can make any reader fail, so all errors of readers are reported as damage.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BundleError(f"{path}: damaged, or no bundle of a table ({reason})") from error
@@ -127,7 +129,7 @@ def verify_bundle(path: Path) -> str:
 
 
 def _read_members(path: Path) -> dict[str, bytes]:
-    """Read all files of a bundle but its description; check them against the digests in there."""
+    """Return all files of a bundle except its description, after checking their digests."""
     with zipfile.ZipFile(path) as archive:
         size = sum(info.file_size for info in archive.infolist())
         if size > _MAX_BYTES:
@@ -191,9 +193,9 @@ def _check_table(path: Path, members: Mapping[str, bytes], folder: Path) -> str:
 
 
 def _check_metrics(where: str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse an evaluation whose tasks have metrics that do not follow from their scores.
+    """Raise a BundleError if the metrics of a task do not follow from its scores.
 
-    maj@k is not checked: it depends on the answers, which a bundle does not hold.
+    maj@k is not checked, because it depends on the answers, which are not in a bundle.
     """
     k = evaluation["k"]
     for task in evaluation["tasks"]:
@@ -226,7 +228,7 @@ def _lock_name() -> str:
 
 
 def _crate_metadata(table: PaperTable, members: Mapping[str, bytes]) -> bytes:
-    """Return the JSON-LD description of all members and of how the table was made."""
+    """Return the JSON-LD description of all members and of the command that made the table."""
     from rocrate.model import ContextEntity
     from rocrate.rocrate import ROCrate
 
@@ -267,7 +269,7 @@ def _crate_metadata(table: PaperTable, members: Mapping[str, bytes]) -> bytes:
 
 
 def _run_files(runs: Sequence[Path]) -> list[Path]:
-    """Return the existing configs, metrics and records of finished training of the runs."""
+    """Return the existing configs, metrics and training records of the runs."""
     names = ("config.yaml", "train/metrics.jsonl", "train/done.json")
     files = [run / name for run in runs for name in names]
     return [file for file in files if file.is_file()]
@@ -303,26 +305,25 @@ def _input_files(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _code_identity() -> dict[str, str]:
-    """Return the commit that writes the bundle, and one digest over all files of the code.
+    """Return the commit of the running code, and one digest over all of its files.
 
-    The commit that made the table is in made.json.
+    The commit of the code that made the table may be another one; it is in made.json.
     """
-    root = Path(__file__).resolve().parents[2]
+    package_root = Path(__file__).resolve().parents[2]
+    folders = [(package_root, name) for name in PACKAGES]
+    folders += [(SHIPPED, name) for name in _SHIPPED_FOLDERS]
+
     lines = []
-    for name in _CODE_FOLDERS:
-        base = SHIPPED if name in ("configs", "workflow") else root
-        files = sorted((base / name).rglob("*"))
-        lines += [
-            f"{sha256(file)}  {file.relative_to(base)}\n"
-            for file in files
-            if file.suffix in _CODE_SUFFIXES
-        ]
+    for parent, name in folders:
+        for file in sorted((parent / name).rglob("*")):
+            if file.suffix in _CODE_SUFFIXES:
+                lines.append(f"{sha256(file)}  {file.relative_to(parent)}\n")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"commit": code_commit(), "sha256": digest, "files": str(len(lines))}
 
 
 def _environment() -> dict[str, Any]:
-    """Describe the machine that writes the bundle; each run's own is in its done.json."""
+    """Return a description of this machine; those of the runs' machines are in done.json."""
     packages = {
         distribution.metadata["Name"]: distribution.version
         for distribution in importlib.metadata.distributions()

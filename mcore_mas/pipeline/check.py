@@ -73,16 +73,16 @@ def _starting_model_problems(
     suite: Suite, config: RunConfig, *, check_files: bool
 ) -> Iterator[str]:
     """Yield the problems of the models that a run's policies start from."""
-    start = suite.cold_start_owner.get(config.run)
-    cold_started = Path(config.results, start, "bootstrap", "model") if start else None
-    must_exist = check_files and suite.scale == "paper" and not start
+    owner = suite.cold_start_owner.get(config.run)
+    cold_started_model = Path(config.results, owner, "bootstrap", "model") if owner else None
+    must_exist = check_files and suite.scale == "paper" and not owner
     for name, model in config.models.items():
         try:
-            if start and cold_started == Path(model):
-                cold_start = suite.run_config(start).cold_start
+            if owner and cold_started_model == Path(model):
+                cold_start = suite.run_config(owner).cold_start
                 if cold_start:
                     architecture = cold_start_architecture(
-                        cold_start.base, f"cold_start of {start}"
+                        cold_start.base, f"cold_start of {owner}"
                     )
                     check_layout(config, name, architecture)
             elif must_exist or Path(model, "config.json").is_file():
@@ -226,7 +226,7 @@ def _task_problems(suite: Suite, config: RunConfig) -> Iterator[str]:
 
 
 def _all_tasks_are_cheap(suite: Suite, data: DataConfig) -> bool:
-    """Return True if all tasks of a run can be made by the check: by own code or of small files."""
+    """Return True if the check can make all tasks: they are from small files or the user's code."""
     if data.generator:
         if ":" not in data.generator:
             return False
@@ -282,12 +282,12 @@ def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[s
 
 
 def _submits_jobs() -> bool:
-    """Return True if jobs can be submitted to other machines, whose devices are not known here."""
+    """Return True if jobs can be submitted to other machines, whose devices are unknown here."""
     return shutil.which("sbatch") is not None
 
 
 def machine_problems(config: RunConfig) -> Iterator[str]:
-    """Yield what a run needs and this machine lacks: GPUs, interpreters, libraries, keys, programs.
+    """Yield the missing requirements on this machine: GPUs, interpreters, libraries, keys, programs.
 
     On a machine that submits jobs, only settings that contradict each other and missing keys are
     reported, because nothing is known about the other machines.
@@ -302,7 +302,7 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _engines_by_key(config: RunConfig) -> dict[str, EngineConfig]:
-    """Return the engine of the run, and those of policies with settings of their own."""
+    """Return the engine of the run, and the engines of policies that have separate settings."""
     engines = {"engine": config.engine}
     for policy in config.models:
         if config.policies[policy].own.engine:

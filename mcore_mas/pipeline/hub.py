@@ -257,7 +257,7 @@ def _explained(source: Source, host: str, page: str, alternative: str) -> Iterat
 
     Args:
         page: URL of the repository.
-        alternative: what to do if the host does not answer.
+        alternative: advice for a host that does not answer.
     """
     try:
         yield

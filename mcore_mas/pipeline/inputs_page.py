@@ -25,20 +25,19 @@ def report_inputs(
     Args:
         receipts: files that `acquire` wrote.
         runs: all runs of the suite.
-        by_hand: lines on inputs that are missing and can only be put there by hand.
+        by_hand: lines on missing inputs that the user has to put in place.
 
     Raises:
-        AcquireError: an input has to be put there by hand.
+        AcquireError: the user has to put inputs in place.
     """
     if by_hand:
         raise AcquireError(
             f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}"
         )
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in receipts]
-    sizes = [_size(content) for content in contents]
     page = render_page(
         "inputs.md.jinja",
-        found=list(zip(contents, sizes, strict=True)),
+        receipts=[{**content, "size": _size(content)} for content in contents],
         leaks=_leak_lines(runs),
     )
     write_text(out, page)

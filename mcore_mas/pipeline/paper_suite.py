@@ -45,19 +45,19 @@ def requested_tables(
     if configured:
         return configured.split("+")
 
-    known = table_names()
+    all_names = table_names()
     requested = [
         word.partition("_")[2]
         for word in arguments
         if re.fullmatch(rf"(table|bundle|{ACQUIRE})_\w+", word)
     ]
-    unknown = [name for name in requested if name not in known]
+    unknown = [name for name in requested if name not in all_names]
     if unknown:
-        targets = ", ".join(f"table_{name}" for name in known)
+        targets = ", ".join(f"table_{name}" for name in all_names)
         raise SuiteError(f"no target table_{unknown[0]}; expected {targets}")
 
     all_tables = ALL_TABLES in arguments or (ACQUIRE in arguments and not names_suite)
-    return known if all_tables else list(dict.fromkeys(requested))
+    return all_names if all_tables else list(dict.fromkeys(requested))
 
 
 def requests_inputs(arguments: Sequence[str]) -> bool:

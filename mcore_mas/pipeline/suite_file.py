@@ -104,7 +104,8 @@ def make_importable(*folders: Path) -> None:
 def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Return the runs of a grid with their overrides.
 
-    The overrides of a run are one for each axis, the settings of each value, and those of all runs.
+    A run has an override for each axis, then the settings of each of its values, then the overrides
+    of the grid.
     """
     if grid is None:
         return {}
@@ -122,7 +123,7 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     """Check a suite by workflow/schemas/suite.schema.json.
 
     Raises:
-        SuiteError: a key is unknown, missing or of another type; names the first one.
+        SuiteError: a key is unknown, missing or of another type. The message names the first one.
     """
     validator = jsonschema.Draft202012Validator(
         json.loads(SUITE_SCHEMA.read_text(encoding="utf-8"))
@@ -133,11 +134,11 @@ def check_schema(suite: Mapping[str, Any]) -> None:
         if "errorMessage" in error.schema and error.validator != "required":
             message = f"{error.schema['errorMessage']} (got {error.instance!r})"
         if error.validator == "additionalProperties":
-            known = error.schema.get("properties", {})
-            unknown = next(key for key in error.instance if key not in known)
+            allowed_keys = error.schema.get("properties", {})
+            unknown_key = next(key for key in error.instance if key not in allowed_keys)
             message = (
-                f"unknown key '{unknown}'; known here: {', '.join(known)}"
-                f"{nearest_hint(unknown, known)}"
+                f"unknown key '{unknown_key}'; known here: {', '.join(allowed_keys)}"
+                f"{nearest_hint(unknown_key, allowed_keys)}"
             )
         raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {message}")
 
@@ -146,7 +147,7 @@ def check_writable(results: Path) -> None:
     """Check that the results folder can be made and written.
 
     Raises:
-        SuiteError: it cannot.
+        SuiteError: the folder cannot be made or written.
     """
     folder = results.absolute()
     try:

@@ -30,11 +30,11 @@ def print_credit(
 
     Args:
         file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
-        name: of the estimator.
-        options: of the estimator.
+        name: name of the estimator.
+        options: options of the estimator.
         task: print only this task's turns.
         limit: number of tasks to print without `task`.
-        console: to print to.
+        console: console to print to.
 
     Raises:
         RecordError: the file is no file of trajectories.

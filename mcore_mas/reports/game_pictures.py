@@ -24,10 +24,10 @@ def write_game_pictures(
     """Write pictures of trajectories of a file; return their paths.
 
     Args:
-        file: of trajectories, in a run's folder.
+        file: file of trajectories in a run's folder.
         out: a file named .svg for one trajectory, or a folder for all of them.
-        index: of the trajectory to draw into a file.
-        trajectory_id: of the trajectory to draw into a file; takes precedence over `index`.
+        index: index of the trajectory to draw into a file.
+        trajectory_id: id of the trajectory to draw into a file; takes precedence over `index`.
 
     Raises:
         RecordError: the file is no file of trajectories, lies in no run's folder, or has a

@@ -86,9 +86,9 @@ class PaperTable(Section):
         path, values = tables[name]
         try:
             table = cls.model_validate(values).model_copy(update={"name": name})
-            known_experiments = experiments()
+            experiment_names = experiments()
             unknown = [
-                cell.experiment for cell in table.cells if cell.experiment not in known_experiments
+                cell.experiment for cell in table.cells if cell.experiment not in experiment_names
             ]
         except ValidationError as error:
             first = error.errors()[0]
@@ -134,22 +134,22 @@ class PaperTable(Section):
         return tuple(dict.fromkeys(pairs))
 
     def _cells_at(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
-        """Return the cells of all metrics at one place; `number` is that of the column.
+        """Return the cells of all metrics in one row and column; `number` is that of the column.
 
         Raises:
-            ValueError: the values or the state of the place are invalid.
+            ValueError: the values or the state of these cells are invalid.
             KeyError: a field of the experiment's name is missing.
         """
         block_fields = {key: value for key, value in self.blocks[block].items() if key != "values"}
         fields = {**block_fields, **self.rows[row], **self.columns[column]}
         experiment = self.experiment.format(**fields)
         state = fields.get("state", "trained")
-        known_states = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
+        valid_states = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
 
         numbers = self._published_numbers(block, row, number)
-        if state not in known_states:
+        if state not in valid_states:
             raise ValueError(
-                f"state '{state}' of {row}, {column}; expected {', '.join(known_states)}"
+                f"state '{state}' of {row}, {column}; expected {', '.join(valid_states)}"
             )
         return [
             PaperCell(

@@ -37,18 +37,18 @@ from rollout.records.trajectory_lists import (
 
 _ROWS_PER_PAGE = 100
 _LOG_BYTES = 20_000
-_MAX_TRAJECTORIES = 4096  # of a file whose credit and timeline are computed
+_MAX_TRAJECTORIES = 4096  # credit and timeline of larger files are not computed
 _FILTER = TypeAdapter(TrajectoryFilter)
 
 WholeNumber = Annotated[int, Field(ge=0, lt=10**15)]
 
 
 class Studio:
-    """Answers of the studio's page.
+    """Answers to the requests of the studio's page.
 
-    A method's parameters are those of a request, checked by their types. Runs are named by their
-    folder in the results folder, and files by their path in the run's folder; no other file can be
-    read.
+    Each method answers one kind of request; its parameters are those of the request, checked by
+    their types. A run is named by its folder in the results folder, and a file by its path in the
+    run's folder. No other file can be read.
     """
 
     def __init__(self, results: Path) -> None:
@@ -60,7 +60,7 @@ class Studio:
         return [asdict(state) for state in read_run_states(self._results)]
 
     def metrics(self, run: str, start: WholeNumber = 0) -> dict[str, Any]:
-        """Return the steps' rows of metrics.jsonl from byte `start` on, and where the last row ends."""
+        """Return the steps' rows of metrics.jsonl from byte `start` on, and the end's offset."""
         path = self._run_folder(run) / "train" / "metrics.jsonl"
         rows: list[dict[str, Any]] = []
         end = 0
@@ -83,8 +83,8 @@ class Studio:
         """Return up to 100 rows of a file's list, from index `first` on.
 
         Args:
-            run: its name.
-            file: of the run.
+            run: name of the run.
+            file: file of the run.
             first: index of the first row.
             filters: fields of `TrajectoryFilter`.
         """
@@ -99,14 +99,14 @@ class Studio:
         }
 
     def trajectory(self, run: str, file: str, index: WholeNumber) -> str:
-        """Return the page of one trajectory, with tokens and credit where they are known."""
+        """Return the page of one trajectory, with tokens and credit if they can be computed."""
         path = self._file_path(run, file)
         trajectory = trajectory_at(path, index)
         advantages, groups = _read_credit(path, path.stat().st_mtime_ns)
         return trajectory_page(trajectory, advantages, self._tokens(run, trajectory), groups)
 
-    def waits(self, run: str, file: str) -> dict[str, Any]:
-        """Return the timeline of a file's trajectories; {} without times or for a large file."""
+    def timeline(self, run: str, file: str) -> dict[str, Any]:
+        """Return the timeline of a file's trajectories, {} for large files and without times."""
         path = self._file_path(run, file)
         if count_trajectories(path) > _MAX_TRAJECTORIES:
             return {}
@@ -167,7 +167,10 @@ def escape_texts(value: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _read_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGroups]:
-    """Compute the credit of a file, again if it was modified; empty for evaluations."""
+    """Compute the credit of a file of a training step; return empty mappings for other files.
+
+    The time of modification is a key of the cache, so that a modified file is read again.
+    """
     is_training_step = path.parent.name == "trajectories"
     if not is_training_step or count_trajectories(path) > _MAX_TRAJECTORIES:
         return {}, {}
@@ -189,7 +192,10 @@ _load_tokenizer = cache(Tokenizer.from_file)
 
 
 def _decode_tokens(file: Path, token_ids: tuple[int, ...]) -> list[str]:
-    """Return the text that each token adds; a character of several tokens comes with its last."""
+    """Return the text that each token adds.
+
+    A character that several tokens encode is added by the last of them.
+    """
     tokenizer = _load_tokenizer(str(file))
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]

@@ -35,9 +35,9 @@ def run_studio(results: Path, *, host: str, port: int, token_file: Path | None) 
 
     Args:
         results: folder of the runs.
-        host: to listen on.
-        port: to listen on; 0 for a free one.
-        token_file: has a bearer token, which a host other than loopback requires.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+        token_file: file of the bearer token, which any host but loopback requires.
 
     Raises:
         ListenError: the token cannot be used, or the port cannot be listened on.
@@ -55,9 +55,9 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
     """Return the web application of a studio.
 
     Args:
-        studio: answers the requests.
-        token: required as bearer token, or as `?token=` of the first page; None if only this
-            machine can reach the server.
+        studio: object that answers the requests.
+        token: token that is required as bearer token, or as `?token=` of the first page; None if
+            only this machine can reach the server.
     """
     nonce = secrets.token_urlsafe(16)
     headers = {
@@ -83,7 +83,7 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         "/api/runs": studio.runs,
         "/api/metrics": studio.metrics,
         "/api/files": studio.files,
-        "/api/waits": studio.waits,
+        "/api/timeline": studio.timeline,
         "/api/log": studio.log,
         "/api/compare": studio.compare,
         "/api/trajectories": studio.trajectories,
@@ -104,7 +104,7 @@ def _endpoint(
 
     async def endpoint(request: Request) -> Response:
         _check_access(request, token)
-        # The page leaves the fields of its forms empty that it does not use.
+        # The page sends the unused fields of its forms as empty texts.
         parameters = {
             name: value for name, value in request.query_params.items() if value and name != "token"
         }
@@ -140,7 +140,7 @@ def _check_access(request: Request, token: str | None) -> None:
     Without a token, refuse a request whose Host is not this machine (DNS rebinding).
     """
     if token is None:
-        # The name of a hostile page's host may lead to this machine.
+        # A hostile page may have a host name that resolves to this machine.
         if not is_loopback(request.url.hostname or ""):
             raise HTTPException(403, "the studio answers to its address on this machine only")
         return

@@ -51,8 +51,8 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
 def norm_measures(metrics: Metrics) -> dict[str, float]:
     """Return measures of each agent's gradient norms and advantages over the steps of a run.
 
-    They are the mean and the largest norm over finite ones, the number of norms that are not finite
-    if there are any, and the mean square A² of the advantages.
+    The measures of an agent are the mean and the maximum of its finite gradient norms, the number
+    of norms that are not finite (if there are any), and the mean square A² of its advantages.
     """
     measures: dict[str, float] = {}
     for agent, norms in curves_of(metrics, "agent", "grad_norm").items():
@@ -67,11 +67,12 @@ def norm_measures(metrics: Metrics) -> dict[str, float]:
 
 
 def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Return A² of each agent if one (μ, σ) normalises all rewards of a task.
+    """Return A² of each agent for advantages that one (μ, σ) normalises for all agents of a task.
 
-    It is (σ_k² + (μ_k - μ)²) / σ² as mean over turns, by Lemma 4.2 of Dr. MAS (arXiv 2602.08847).
-    μ and σ (n - 1) are over the completed trajectories of a group, each with the mean reward of its
-    turns. Groups in which all trajectories have the same mean reward have no σ, and count as 0.
+    By Lemma 4.2 of Dr. MAS (arXiv 2602.08847), A² of agent k is (σ_k² + (μ_k - μ)²) / σ², computed
+    here as a mean over turns. μ and σ (with n - 1) are those of the mean rewards of the completed
+    trajectories of a group. A group whose trajectories all have the same mean reward counts as 0,
+    because its σ is 0.
     """
     squares: dict[str, list[float]] = defaultdict(list)
     for group in groups:
@@ -81,9 +82,9 @@ def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
             if trajectory.status is Status.COMPLETED
         ]
         mean_rewards = [fmean(reward for _, reward in turns) for turns in rewarded_turns if turns]
-        votes = pd.Series(mean_rewards, dtype=float)
-        mean = votes.mean()
-        deviation = votes.std()
+        group_rewards = pd.Series(mean_rewards, dtype=float)
+        mean = group_rewards.mean()
+        deviation = group_rewards.std()
         for turns in rewarded_turns:
             for agent, reward in turns:
                 square = ((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0
@@ -94,8 +95,8 @@ def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the skill and the entropy of each agent over completed trajectories.
 
-    The skill is the mean score "right" of its turns, if they have one. The entropy is the mean
-    negative log-probability of its sampled tokens.
+    The skill of an agent is the mean score "right" of its turns, if they have this score. The
+    entropy is the mean negative log-probability of its sampled tokens.
     """
     turns = [
         turn
@@ -131,7 +132,7 @@ def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_lemma_factors(folder: Path) -> dict[str, float]:
-    """Return each agent's `lemma_factors` as mean over the steps of a training."""
+    """Return the mean of each agent's `lemma_factors` over the steps of a training."""
     factors_by_agent: dict[str, list[float]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.parquet")):
         groups = [group.trajectories for group in group_trajectories(read_trajectories(path))]
@@ -158,13 +159,13 @@ def _read_accuracy(path: Path) -> float:
 
 
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each measure of each estimator, and of its difference to the first one, over seeds.
+    """Yield the mean of each measure over seeds, by estimator and for differences to the first one.
 
     Raises:
         MetricsError: there is only one estimator, or their seeds differ.
     """
-    # A measure that a run lacks is unknown, such as the skill of an agent that was never called.
-    # Only the number of infinite norms is 0 if there were none.
+    # A run lacks measures of agents that were never called; these values are unknown (NaN). A run
+    # without infinite norms lacks their number, which is 0.
     missing_values: dict[str, float] = {}
     for run in runs:
         for measure in run:
@@ -219,9 +220,9 @@ def _check_pairs(team: str, by_estimator: Mapping[str, pd.DataFrame]) -> None:
 
 
 def _markdown_study(findings: pd.DataFrame) -> str:
-    """Return a table for each team, with a row per measure and a column per estimator.
+    """Return a table for each team: a row per measure, a column per estimator and difference.
 
-    Differences have columns too. Cells have 95 % intervals in brackets.
+    A cell has the mean and, in brackets, its 95 % interval.
     """
     team_seeds = findings.groupby("team")["seeds"].transform("max")
     cells = []

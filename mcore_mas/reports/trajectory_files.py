@@ -13,8 +13,8 @@ def select_trajectory(
     """Return the trajectory with an id, or without an id the one at an index.
 
     Args:
-        file: that the trajectories were read from, for errors.
-        trajectories: of the file.
+        file: file of the trajectories, for errors.
+        trajectories: trajectories of the file.
         index: counted from 0.
         trajectory_id: takes precedence over `index`.
 

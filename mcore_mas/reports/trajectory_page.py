@@ -58,13 +58,13 @@ def trajectory_page(
 ) -> str:
     """Return the page of a trajectory as HTML.
 
-    In a tree, branches that ended before the outcome are folded at the place where they left the
+    In a tree, branches that ended before the outcome are folded, at the turn at which they left the
     path.
 
     Args:
-        trajectory: to show.
-        advantages: of turns, which may be of other trajectories too.
-        tokens: of turns, to be shaded by log-probability, or by the turn's advantage.
+        trajectory: trajectory to show.
+        advantages: advantages of turns, also of other trajectories.
+        tokens: tokens of turns, which are shaded by log-probability or by the turn's advantage.
         groups: turns that each turn was compared with.
     """
     turns_by_agent = group_pairs((turn.agent, turn) for turn in trajectory.turns)
@@ -73,7 +73,7 @@ def trajectory_page(
         ((event.node, event.after_turn), event) for event in trajectory.tools
     )
     path_nodes = dict.fromkeys(turn.node for turn in trajectory.path)
-    own_advantages = {
+    turn_advantages = {
         (node, turn): advantage
         for (trajectory_id, node, turn), advantage in advantages.items()
         if trajectory_id == trajectory.id
@@ -86,18 +86,17 @@ def trajectory_page(
         nodes=turns_by_node,
         path={node: _siblings(node, turns_by_node) for node in path_nodes},
         tools=tools_by_turn,
-        advantages=own_advantages,
-        largest_advantage=max(map(abs, own_advantages.values()), default=0.0),
+        advantages=turn_advantages,
+        largest_advantage=max(map(abs, turn_advantages.values()), default=0.0),
         tokens=tokens,
         groups=groups,
     )
 
 
 def _siblings(node: str, nodes: Mapping[str, object]) -> list[str]:
-    """Return the other branches from the parent of a node; none of the root."""
+    """Return the other children of a node's parent; [] for the root."""
     if not node:
         return []
     parent = node.rpartition(".")[0]
-    return [
-        other for other in nodes if other and other != node and other.rpartition(".")[0] == parent
-    ]
+    children = [name for name in nodes if name and name.rpartition(".")[0] == parent]
+    return [child for child in children if child != node]

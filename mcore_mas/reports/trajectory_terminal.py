@@ -30,10 +30,10 @@ def print_trajectory(
     """Print the turns of a trajectory with messages, tools, scores and advantages.
 
     Args:
-        trajectory: to print.
-        console: to print to.
-        advantages: of turns.
-        branches: in a tree, also print the branches that did not lead to the outcome.
+        trajectory: trajectory to print.
+        console: console to print to.
+        advantages: advantages of turns.
+        branches: True to print also the branches of a tree that did not lead to the outcome.
         head: begin with ids, status and outcome.
     """
     if head:

@@ -32,8 +32,8 @@ def compute_turn_credit(
     out have no credit.
 
     Args:
-        file: of the trajectories, in the folder train/trajectories of a run.
-        trajectories: of the file.
+        file: file of the trajectories, in the folder train/trajectories of a run.
+        trajectories: trajectories of the file.
     """
     try:
         config = RunConfig.load(file.resolve().parents[2] / "config.yaml")

@@ -13,13 +13,13 @@ WAITING = "done, waiting for the slowest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkTimeline:
-    """Trajectories at work over the time of a step."""
+    """Number of trajectories that each agent and tool works for, over the time of a step."""
 
-    seconds: float  # from the first call to the end of the last
-    lines: Mapping[str, Sequence[tuple[float, float]]]  # (second, trajectories), by worker
+    seconds: float  # from the start of the first call to the end of the last one
+    lines: Mapping[str, Sequence[tuple[float, float]]]  # (second, trajectories) by agent or tool
     slowest: int  # index of the trajectory that ended last
-    task: str  # of the slowest trajectory
-    behind: float  # seconds between the median end and the end of the slowest
+    task: str  # id of the slowest trajectory's task
+    behind: float  # seconds from the median end to the end of the slowest trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,10 @@ def test_two_runs_are_compared(results: Path) -> None:
 
 def test_the_timeline_of_a_file_is_empty_without_times(results: Path) -> None:
     studio = Studio(results)
-    assert studio.waits("a", STEP_0) == {}
+    assert studio.timeline("a", STEP_0) == {}
     timed = [trajectory(turn(0, started_s=100.0, took_s=3.0))]
     write_trajectories(results / "a" / STEP_0, timed)
-    assert studio.waits("a", STEP_0)["seconds"] == 3.0
+    assert studio.timeline("a", STEP_0)["seconds"] == 3.0
 
 
 def test_tokens_are_shaded_if_the_policy_has_a_tokenizer(results: Path) -> None:
