@@ -60,7 +60,7 @@ class Run:
         reward: a function of a trajectory that returns a number or a number for each agent; a
             function of a `group` that returns the group with rewards on its turns; or the name of
             an allocator that ships. By default that of the team, or shared_outcome.
-        folder: of the run; all its files are in there.
+        folder: folder of the run, which has all of its files.
         settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr,
             1e-6); names of groups of configs (advantage="grpo"); sections
             (engine={"max_length": 256}); which agents share weights in a team that ships
@@ -217,9 +217,9 @@ class Run:
         Args:
             advantage: an estimator (`mcore-mas list estimators`); any one, also if the run was
                 trained with another.
-            step: of the training, by default the newest.
+            step: step of the training, by default the newest.
             task: the only task to print, by default the first three.
-            options: of the estimator.
+            options: options of the estimator.
 
         Raises:
             ArgumentError: no such step was taken.
@@ -313,7 +313,7 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
     """Refuse a run that is known to fail.
 
     Args:
-        config: of the run.
+        config: config of the run.
         train: its training tasks, or None if they are made by a generator or read from files.
 
     Raises:

@@ -152,11 +152,11 @@ def load_tasks(
         given: the hub's id of a data set that was downloaded (`hf download --repo-type dataset
             ID`), its folder, or a .parquet, .jsonl, .json or .csv file; or the rows themselves,
             such as a `datasets.Dataset` or a DataFrame.
-        split: of the data set.
-        subset: of the data set, if it has several.
+        split: split of the data set.
+        subset: subset of the data set, if it has several.
         columns: columns of the prompt, answer, id, source and context that differ from those of
             the format.
-        format: how rows are read (`mcore-mas list formats`); math finds the answer in a solution.
+        format: format of the rows (`mcore-mas list formats`); math finds the answer in a solution.
         limit: largest number of tasks.
 
     Raises:

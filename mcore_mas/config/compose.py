@@ -57,7 +57,7 @@ def resolve(
     """Compose a config from the shipped configs, those of a user's folder, and Hydra overrides, and check it.
 
     Args:
-        overrides: in Hydra's grammar, such as `experiment=demo_math` and `trainer.steps=3`.
+        overrides: overrides in Hydra's grammar, such as `experiment=demo_math`, `trainer.steps=3`.
         folder: the user's own configs; they replace shipped ones of the same name.
         scale: "paper", or "tiny" as `mcore_mas.config.scale` makes it.
         sections: merged into the composed sections, key by key.

@@ -99,8 +99,9 @@ def add_advantages(
 
     Args:
         samples: all turns of a step.
-        estimators: by agent. An estimator computes over all turns (those in AGENT_LOCAL_ESTIMATORS
-            over the turns of their agents), and only the samples of its agents are updated.
+        estimators: estimators by agent. An estimator computes over all turns, or over the turns of
+            its agents if it is in AGENT_LOCAL_ESTIMATORS. Only the samples of its agents are
+            updated.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.

@@ -35,8 +35,8 @@ class Sample:
         prompt_ids: [P].
         completion_ids: [C].
         trained: [C] loss mask, True where a token carries loss; None if all do.
-        temperature: of sampling.
-        reward: of the turn.
+        temperature: temperature of sampling.
+        reward: reward of the turn.
         scores: measurements of the turn by name.
         steps: rewards of every environment step of the trajectory, by round; see `step_rewards`.
         copies: multiplicity of the sample in the loss, set by `align`.
@@ -236,8 +236,8 @@ def weigh(
     Agents with loss weight 0 are frozen: their samples are dropped, and do not count in the denominator.
 
     Args:
-        samples: of one policy.
-        loss_weights: by agent.
+        samples: samples of one policy.
+        loss_weights: loss weight of each agent.
         aggregation: name in `AGGREGATIONS`.
         norm: constant length for aggregations that divide by one, in tokens.
     """

@@ -149,7 +149,7 @@ def gigpo(
 
     Args:
         peers: turns that are compared: those of a "task", or of an "agent" on it.
-        vote: of A_E, as of `grpo`.
+        vote: option `vote` of `grpo`, for A_E.
         std: "peers": both parts are divided by their σ (mean_std_norm); "none": they are only
             centred (mean_norm).
         step: settings of A_S.
@@ -430,8 +430,8 @@ def estimator_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None
     """Return the grouping by which an estimator compares turns.
 
     Args:
-        name: of the estimator.
-        options: that differ from its defaults.
+        name: name of the estimator.
+        options: options that differ from the estimator's defaults.
 
     Returns:
         None if the estimator compares no turns, or is not in `ESTIMATORS`.

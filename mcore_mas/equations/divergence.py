@@ -126,7 +126,7 @@ class AdaptiveKL:
 
     Attributes:
         coefficient: β, above 0, because it could not grow from 0.
-        target: in the unit of the KL given to `update`, such as nats per token.
+        target: target in the unit of the KL that `update` gets, such as nats per token.
         horizon: number of samples after which a clipped error has changed β by about 20 %.
     """
 
@@ -330,7 +330,7 @@ def describe_disagreement(metrics: Mapping[str, float], bounds: Mapping[Figure, 
     """Describe the first agent whose log-probability gap exceeds the bounds; return "" if there is none.
 
     Args:
-        metrics: of an update, with names `agent/<name>/logprob_gap_<figure>`.
+        metrics: metrics of an update, with names `agent/<name>/logprob_gap_<figure>`.
         bounds: nats by figure. For agents with fewer than `FEW_TOKENS` tokens, all bounds but `max`
             are multiplied by `FEW_TOKENS_SLACK`.
     """

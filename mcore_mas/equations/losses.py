@@ -239,7 +239,7 @@ class ValueObjective:
     PPO's value clipping (Schulman et al. 2017, arXiv 1707.06347, in the form of OpenAI baselines).
 
     Attributes:
-        clip: in reward units; inf gives plain regression.
+        clip: clipping distance in units of reward; inf gives plain regression.
     """
 
     clip: float = 0.2

@@ -55,7 +55,7 @@ def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
     single value has no spread; its interval is the value itself.
 
     Args:
-        values: at least one.
+        values: one or more values.
         name: seeds the resampling.
     """
     if len(values) == 1:

@@ -18,7 +18,7 @@ def converse(
     """Yield the team's trajectory for each prompt, without outcome and scores.
 
     Args:
-        config: of the run.
+        config: config of the run.
         state: "base" or "trained".
         prompts: tasks; the next one is read after the trajectory of the last was yielded.
 

@@ -66,7 +66,7 @@ def check_export(
     tokenizer transformers would replace.
 
     Args:
-        folder: of the exported model.
+        folder: folder of the exported model.
         policy: settings of the policy.
         turns: recorded turns of the policy, whose texts and first prompts are compared.
         note: called with lines about the result.

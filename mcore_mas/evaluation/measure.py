@@ -21,8 +21,9 @@ class Reply:
     """Part of a trajectory that a scoreboard stores.
 
     Attributes:
-        score: of the trajectory; None if it failed for a reason that says nothing about the team.
-        answer: that votes in maj@k; None if the environment has no answers.
+        score: score of the trajectory; None if it failed for a reason that says nothing about the
+            team.
+        answer: answer that votes in maj@k; None if the environment has no answers.
         failure_reason: see `Trajectory.failure_reason`; "" if the trajectory did not fail.
         cut: True if part of a prompt was left out because it was too long.
         valid: number of well-formed turns.
@@ -182,7 +183,8 @@ def _task_metrics(replies: Sequence[Reply], k: int, *, has_vote: bool) -> dict[s
     """Return the metrics of a task.
 
     Args:
-        replies: with scores. If there are fewer than k, the metrics are those of so many.
+        replies: replies with scores; if there are fewer than k, the metrics are computed over
+            all of them.
         k: number in the names of the metrics.
         has_vote: the task's data source has answers that can vote. The vote of a task without any
             answer, such as one whose prompt is too long, is then wrong instead of left out.
@@ -198,7 +200,7 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the mean of each metric by data source, with a 95 % interval over tasks.
 
     Args:
-        task_rows: of `Scoreboard.task_rows`.
+        task_rows: rows that `Scoreboard.task_rows` returned.
 
     Returns:
         Rows by data source and, if there are several, rows with the dataset "all".

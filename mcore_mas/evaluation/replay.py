@@ -17,7 +17,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
     """Play the trajectory of a quarantine file again.
 
     Args:
-        file: of a quarantined trajectory.
+        file: file of a quarantined trajectory.
         config_path: config of the run.
 
     Returns:

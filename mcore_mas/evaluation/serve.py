@@ -38,7 +38,7 @@ def serve(
         run: folder of the run.
         state: "base" or "trained", of its policies.
         host: address to listen on.
-        port: to listen on; 0 for a free one.
+        port: port to listen on; 0 for a free one.
         token_file: file with the bearer token that calls must carry; required unless `host` is
             loopback.
         max_calls: number of calls that are answered at a time.

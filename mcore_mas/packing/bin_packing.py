@@ -59,7 +59,7 @@ def bin_pack(
     Args:
         forest: n sequences.
         rows: [n] number of trained tokens of each sequence, counted once for each sample.
-        max_tokens: of a micro-batch; only a single longer sequence may exceed it.
+        max_tokens: limit of a micro-batch; only a single longer sequence may exceed it.
         cost: estimates work and time.
 
     Returns:

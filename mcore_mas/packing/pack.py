@@ -25,7 +25,7 @@ class _Sequence:
     """A sample and the L tokens that must be computed: all tokens before its last trained token.
 
     Attributes:
-        index: of the sample among those that are packed.
+        index: index of the sample among the packed samples.
         sample: the sample.
         tokens: [L] int64.
         trained: indices of the trained tokens in the completion.
@@ -139,8 +139,8 @@ def pack(
     micro-batch.
 
     Args:
-        samples: of one policy.
-        max_tokens: of a micro-batch; only a single longer sequence may exceed it.
+        samples: samples of one policy.
+        max_tokens: limit of a micro-batch; only a single longer sequence may exceed it.
         cost: cost of micro-batches, and the number of ranks that share the work; None counts
             tokens, on one rank.
         share: False stores every sample separately.
@@ -180,7 +180,7 @@ def unpack(
     Args:
         microbatches: made by `pack` from `samples`.
         rows: [N] for each micro-batch, one number per trained token.
-        samples: in the order in which they were packed.
+        samples: samples in the order in which they were packed.
     """
     trained_values: list[list[float]] = [[] for _ in samples]
     for batch, values in zip(microbatches, rows, strict=True):
@@ -268,8 +268,8 @@ def _routing(
 
     Args:
         tokens: T.
-        samples: of the micro-batch.
-        token_indices: of each sample's computed tokens.
+        samples: samples of the micro-batch.
+        token_indices: indices of each sample's computed tokens.
     """
     routing: Tensor | None = None
     recorded = [

@@ -331,7 +331,7 @@ def checkpoint_bytes(architecture: Architecture, trainers: Iterable[TrainerSetti
     """Return the size of one checkpoint of a policy: weights and moments in float32.
 
     Args:
-        architecture: of the policy's model.
+        architecture: architecture of the policy's model.
         trainers: the trainer of the policy and, if it has one, its critic.
     """
     trained = 0

@@ -83,7 +83,7 @@ class Checkpoints:
             step: number of steps taken.
             state: state for the manifest, as plain JSON values.
             write: writes all other files; what it returns is called again after a full disk.
-            metric: that the best checkpoints are chosen by.
+            metric: metric by which the best checkpoints are chosen.
 
         Raises:
             CheckpointError: this checkpoint cannot be begun, or the one before could not be written.

@@ -167,10 +167,10 @@ def _check_labels(
         node_devices = [devices[node.id] for node in nodes if node.pool == label]
         if not node_devices:
             group = labelled_groups[0]
-            known = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
+            existing = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
             raise PlacementError(
                 f"cluster.nodes.{group.policy}: no node has the label pool={label} for its {group.part} (there are "
-                f"{known}); start one with `ray start --labels pool={label}`"
+                f"{existing}); start one with `ray start --labels pool={label}`"
             )
         try:
             check_fits(labelled_groups, "split", device_type, node_devices)

@@ -47,15 +47,15 @@ def failure_message(
 ) -> str:
     """Return one line for each cause of a failure, followed by the logs of the jobs that it ended.
 
-    A job that ended without a cause in its log (killed, out of memory) is described by what Slurm says of it, or else
-    by the end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
+    A job that ended without a cause in its log (killed, out of memory) is described by Slurm's reason, or else by the
+    end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
 
     Args:
         logs: logs of jobs that have not finished. A job has failed if it wrote its log since `since`, or if Slurm
             says so.
         since: start of the pipeline, in seconds since the epoch.
         workflow_logs: Snakemake's own logs, which describe jobs that failed without writing.
-        lines: how much of the end of a log is shown.
+        lines: number of lines that are shown of the end of a log.
     """
     workflow_paths = [Path(log) for log in workflow_logs]
     events = _snakemake_events(workflow_paths)
@@ -74,7 +74,10 @@ def failure_message(
     logs_by_cause = _group_by_cause(failed)
     if not logs_by_cause:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, workflow_paths))}"
-    return "\n".join(f"\n{cause}\n  logs: {', '.join(own)}" for cause, own in logs_by_cause.items())
+    return "\n".join(
+        f"\n{cause}\n  logs: {', '.join(failed_logs)}"
+        for cause, failed_logs in logs_by_cause.items()
+    )
 
 
 def _snakemake_events(paths: Iterable[Path]) -> list[str]:
@@ -123,10 +126,10 @@ def _slurm_cause_in(event: str) -> str | None:
 
 
 def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool) -> str:
-    """Return the cause of a failure: the job's own last word, else Slurm's, else the end of its log."""
-    own_causes = [line for line in last_lines if line.startswith(CAUSE)]
-    if own_causes:
-        return own_causes[-1]
+    """Return the last cause in the job's log, else Slurm's cause, else the end of the log."""
+    logged_causes = [line for line in last_lines if line.startswith(CAUSE)]
+    if logged_causes:
+        return logged_causes[-1]
     if slurm_cause:
         return slurm_cause
     if stopped:

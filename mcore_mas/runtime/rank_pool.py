@@ -59,7 +59,7 @@ class RankPool:
     """Ranks as Ray actors. All of them make the same calls, in the same order.
 
     Attributes:
-        specs: of the trainers on these ranks, by policy; complete before `start`.
+        specs: specs of the trainers on these ranks, by policy; complete before `start`.
         is_on_cpu: True if no rank has a GPU.
         peak_flops: largest FLOP/s of a rank's GPU; None if it is not known or before `start`.
     """
@@ -78,11 +78,11 @@ class RankPool:
 
         Args:
             policy: name of the first policy on these ranks, for errors.
-            spec: of its trainer.
-            threads: of torch in each process.
+            spec: spec of the policy's trainer.
+            threads: number of torch's threads in each process.
             actor_options: Ray's options of each rank's actor.
             monitor: detects ranks that hang; None waits for them forever.
-            turns: of trainers on the same devices; None: these ranks have their devices alone.
+            turns: turns of the trainers on the same devices; None if no other trainer uses them.
         """
         self.specs = {policy: spec}
         self.is_on_cpu = not any(options.get("num_gpus") for options in actor_options)
@@ -235,7 +235,7 @@ class RankPool:
 
         Args:
             calls: Ray's references to the results, by rank.
-            policy: that the calls are for, in errors.
+            policy: policy that the calls are for, named in errors.
 
         Raises:
             ProcessLost: a rank has died, or hangs.

@@ -98,8 +98,8 @@ def describe_differences(manifest: Mapping[str, Any], identity: Identity) -> str
     If the recipes are equal, the differences between the inputs are described.
 
     Args:
-        manifest: of the checkpoint. Versions that wrote no recipe or no inputs differ in none.
-        identity: of the run.
+        manifest: manifest of the checkpoint. Versions without recipe or inputs differ in none.
+        identity: identity of the run.
     """
     differences = _describe_changes(manifest.get("recipe", {}), identity.recipe)
     if not differences and identity.inputs:

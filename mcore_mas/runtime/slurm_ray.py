@@ -104,10 +104,10 @@ def _address_in_slurm_network() -> str | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Connecting a UDP socket sends nothing, and chooses the route.
             probe.connect((addresses[-1], 9))
-            own_address: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
     except OSError:
         return None
-    return None if own_address.startswith("127.") else own_address
+    return None if address.startswith("127.") else address
 
 
 def _wait_for_machines(
@@ -117,9 +117,9 @@ def _wait_for_machines(
 
     Args:
         process: starts Ray on the machines; it must not end.
-        address: of Ray.
+        address: address of Ray.
         expected: number of machines.
-        log: of the process, for the error message.
+        log: log file of the process, for the error message.
 
     Raises:
         TrainingError: the process has ended, or the machines do not join in time.

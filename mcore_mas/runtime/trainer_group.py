@@ -49,11 +49,11 @@ class TrainerGroup:
 
         Args:
             policy: name of the policy.
-            spec: of the trainer.
-            threads: of torch on each rank.
+            spec: spec of the trainer.
+            threads: number of torch's threads on each rank.
             actor_options: Ray's options of each rank's actor, as `DevicePlacement` gives them;
                 None: one GPU for each rank, if there are any.
-            turns: of trainers on the same devices, of which only one has its memory.
+            turns: turns of the trainers on the same devices, of which one has its memory at a time.
             monitor: detects ranks that hang; None waits for them forever.
             base: group whose ranks also do the work of this policy, and which is not `ready` yet.
                 `actor_options`, `turns` and `monitor` are then those of `base`.
@@ -96,8 +96,8 @@ class TrainerGroup:
         """Take one optimizer step; see `MegatronTrainer.update`.
 
         Args:
-            microbatches: of the step.
-            position: in the learning rate schedule; None uses the number of updates so far.
+            microbatches: micro-batches of the step.
+            position: position in the learning rate schedule; None is the number of updates so far.
 
         Returns:
             The trainer's metrics, the seconds of all devices as `device_s`, and the floating-point

@@ -39,7 +39,7 @@ class TrainerRank:
         """Import Megatron; `join` loads the model.
 
         Args:
-            threads: of torch in this process.
+            threads: number of torch's threads in this process.
             monitor: the controller's view of the ranks, in whose files this rank reports its
                 phases; None if no rank is watched.
         """
@@ -63,7 +63,7 @@ class TrainerRank:
         """Open the store at which the ranks meet, on rank 0.
 
         Args:
-            address: of this node, at which the store listens on a free port.
+            address: address of this node, at which the store listens on a free port.
 
         Returns:
             Address and port of the store.
@@ -87,7 +87,7 @@ class TrainerRank:
         Args:
             rank: number of this rank.
             store_address: address and port of the store at which the ranks meet.
-            specs: of the trainers, by policy. They share the model of the first one.
+            specs: specs of the trainers, by policy. The trainers share the model of the first one.
 
         Returns:
             Name of this rank's GPU; "" without one.
@@ -159,11 +159,12 @@ class TrainerRank:
             return sender.send(weights, version, route.half)
 
     def _sender(self, policy: str, route: SyncRoute) -> WeightSender:
-        """Return the sender of a route; only a route that leads elsewhere needs a new one."""
+        """Return the sender of a route, and make one if the route has changed."""
         lasting_route = replace(route, half=None)  # the half alternates from update to update
-        known = self._senders.get(policy)
-        if known is not None and known[0] == lasting_route:
-            return known[1]
+        if policy in self._senders:
+            last_route, sender = self._senders[policy]
+            if last_route == lasting_route:
+                return sender
         sender = make_sender(lasting_route, rank=self._rank, all_gather=all_gather_json)
         self._senders[policy] = lasting_route, sender
         return sender
@@ -206,7 +207,7 @@ def _set_network_environment(cumem: str | None) -> None:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", cumem)
 
 
-# `written` has a thread of its own, in which it waits beside the other calls and their order.
+# `written` waits in a separate thread, so that later calls need not wait for files.
 TrainerRankActor = ray.remote(  # type: ignore[call-overload]
     num_cpus=0, concurrency_groups={"writing": 1}
 )(TrainerRank)

@@ -93,7 +93,7 @@ class MlflowStore:
             name: shown by MLflow's pages.
             tags: set on the run, also if it was there.
             parent: id of the run that it is shown below.
-            start_time: of a new run, in seconds since the epoch; by default now.
+            start_time: start of a new run, in seconds since the epoch; by default now.
         """
         tags = {**tags, "key": key}
         if parent is not None:

@@ -69,7 +69,8 @@ def load_training_record(
     """Return the record of a training that has ended; write one if there is none.
 
     Args:
-        rows: of its metrics.jsonl. A record without a start time gets the time of the first step.
+        rows: rows of the run's metrics.jsonl. A record without a start time gets the time of the
+            first step.
     """
     path = _record_path(config)
     with file_lock(path):

@@ -63,7 +63,7 @@ class AsyncRollouts:
     up to n versions older than those that are trained.
 
     Attributes:
-        config: of the run.
+        config: config of the run.
         team: plays the tasks.
         make_env: makes the environment of a task.
         schedule: training tasks by step.
@@ -214,9 +214,9 @@ class AsyncRollouts:
 
         Args:
             step: number of the step.
-            tasks: of the batch.
+            tasks: tasks of the batch.
             started: time at which the step's collection began, on the event loop's clock.
-            log: of the finished trajectories of the step.
+            log: log of the step's finished trajectories.
         """
         if self._needs_greedy():
             groups, greedy_groups = await gather_or_cancel(

@@ -33,7 +33,7 @@ def fork_if_changed(
 
     Args:
         train: folder `train` of the run.
-        checkpoints: of the run.
+        checkpoints: checkpoints of the run.
         newest: checkpoint to continue from.
         steps: `trainer.steps` of the new recipe.
         note: called with one line if the run is forked.

@@ -24,7 +24,7 @@ def greedy_to_scores(group: Group) -> Group:
     too, because they cannot be trained without a baseline.
 
     Args:
-        group: with rewards; its last trajectory is the greedy one.
+        group: group with rewards; its last trajectory is the greedy one.
     """
     *sampled, greedy = group.trajectories
     if greedy.status is not Status.COMPLETED:

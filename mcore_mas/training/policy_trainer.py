@@ -30,8 +30,8 @@ class UpdateBatch:
     """Samples of one optimizer step of a policy, packed for its trainer and for its critic.
 
     Attributes:
-        samples: of the policy, all with tokens that carry loss. `score` replaces them by samples
-            with scores.
+        samples: samples of the policy, all with tokens that carry loss. `score` replaces them by
+            samples with scores.
         packed: micro-batches for the trainer.
         critic_packed: micro-batches for the critic; the same object as `packed` unless the
             critic's ranks need another layout.
@@ -65,7 +65,7 @@ class PolicyTrainer:
 
         Args:
             policy: name of the policy.
-            config: of the run.
+            config: config of the run.
             group: ranks of the policy.
             critic: ranks of its critic.
             kl: fields of the adaptive KL coefficient from a checkpoint; None starts it as the
@@ -179,7 +179,7 @@ class PolicyTrainer:
         """Take one optimizer step per batch and pass, for the policy and its critic.
 
         Args:
-            batches: of `pack`.
+            batches: batches that `pack` returned.
             credited: samples of the step with advantages, those of other policies included.
             step: number of the training step.
 
@@ -283,9 +283,9 @@ class PolicyTrainer:
 
         Args:
             batch: whose samples are trained.
-            samples: of the batch, with returns for the critic.
-            microbatches: for the policy; [] if no sample has a gradient.
-            position: in the learning rate schedules; None uses the number of updates so far.
+            samples: samples of the batch, with returns for the critic.
+            microbatches: micro-batches of the policy; [] if no sample has a gradient.
+            position: position in the learning rate schedules; None is the number of updates so far.
         """
         metrics: StepMetrics = {"skipped_updates": 1.0}
         updates = []

@@ -24,7 +24,7 @@ async def train_session(
 
     Args:
         session: parts of the run.
-        checkpoint: to continue from; None: the run starts.
+        checkpoint: checkpoint to continue from; None: the run starts.
         engines_may_be_newer: the engines have run before, and may serve later weights than those
             that training starts from.
 

@@ -39,9 +39,9 @@ class TrainingSession:
     """Components of a run that a training step uses; `train` starts them.
 
     Attributes:
-        config: of the run.
+        config: config of the run.
         rollouts: collects trajectories and gives every turn a reward.
-        trainers: by trained policy.
+        trainers: trainer of each trained policy.
         weight_sync: sends the weights of each trained policy to its engine.
         memory: decides which of trainers and engines hold GPU memory.
         checkpoints: saves and finds checkpoints.

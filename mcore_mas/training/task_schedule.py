@@ -16,7 +16,7 @@ class TaskSchedule:
         Args:
             tasks: training tasks.
             per_step: number of tasks in a step.
-            seed: of the random orders.
+            seed: seed of the random orders.
 
         Raises:
             ValueError: there are fewer tasks than a step needs.
@@ -45,7 +45,7 @@ class TaskSchedule:
 
         Args:
             step: number of the step.
-            number: of the extra batch, from 0.
+            number: number of the extra batch, from 0.
 
         Returns:
             The tasks; [] if all tasks are in earlier batches of the step.

@@ -66,7 +66,7 @@ def train(
 
     Args:
         config_path: file config.yaml of the run.
-        address: of a running Ray to join; None: `cluster.address` of the config.
+        address: address of a running Ray to join; None: `cluster.address` of the config.
         adopt: fork a run of another recipe, other inputs or other code (see `fork_if_changed`), as
             with `trainer.resume: changed`.
         after_step: called after every step; training stops with a checkpoint if it returns False.
@@ -152,7 +152,7 @@ class _TrainingRun:
         """Train from a checkpoint; after a loss of trainers, train again from the newest one.
 
         Args:
-            checkpoint: to continue from; None: the run starts.
+            checkpoint: checkpoint to continue from; None: the run starts.
             warnings: lines for the log.
 
         Returns:

@@ -235,7 +235,7 @@ def shares(
             the turns in proportion to the weights of their agents. `agents`: R is divided among the
             agents that spoke, and the part of an agent equally among its turns. With `turns` and
             `agents`, the rewards of a trajectory sum to R.
-        weights: by agent, 1 by default; an agent with weight 0 gets no share.
+        weights: weight of each agent, 1 by default; an agent with weight 0 gets no share.
 
     Raises:
         RewardError: all weights in a trajectory are 0, or a completed trajectory has no outcome or

@@ -63,7 +63,7 @@ class Sandbox(Runner):
         """Initialize a sandbox without starting it.
 
         Args:
-            limits: of runs that have no limits of their own; None: the defaults.
+            limits: limits of runs for which none are given; None: the defaults.
             slots: number of programs that run at the same time; None: the number of usable cores.
             tier: isolation, one of `tiers.TIERS`; "auto": the best isolation that this machine
                 allows. The tier "unisolated" is used only if it is named.

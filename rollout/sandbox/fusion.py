@@ -34,7 +34,7 @@ class SandboxFusion(Runner):
 
         Args:
             url: base URL of the server.
-            limits: of runs that have no limits of their own; None: the defaults.
+            limits: limits of runs for which none are given; None: the defaults.
             slots: number of requests at the same time.
             retries: number of times that a failed request is repeated.
             token_file: file with the bearer token of the server, if the server demands one.

@@ -61,7 +61,7 @@ async def judge(
         source: Python code.
         test: input and expected answer.
         compare: name of a comparison in `COMPARES`, for a `StdinTest`.
-        limits: in place of the runner's own.
+        limits: limits of the runs, instead of the runner's.
         files: files of the working folder, by relative path.
 
     Raises:

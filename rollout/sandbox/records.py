@@ -88,7 +88,7 @@ class RunResult:
     """Result of one run.
 
     Attributes:
-        stdout: at most `output_kb`, with bytes that are not UTF-8 replaced.
+        stdout: first `output_kb` of the output, with bytes that are not UTF-8 replaced.
         stderr: likewise.
         exit_code: exit status; negative if a signal of this number ended the program.
         cpu_s: CPU time of all processes of the program.
@@ -150,7 +150,7 @@ def render_result(result: RunResult, max_chars: int) -> str:
     """Return a result as a model reads it: stdout, stderr, and the failure if there was one.
 
     Args:
-        max_chars: of stdout and stderr together; the middle of longer output is left out.
+        max_chars: limit for stdout and stderr together; the middle of longer output is left out.
     """
     outputs = [result.stdout.rstrip(), result.stderr.rstrip()]
     text = truncate_middle("\n".join(output for output in outputs if output), max_chars)

@@ -24,7 +24,7 @@ class Runner(ABC):
         """Initialize the runner.
 
         Args:
-            limits: of runs that have no limits of their own; None: the defaults.
+            limits: limits of runs for which none are given; None: the defaults.
             slots: number of programs that run at the same time.
         """
         if slots < 1:
@@ -45,7 +45,7 @@ class Runner(ABC):
         Args:
             source: Python code.
             stdin: standard input.
-            limits: in place of the runner's own.
+            limits: limits of this run, instead of the runner's.
             files: files of the working folder, by relative path.
 
         Raises:

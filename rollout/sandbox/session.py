@@ -49,7 +49,7 @@ class Session:
 
         Args:
             jail: an open jail.
-            limits: of the session.
+            limits: limits of the session.
             slot: returns a context that each cell enters, so that the sessions share the cores.
         """
         self._jail = jail

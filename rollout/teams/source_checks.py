@@ -73,8 +73,8 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     words |= _text_constants(nodes)
-    is_own = module is not None and module.__name__.startswith("rollout.")
-    if not is_own and _slots_may_come_from_elsewhere(nodes, calls):
+    is_shipped = module is not None and module.__name__.startswith("rollout.")
+    if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
 
@@ -193,11 +193,11 @@ def _missing_attribute(
     An attribute may exist that the function sets itself, or names in a text as for `hasattr`.
     """
     # co_names has the attributes that __init__ sets
-    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
-    known |= _text_constants(nodes)
-    known |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
+    existing = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
+    existing |= _text_constants(nodes)
+    existing |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
     for node in used:
-        if node.attr not in known:
+        if node.attr not in existing:
             public = [attribute for attribute in dir(kind) if not attribute.startswith("_")]
             return (
                 f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'"

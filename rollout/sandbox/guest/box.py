@@ -68,7 +68,7 @@ def exceeds(path: str, *, max_bytes: int, max_files: int, unlinked_bytes: int) -
     The search stops as soon as a limit is exceeded.
 
     Args:
-        path: of the box.
+        path: path of the box.
         max_bytes: limit on the size on disk.
         max_files: limit on the number of files and folders.
         unlinked_bytes: size of open files without a name, which counts too.

@@ -66,7 +66,7 @@ def call(
     """Make a system call and return its result.
 
     Args:
-        name: in `CALLS`.
+        name: name of the system call, a key of `CALLS`.
         on: object of the call, for the message of an error.
 
     Raises:

@@ -34,7 +34,7 @@ class Warden:
 
         Args:
             channel: leads to the host.
-            settings: of the sandbox; see `main`.
+            settings: settings of the sandbox; see `main`.
             box_path: the job's working folder, or in the namespaces tier the path where it is
                 mounted.
         """
