@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -145,9 +144,9 @@ def _trained_policy(config: RunConfig, policy: str) -> PolicyConfig:
         raise FolderError(
             f"{done_file}: no such file; train first (`mcore-mas train {config.folder}`)"
         )
-    done = read_record(done_file, "policies")
-    model = done["policies"].get(policy)
-    if model is None:
+    digests = read_record(done_file, "policies").get("sha256", {})
+    if policy not in digests:
         return config.policies[policy]
-    check_tree(Path(model), done.get("sha256", {}).get(policy, {}))
-    return config.policies[policy].model_copy(update={"model": model})
+    model = done_file.parent / "models" / policy  # not as recorded: the run may have been moved
+    check_tree(model, digests[policy])
+    return config.policies[policy].model_copy(update={"model": str(model)})

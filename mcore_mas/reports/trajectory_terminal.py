@@ -1,5 +1,6 @@
 """Trajectories in the terminal: one as a conversation, or a file's as a list."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -152,7 +153,9 @@ def print_trajectories(
     console.print(table)
     console.print(plain_text(f"{len(trajectories)} trajectories; one of them:", "dim"))
     # The command is not wrapped, so that it can be copied.
-    console.print(plain_text(f"mcore-mas show {file} --index 0", "dim"), soft_wrap=True)
+    console.print(
+        plain_text(f"mcore-mas show {shlex.quote(str(file))} --index 0", "dim"), soft_wrap=True
+    )
 
 
 def _number_cell(value: float | None) -> str:

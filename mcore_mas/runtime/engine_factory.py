@@ -142,6 +142,6 @@ def _trained_steps(model: str | Path) -> int:
     if not file.is_file():
         return 0
     record = read_record(file)
-    if str(model) not in record.get("policies", {}).values():
+    if Path(model).name not in record.get("sha256", {}):
         return 0
     return int(record.get("policies_of_step", 0))

@@ -18,6 +18,7 @@ import yaml
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.converse import converse
 from mcore_mas.evaluation.evaluate import EvaluationError, evaluate
+from rollout.base.digests import tree_sha256
 from rollout.base.json_files import write_json
 from rollout.base.ownership import FolderError
 from rollout.models.chat_template import Renderer
@@ -114,7 +115,12 @@ def test_turns_of_trained_models_have_the_step_of_their_weights(
     config = RunConfig.load(run / "config.yaml")
     model = shutil.copytree(run / "base", run / "train" / "models" / "solver")
     policies = {"solver": str(model), "verifier": str(run / "base")}
-    write_json(run / "train" / "done.json", {"policies": policies, "policies_of_step": 30})
+    done = {
+        "policies": policies,
+        "policies_of_step": 30,
+        "sha256": {"solver": tree_sha256(model)},
+    }
+    write_json(run / "train" / "done.json", done)
 
     evaluate(config, state, run / "evaluation" / f"{state}.json")
     [evaluated] = read_trajectories(run / "evaluation" / state)

@@ -23,8 +23,16 @@ def write_trained_run(results: Path, run: str) -> None:
     (folder / "train").mkdir(parents=True)
     config = resolve(["experiment=demo_math", *settings])
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    trained = {policy: f"{run}/trained/{policy}" for policy in AGENTS}
-    (folder / "train" / "done.json").write_text(json.dumps({"policies": trained}))
+    trained = {policy: f"elsewhere/train/models/{policy}" for policy in AGENTS}
+    done = {"policies": trained, "sha256": {policy: {} for policy in AGENTS}}
+    (folder / "train" / "done.json").write_text(json.dumps(done))
+
+
+def models_of(config: RunConfig) -> dict[str, str]:
+    """Return the model of each policy, relative to the results if it is in there."""
+    return {
+        policy: model.removeprefix(f"{config.results}/") for policy, model in config.models.items()
+    }
 
 
 @pytest.fixture
@@ -39,28 +47,35 @@ def config(tmp_path: Path) -> RunConfig:
     ("state", "seats", "models"),
     [
         ("base", {}, {"solver": "models/mas-solver", "verifier": "models/mas-verifier"}),
-        ("trained", {}, {"solver": "mas/trained/solver", "verifier": "mas/trained/verifier"}),
+        (
+            "trained",
+            {},
+            {"solver": "mas/train/models/solver", "verifier": "mas/train/models/verifier"},
+        ),
         # the training of one agent left out
         (
             "x",
             {"verifier": "base"},
-            {"solver": "mas/trained/solver", "base.verifier": "models/mas-verifier"},
+            {"solver": "mas/train/models/solver", "base.verifier": "models/mas-verifier"},
         ),
         # Stronger-MAS, table 3: swapped policies, and agents that were trained in another run
         (
             "swapped",
             {"solver": "mas/verifier", "verifier": "mas/solver"},
-            {"mas.verifier": "mas/trained/verifier", "mas.solver": "mas/trained/solver"},
+            {"mas.verifier": "mas/train/models/verifier", "mas.solver": "mas/train/models/solver"},
         ),
         (
             "from_alone",
             {"solver": "alone", "verifier": "alone"},
-            {"alone.solver": "alone/trained/solver", "alone.verifier": "alone/trained/verifier"},
+            {
+                "alone.solver": "alone/train/models/solver",
+                "alone.verifier": "alone/train/models/verifier",
+            },
         ),
         (
             "x",
             {"solver": {"model": "any"}},
-            {"seat.solver.solver": "any", "verifier": "mas/trained/verifier"},
+            {"seat.solver.solver": "any", "verifier": "mas/train/models/verifier"},
         ),
     ],
 )
@@ -68,7 +83,7 @@ def test_each_agent_plays_the_model_of_its_seat(
     config: RunConfig, state: str, seats: dict[str, Any], models: dict[str, str]
 ) -> None:
     seated = config_with_seats(config, state, seats)
-    assert seated.models == models
+    assert models_of(seated) == models
     assert [seated.agents[agent].policy for agent in AGENTS] == list(models)
 
 
@@ -79,7 +94,10 @@ def test_one_agent_of_a_shared_policy_can_have_another_model(config: RunConfig) 
     policies = {"solver": config.policies["solver"]}
     shared = config.model_copy(update={"agents": agents, "policies": policies})
     seated = config_with_seats(shared, "x", {"verifier": "base"})
-    assert seated.models == {"solver": "mas/trained/solver", "base.solver": "models/mas-solver"}
+    assert models_of(seated) == {
+        "solver": "mas/train/models/solver",
+        "base.solver": "models/mas-solver",
+    }
 
 
 def test_a_model_behind_an_api_can_have_a_seat(config: RunConfig) -> None:

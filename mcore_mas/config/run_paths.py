@@ -1,0 +1,79 @@
+"""Paths in the config of a run whose folder was moved, copied, or is used from elsewhere."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Folders of which a run's folder has at least one after its first job.
+_STAGE_FOLDERS = ("tasks", "base", "bootstrap", "train", "evaluation")
+_SQLITE = "sqlite:///"
+
+
+def with_paths_from_here(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the values of a run's config.yaml with paths that hold in the working directory.
+
+    A config has paths relative to the directory in which the run was made, its project. They are
+    unchanged if that is the working directory. Otherwise paths in the run's folder begin with the
+    folder as it is now, and other files of the project, as long as the run is still in it, get
+    absolute paths. The project's modules can then be imported too.
+
+    Args:
+        values: as they were read from the file.
+        file: config.yaml in the run's folder; the values of any other file are unchanged.
+    """
+    folder = file.resolve().parent
+    written_folder = _written_folder(values)
+    if written_folder is None or file.name != "config.yaml" or not _is_run_folder(folder):
+        return dict(values)
+    if written_folder.exists() and written_folder.samefile(folder):
+        return dict(values)
+
+    project = _project_of(folder, written_folder)
+    if project is not None and str(project) not in sys.path:
+        sys.path.append(str(project))
+
+    def relocate(text: str) -> str:
+        path = Path(text)
+        if path == written_folder or written_folder in path.parents:
+            return str(folder / path.relative_to(written_folder))
+        if project is None:
+            return text
+        if text.startswith(_SQLITE):
+            return _SQLITE + str(project / text.removeprefix(_SQLITE))
+        is_missing = "/" in text and not path.exists()
+        return str(project / path) if is_missing and (project / path).exists() else text
+
+    relocated = _map_texts(values, relocate)
+    return {**relocated, "results": str(folder.parent), "run": folder.name}
+
+
+def _written_folder(values: Mapping[str, Any]) -> Path | None:
+    """Return the run's folder as the config names it, or None if it names none."""
+    results, run = values.get("results"), values.get("run")
+    if isinstance(results, str) and isinstance(run, str):
+        return Path(results, run)
+    return None
+
+
+def _is_run_folder(folder: Path) -> bool:
+    return any((folder / name).is_dir() for name in _STAGE_FOLDERS)
+
+
+def _project_of(folder: Path, written_folder: Path) -> Path | None:
+    """Return the directory in which `written_folder` is `folder`; None if the run was moved."""
+    depth = len(written_folder.parts)
+    if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:
+        return None
+    return Path(*folder.parts[:-depth])
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return nested values with every text replaced by `change`."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(item, change) for item in value]
+    return value
