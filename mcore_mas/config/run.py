@@ -44,7 +44,7 @@ from rollout.config.reward import RewardConfig
 from rollout.engines import EngineConfig
 from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.sglang.settings import adapter_error
-from rollout.orchestras import SEARCHES
+from rollout.orchestras import TREE_ORCHESTRAS
 from rollout.rewards.coach_config import CoachConfig
 from rollout.tasks.generators import GENERATORS
 from rollout.teams.roles import ROLES
@@ -187,7 +187,9 @@ class RunConfig(Section):
             sources.add("groups")
             if self.env.names_states:
                 sources.add("states")
-        if self.orchestra.name in SEARCHES or (branching is not None and branching.width > 1):
+        if self.orchestra.name in TREE_ORCHESTRAS or (
+            branching is not None and branching.width > 1
+        ):
             sources.add("trees")
         return frozenset(sources)
 
@@ -369,7 +371,7 @@ def _check_team(config: RunConfig) -> None:
     """Check that orchestra, environment, reward, coach and retriever go with the agents."""
     config.orchestra.check_agents(config.agents)
     config.env.check_tools(config.agents)
-    if config.orchestra.name in SEARCHES and config.trainer.branching is not None:
+    if config.orchestra.name in TREE_ORCHESTRAS and config.trainer.branching is not None:
         raise ValueError(
             f"orchestra '{config.orchestra.name}' grows its own tree; leave trainer.branching out"
         )

@@ -6,7 +6,7 @@ from rollout.base.options import Registry
 from rollout.base.text import nearest_hint
 from rollout.config.agents import AgentConfig, build_role
 from rollout.config.choice import Choice
-from rollout.orchestras import CHATS, ORCHESTRAS
+from rollout.orchestras import CHAT_ORCHESTRAS, ORCHESTRAS
 from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
@@ -52,13 +52,13 @@ class OrchestraConfig(Choice):
             self._check_slots(agent_templates)
 
     def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
-        if self.name in CHATS or self.name not in ORCHESTRAS:
+        if self.name in CHAT_ORCHESTRAS or self.name not in ORCHESTRAS:
             return
         for name, agent in team.items():
             if agent.tools:
                 raise ValueError(
                     f"agent '{name}' has tools, and orchestra '{self.name}' opens no chats in which to call them; "
-                    f"those that do: {', '.join(sorted(CHATS))}"
+                    f"those that do: {', '.join(sorted(CHAT_ORCHESTRAS))}"
                 )
 
     def _check_asked_agents(self, team: Mapping[str, AgentConfig]) -> None:
