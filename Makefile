@@ -30,6 +30,7 @@ setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 
 # A `.venv` that is a link belongs to another checkout and is not changed.
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) mcore_mas/runtime/project_path.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep -E '^torch==' $(LOCK))
 	$(PIP) --no-deps --requirement $(LOCK)
@@ -170,7 +171,8 @@ ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
 
 # Serve an index until Ctrl-C or scancel. A port in ARGS replaces 8000, because the last one counts.
-SERVE_INDEX = $(CURDIR)/$(BIN)/python -m retrieval.server --index $(INDEX) --port 8000 $(ARGS)
+# The path of Python is relative, because a job of sbatch starts in the folder that submitted it.
+SERVE_INDEX = $(BIN)/python -m retrieval.server --index $(INDEX) --port 8000 $(ARGS)
 retriever: $(STAMP) ## serve an index to runs with retriever.urls (INDEX=data/wiki-18; SLURM=--mem=80G submits a job)
 	$(if $(SLURM),sbatch --requeue $(SLURM) --wrap '$(SERVE_INDEX)',$(SERVE_INDEX))
 

@@ -17,6 +17,7 @@ import psutil
 import typer
 
 from mcore_mas.cli.arguments import UsageError
+from mcore_mas.runtime.project_path import path_problem
 from rollout.base.processes import start_group, stop_group
 
 machine_commands = typer.Typer()
@@ -124,6 +125,11 @@ def _check_python() -> tuple[bool, str]:
     return sys.version_info >= (3, 11), f"{version} (3.11 or newer is required)"
 
 
+def _check_paths() -> tuple[bool, str]:
+    problem = path_problem()
+    return not problem, problem or f"{Path.cwd()} (jobs can be started here)"
+
+
 def _check_packages() -> tuple[bool, str]:
     missing = [name for name in _REQUIRED_PACKAGES if not _package_version(name)]
     if missing:
@@ -190,6 +196,7 @@ def _check_space(required_gib: float, free_bytes: int) -> tuple[bool, str]:
 
 _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "python": _check_python,
+    "paths": _check_paths,
     "packages": _check_packages,
     "optional": _check_optional_packages,
     "gpus": _check_gpus,

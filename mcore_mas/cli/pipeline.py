@@ -59,9 +59,13 @@ def check_runs(
     """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
     from mcore_mas.pipeline.check import suite_problems
     from mcore_mas.pipeline.suite import load_suite
+    from mcore_mas.runtime.project_path import path_problem
 
     loaded = load_suite(suite, overrides or [], config_dir)
     problems = suite_problems(loaded)
+    unquotable = path_problem()
+    if unquotable:
+        problems.insert(0, unquotable)
     for problem in problems:
         print(f"no: {resolve_page_paths(problem)}")
     if problems:

@@ -13,6 +13,7 @@ import jsonschema
 import yaml
 
 from mcore_mas import SHIPPED, resolve_page_paths
+from mcore_mas.runtime.project_path import path_problem
 from rollout.base.text import nearest_hint, redact_secrets
 from rollout.base.yaml_files import read_yaml
 
@@ -30,13 +31,18 @@ class SuiteError(ValueError):
 def check_command(arguments: Sequence[str]) -> None:
     """Check Snakemake's command line for targets that are taken for suite files or settings.
 
-    `--configfile` and `--config` take every word up to the next option. Snakemake's profile calls
-    this before Snakemake reads any file.
+    The paths that Snakemake puts into shell commands are checked first. `--configfile` and
+    `--config` take every word up to the next option. Snakemake's profile calls this before
+    Snakemake reads any file.
 
     Raises:
-        SystemExit: a target follows such an option, or a suite file is missing, no YAML or too
-            large; the message is one line.
+        SystemExit: a path cannot be quoted, a target follows such an option, or a suite file is
+            missing, no YAML or too large; the message is one line.
     """
+    problem = path_problem()
+    if problem:
+        raise SystemExit(f"error: {problem}")
+
     files: list[str] = []
     option = ""
     for word in arguments:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from mcore_mas.runtime.pipeline_messages import failure_message, success_message
-from mcore_mas.runtime.snakemake_patches import report_silent_failures
+from mcore_mas.runtime.snakemake_patches import quote_interpreter, report_silent_failures
 from rollout.base.files import ensure_writable
 from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
@@ -55,6 +55,7 @@ if SUITE.configs:
     # The report's suite file lies in another folder, so it needs the absolute path.
     config["config_dir"] = str(SUITE.configs)
 
+quote_interpreter()
 report_silent_failures()
 STARTED = time.time()
 TASKS = {

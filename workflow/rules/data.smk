@@ -56,4 +56,4 @@ rule share_tasks:
     shell:
         # The links are symbolic, because Snakemake sets the time stamps of outputs. Through hard
         # links it would change the files of the other run.
-        "ln --symbolic --relative --force {input} $(dirname {output.train}) 2> {log}"
+        'ln --symbolic --relative --force {input:q} "$(dirname {output.train:q})" 2> {log:q}'

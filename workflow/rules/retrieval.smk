@@ -112,7 +112,8 @@ rule share_index:
         "{wildcards.run}: link the tasks and the index of {input[0]}"
     shell:
         # The links are symbolic for the same reason as those of tasks.
-        "mkdir -p {params.run}/index {params.run}/tasks; ( "
-        "ln --symbolic --relative --force {params.owner}/retriever.json {params.run}; "
-        "ln --symbolic --relative --force {params.owner}/index/* {params.run}/index; "
-        "ln --symbolic --relative --force {params.owner}/tasks/* {params.run}/tasks ) 2> {log}"
+        "mkdir -p {params.run:q}/index {params.run:q}/tasks; ( "
+        "ln --symbolic --relative --force {params.owner:q}/retriever.json {params.run:q}; "
+        "ln --symbolic --relative --force {params.owner:q}/index/* {params.run:q}/index; "
+        "ln --symbolic --relative --force {params.owner:q}/tasks/* {params.run:q}/tasks "
+        ") 2> {log:q}"
