@@ -87,10 +87,16 @@ class Encoder:
         if pooling not in ("mean", "cls"):
             raise RetrievalError(f"encoder {name!r}: unknown pooling {pooling!r}; known: cls, mean")
         weights_sha256 = _check_folder(folder, name, sha256)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model = AutoModel.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        ).eval()
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model = AutoModel.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            ).eval()
+        except Exception as error:  # transformers raises many types for the files of strangers
+            raise RetrievalError(
+                f"encoder {name!r}: {folder} cannot be loaded ({' '.join(str(error).split())}); "
+                "name a local Hugging Face folder of an encoder"
+            ) from error
         self.identity = EncoderIdentity(
             name=name,
             sha256=weights_sha256,
@@ -225,8 +231,8 @@ def _check_folder(folder: Path, name: str, expected: str | None) -> str:
             f"encoder {name!r}: no *.safetensors in {folder}; name a local Hugging Face folder"
         )
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        config = dict(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
         raise RetrievalError(
             f"encoder {name!r}: {folder}/config.json is not readable ({error})"
         ) from error

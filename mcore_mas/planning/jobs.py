@@ -21,8 +21,9 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.planning.workload import estimate_workloads
 from rollout.base.errors import ModelError
-from rollout.base.json_files import read_json
 from rollout.config.retriever import RetrieverConfig
+from rollout.models.architecture import read_config
+from rollout.models.model_config import EncoderConfig, read_values
 
 # Stages of a run whose jobs request more than a fixed amount of memory; "index" has the jobs that
 # encode passages, build the index and probe its server.
@@ -290,5 +291,6 @@ def _encoder_dimensions(retriever: RetrieverConfig) -> int:
     if retriever.encoder_folder is not None:
         config_file = retriever.encoder_folder / "config.json"
         if config_file.is_file():
-            return int(read_json(config_file)["hidden_size"])
+            config = read_config(retriever.encoder_folder)
+            return read_values(EncoderConfig, config, str(config_file)).hidden_size
     return _ENCODER_DIMENSIONS[retriever.encoder]  # the encoder is not on this machine yet

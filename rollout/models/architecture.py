@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
+from rollout.models.model_config import (
+    ExpertsConfig,
+    Llama3RopeConfig,
+    RopeConfig,
+    SizesConfig,
+    read_values,
+)
 
 if TYPE_CHECKING:  # so that a config.json can be read without importing torch
     from torch import Tensor
@@ -34,14 +41,6 @@ MODEL_FAMILIES = {
 # Settings of config.json that must be absent or false.
 _UNSUPPORTED_SETTINGS = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 
-# Settings that rope_type "llama3" needs.
-_LLAMA3_SETTINGS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -64,25 +63,22 @@ class Experts:
         return 1 if self.count < 256 else 2
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Experts:
+    def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> Experts:
         """Read the experts from the config.json of a Qwen3-MoE, as transformers 4 or 5 writes it.
 
         Raises:
-            KeyError: a setting is missing.
+            ModelError: a setting is missing, has another type or is out of bounds.
         """
-        # transformers 5 uses the name "num_local_experts" for all model types.
-        count_key = "num_experts" if "num_experts" in config else "num_local_experts"
-        dense_layers = config.get("mlp_only_layers") or []
-        sparse_step = config.get("decoder_sparse_step", 1)
+        values = read_values(ExpertsConfig, config, where)
         sparse = tuple(
-            layer not in dense_layers and (layer + 1) % sparse_step == 0
+            layer not in values.mlp_only_layers and (layer + 1) % values.decoder_sparse_step == 0
             for layer in range(config["num_hidden_layers"])
         )
         return cls(
-            count=config[count_key],
-            per_token=config["num_experts_per_tok"],
-            ffn=config["moe_intermediate_size"],
-            normalised=config.get("norm_topk_prob", False),
+            count=values.num_experts,
+            per_token=values.num_experts_per_tok,
+            ffn=values.moe_intermediate_size,
+            normalised=values.norm_topk_prob,
             sparse=sparse,
         )
 
@@ -194,39 +190,34 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         ModelError: the content lacks a setting, or describes a model that is not supported.
     """
     model_type = config.get("model_type")
-    if model_type not in MODEL_FAMILIES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FAMILIES:
         raise ModelError(
-            f"{where}: model_type '{model_type}' is not supported; "
+            f"{where}: model_type {model_type!r} is not supported; "
             f"known: {', '.join(MODEL_FAMILIES)}"
         )
     _check_supported(config, where)
     family = MODEL_FAMILIES[model_type]
     rope = _RotaryPositions.from_config(config, where)
-    try:
-        heads = config["num_attention_heads"]
-        return Architecture(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.theta,
-            rope_factor=rope.factor,
-            rope_bands=rope.bands,
-            positions=config["max_position_embeddings"],
-            init_std=config.get("initializer_range", 0.02),
-            experts=Experts.from_config(config) if family.is_mixture else None,
-        )
-    except KeyError as error:
-        raise ModelError(
-            f"{where}: there is no key {error}; expected a Hugging Face config.json"
-        ) from error
+    sizes = read_values(SizesConfig, config, where)
+    return Architecture(
+        layers=sizes.num_hidden_layers,
+        hidden=sizes.hidden_size,
+        heads=sizes.num_attention_heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_width,
+        ffn=sizes.intermediate_size,
+        vocab=sizes.vocab_size,
+        tied=sizes.tie_word_embeddings,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        norm_eps=sizes.rms_norm_eps,
+        rope_theta=rope.theta,
+        rope_factor=rope.factor,
+        rope_bands=rope.bands,
+        positions=sizes.max_position_embeddings,
+        init_std=sizes.initializer_range,
+        experts=Experts.from_config(config, where) if family.is_mixture else None,
+    )
 
 
 def _check_supported(config: Mapping[str, Any], where: str) -> None:
@@ -236,8 +227,13 @@ def _check_supported(config: Mapping[str, Any], where: str) -> None:
         raise ModelError(f"{where}: {unsupported[0]} is set, which is not supported")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"{where}: hidden_act '{activation}' is not supported; known: silu")
-    if any(layer_type != "full_attention" for layer_type in config.get("layer_types") or ()):
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; known: silu")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ModelError(
+            f"{where}: layer_types is {layer_types!r}; expected a list with a name for each layer"
+        )
+    if any(layer_type != "full_attention" for layer_type in layer_types):
         raise ModelError(
             f"{where}: layer_types names other layers than full_attention, which are not supported"
         )
@@ -258,26 +254,28 @@ class _RotaryPositions:
         Raises:
             ModelError: the rope_type is not supported, or one of its settings is missing.
         """
-        settings = {"rope_theta": config.get("rope_theta", 1e4)}
-        settings |= config.get("rope_scaling") or {}  # transformers 4
-        settings |= config.get("rope_parameters") or {}  # transformers 5
+        settings: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+        for section in ("rope_scaling", "rope_parameters"):  # of transformers 4 and 5
+            values = config.get(section) or {}
+            if not isinstance(values, Mapping):
+                raise ModelError(f"{where}: {section} is {values!r}; expected an object, or null")
+            settings |= values
 
         # Before transformers 4.43 the key was "type".
         rope_type = settings.get("rope_type") or settings.get("type") or "default"
-        theta = settings["rope_theta"]
         if rope_type == "default":
-            return cls(theta=theta)
+            return cls(theta=read_values(RopeConfig, settings, where).rope_theta)
         if rope_type != "llama3":
             raise ModelError(
-                f"{where}: rope_type '{rope_type}' is not supported; known: default, llama3"
+                f"{where}: rope_type {rope_type!r} is not supported; known: default, llama3"
             )
-        missing = [key for key in _LLAMA3_SETTINGS if key not in settings]
-        if missing:
-            raise ModelError(f"{where}: rope_type 'llama3' needs {missing[0]}")
-
-        bands = (
-            settings["low_freq_factor"],
-            settings["high_freq_factor"],
-            settings["original_max_position_embeddings"],
+        rope = read_values(Llama3RopeConfig, settings, f"{where}: rope_type 'llama3'")
+        return cls(
+            theta=rope.rope_theta,
+            factor=rope.factor,
+            bands=(
+                rope.low_freq_factor,
+                rope.high_freq_factor,
+                rope.original_max_position_embeddings,
+            ),
         )
-        return cls(theta=theta, factor=settings["factor"], bands=bands)

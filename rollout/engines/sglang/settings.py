@@ -15,6 +15,7 @@ from rollout.base.urls import is_loopback
 from rollout.engines.registry import transport_error
 from rollout.engines.sglang.arguments import argument_error, with_dashes
 from rollout.models.architecture import Experts, read_architecture, read_config
+from rollout.models.model_config import ServedConfig, read_values
 
 if TYPE_CHECKING:
     from rollout.models.adapter_weights import AdapterShape
@@ -139,7 +140,7 @@ class SGLangSettings:
     def server_environment(self) -> dict[str, str]:
         """Environment variables of the servers."""
         variables = {"OMP_NUM_THREADS": str(self.threads)}
-        if self.max_length <= self._model_config.get("max_position_embeddings", 0):
+        if self.max_length <= self._model_config.max_position_embeddings:
             # A server's context is a few tokens longer than `max_length`. Near the model's last
             # position it would refuse that, though it never computes those tokens.
             variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -162,7 +163,7 @@ class SGLangSettings:
     @property
     def vocab(self) -> int:
         """Size of the model's vocabulary."""
-        return int(self._model_config["vocab_size"])
+        return self._model_config.vocab_size
 
     @cached_property
     def experts(self) -> Experts | None:
@@ -192,13 +193,9 @@ class SGLangSettings:
         return urls
 
     @cached_property
-    def _model_config(self) -> Mapping[str, Any]:
-        config = read_config(self.folder)
-        if "vocab_size" not in config:
-            raise EngineError(
-                f"{self.folder}/config.json: no key 'vocab_size'; expected a Hugging Face folder"
-            )
-        return config
+    def _model_config(self) -> ServedConfig:
+        where = f"{self.folder}/config.json"
+        return read_values(ServedConfig, read_config(self.folder), where)
 
     def _check_url(self, url: str) -> None:
         if is_loopback(urlsplit(url).hostname or ""):
@@ -232,21 +229,18 @@ def adapter_error(targets: Sequence[Projection]) -> str:
     )
 
 
-def _check_sparse_layers(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_sparse_layers(folder: Path, config: ServedConfig) -> None:
     """Refuse a mixture with dense layers.
 
     SGLang 0.5.23 makes every layer of a Qwen-MoE a mixture (`stage_facts` of models/qwen3_moe.py).
     It silently leaves out what the checkpoint has for a dense layer, and computes with
     uninitialised memory instead.
     """
-    model_type = str(config.get("model_type", ""))
-    if not model_type.endswith("_moe"):
+    if not config.model_type.endswith("_moe"):
         return
-    dense_layers = config.get("mlp_only_layers") or []
-    sparse_step = config.get("decoder_sparse_step", 1)
-    if dense_layers or sparse_step != 1:
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise EngineError(
-            f"{folder}: mlp_only_layers {dense_layers} and decoder_sparse_step {sparse_step} make "
-            f"some layers dense, and SGLang takes every layer of a {model_type} for a mixture; "
-            "expected [] and 1"
+            f"{folder}: mlp_only_layers {config.mlp_only_layers} and decoder_sparse_step "
+            f"{config.decoder_sparse_step} make some layers dense, and SGLang takes every layer of "
+            f"a {config.model_type} for a mixture; expected [] and 1"
         )

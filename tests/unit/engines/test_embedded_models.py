@@ -117,7 +117,7 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
             '{"model_type": "mamba"}',
             "model_type 'mamba' is not supported; known: llama, qwen2, qwen3",
         ),
-        ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
+        ('{"model_type": "qwen2"}', "no key 'num_hidden_layers'"),
         ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
         (
             '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
@@ -141,7 +141,7 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
         ),
         (
             '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}',
-            "rope_type 'llama3' needs factor",
+            "rope_type 'llama3': no key 'factor'",
         ),
     ],
 )
