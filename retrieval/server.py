@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import uvicorn
 
 from retrieval.corpus import RetrievalError
+from retrieval.regular_files import read_regular_text
 from retrieval.storage import write_json_file
 from retrieval.wire import Ranking
 
@@ -142,7 +143,7 @@ def run_server(args: argparse.Namespace) -> None:
 def _read_token(host: str, token_file: Path | None) -> str | None:
     """Return the token in the file; None without a file, which is allowed on loopback only."""
     if token_file is not None:
-        token = token_file.read_text().strip()
+        token = read_regular_text(token_file).strip()
         if len(token) < MIN_TOKEN_CHARS:
             raise RetrievalError(
                 f"{token_file}: the token has {len(token)} characters, "

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import open_regular, read_regular_bytes
+
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
@@ -57,13 +59,13 @@ def cached_sha256(*paths: Path, reread: bool = False) -> str:
         for cache in caches:
             # A cache that is missing, damaged or written by another version is ignored.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                entry = json.loads(cache.read_bytes())
+                entry = json.loads(read_regular_bytes(cache))
                 if entry["of"] == statuses:
                     return str(entry["sha256"])
 
     digest = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             hashlib.file_digest(file, lambda: digest)
     for cache in caches:
         with contextlib.suppress(OSError):

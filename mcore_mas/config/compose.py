@@ -31,6 +31,7 @@ from mcore_mas.config.experiments import (
 from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import at_scale
+from retrieval.regular_files import check_regular
 from rollout.base.nested import merged
 from rollout.base.text import nearest_hint
 
@@ -137,12 +138,21 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, version: int) -
 
 
 def _version(folders: Sequence[Path]) -> int:
-    """Return a number that changes with config.yaml and the files of the groups in these folders."""
+    """Return a number that changes with config.yaml and the files of the groups in these folders.
+
+    Raises:
+        ConfigError: one of them is no regular file.
+    """
     files: list[Path] = []
     for folder in folders:
         files += folder.glob("*.yaml")
         for group in GROUPS:
             files += (folder / group).rglob("*.yaml")
+    for file in files:
+        try:
+            check_regular(file)  # Hydra would wait for ever for a pipe
+        except OSError as error:
+            raise ConfigError(f"{file}: {error}; remove it, or write the config there") from error
     return hash(tuple((file, file.stat().st_mtime_ns) for file in files))
 
 

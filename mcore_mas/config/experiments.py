@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError
+from retrieval.regular_files import check_regular
 from rollout.base.nested import merged
 from rollout.base.yaml_files import read_yaml
 
@@ -134,12 +135,13 @@ def _load_config(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=512)
 def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
     try:
+        check_regular(file)
         values = OmegaConf.to_container(OmegaConf.load(file))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not in UTF-8 ({error})") from error
-    except OSError as error:  # OmegaConf's error for a file that is one text or number
+    except OSError as error:  # also OmegaConf's error for a file that is one text or number
         raise ConfigError(f"{file}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: {type(values).__name__}; expected a mapping of keys")
@@ -153,6 +155,8 @@ def _experiments_in(file: Path, modified_ns: int) -> list[str]:
         values = read_yaml(file)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: {error}") from error
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
     if not isinstance(values["grid"], dict):

@@ -6,7 +6,6 @@ rewritten as an equivalent Llama.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mcore_mas.config.policy import PolicyConfig
 from rollout.base.files import write_text
-from rollout.base.json_files import write_json
+from rollout.base.json_files import read_json, write_json
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.local import LocalEngine
 from rollout.models.architecture import read_architecture, read_config
@@ -191,7 +190,7 @@ def _rewrite_as_llama(folder: Path) -> None:
 
     index_file = folder / "model.safetensors.index.json"
     if index_file.is_file():
-        index = json.loads(index_file.read_text(encoding="utf-8"))
+        index = read_json(index_file)
     else:
         weights = folder / "model-00001.safetensors"
         (folder / "model.safetensors").rename(weights)

@@ -1,12 +1,12 @@
 """Replay of a quarantined trajectory, with its recorded replies in place of an engine."""
 
 import asyncio
-import json
 import tempfile
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.run_environments import open_environments
+from rollout.base.json_files import read_json
 from rollout.config.agents import build_team
 from rollout.records.trajectory import Trajectory
 from rollout.teams.collect import CollectOptions, Collector
@@ -48,5 +48,5 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
         trajectory = asyncio.run(collector.play(recorded.task, recorded.sample))
         traceback: list[str] = []
         for path in Path(quarantine).glob("*.json"):
-            traceback += json.loads(path.read_text())["traceback"]
+            traceback += read_json(path)["traceback"]
     return trajectory, tuple(traceback)

@@ -28,8 +28,10 @@ from mcore_mas import PACKAGES, SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, tables_of
+from retrieval.regular_files import open_regular
 from rollout.base.digests import sha256
 from rollout.base.files import atomic_path
+from rollout.base.json_files import read_json
 from rollout.base.yaml_files import read_yaml
 from rollout.config.data import DataConfig
 
@@ -69,7 +71,7 @@ def make_bundle(record_file: Path, out: Path) -> None:
             the same folder.
         out: zip file to write.
     """
-    record = json.loads(record_file.read_text(encoding="utf-8"))
+    record = read_json(record_file)
     results = record_file.parent.parent
     evaluations = [Path(path) for paths in record["evaluations"].values() for path in paths]
     runs = sorted({file.parent.parent for file in evaluations})
@@ -130,7 +132,7 @@ def verify_bundle(path: Path) -> str:
 
 def _read_members(path: Path) -> dict[str, bytes]:
     """Return all files of a bundle except its description, after checking their digests."""
-    with zipfile.ZipFile(path) as archive:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size = sum(info.file_size for info in archive.infolist())
         if size > _MAX_BYTES:
             raise BundleError(

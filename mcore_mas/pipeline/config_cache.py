@@ -14,6 +14,7 @@ from typing import Any
 from mcore_mas import PACKAGES, SHIPPED, package_folders
 from mcore_mas.pipeline.sharing import json_digest
 from rollout.base.files import write_text
+from rollout.base.json_files import read_json
 
 # OmegaConf's resolver of an environment variable, which may change without any file.
 _ENVIRONMENT_RESOLVER = "oc.env"
@@ -53,7 +54,7 @@ class ConfigCache:
 
         self._previous: dict[str, Any] = {}
         with suppress(OSError, ValueError, TypeError):  # missing, damaged, or not a mapping
-            self._previous = dict(json.loads(path.read_text(encoding="utf-8")))
+            self._previous = dict(read_json(path))
         self._current: dict[str, Any] = {}
 
     def get(

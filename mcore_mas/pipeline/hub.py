@@ -4,7 +4,6 @@
 data/sources.lock, and later downloads must agree with them.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from mcore_mas.pipeline.sources import SOURCES_FILE, Source
 from rollout.base.digests import Digest, sha256
 from rollout.base.files import atomic_path, file_lock
 from rollout.base.http import ssl_context
-from rollout.base.json_files import write_json
+from rollout.base.json_files import read_json, write_json
 
 LOCK = Path("data/sources.lock")
 # Files of a model, at the top of its repository.
@@ -90,7 +89,7 @@ class Hub:
     def _entries(self) -> dict[str, LockEntry]:
         if not self.lock.exists():
             return {}
-        content = json.loads(self.lock.read_text(encoding="utf-8"))
+        content = read_json(self.lock)
         return {name: LockEntry(**entry) for name, entry in content.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from mcore_mas.pipeline.hub import AcquireError
 from mcore_mas.reports.page_templates import render_page
 from rollout.base.files import write_text
+from rollout.base.json_files import read_json
 from rollout.config.data import DataConfig
 from rollout.config.tasks import make_tasks
 from rollout.tasks.leaks import find_leaks
@@ -34,7 +35,7 @@ def report_inputs(
         raise AcquireError(
             f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}"
         )
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in receipts]
+    contents = [read_json(path) for path in receipts]
     page = render_page(
         "inputs.md.jinja",
         receipts=[{**content, "size": _size(content)} for content in contents],

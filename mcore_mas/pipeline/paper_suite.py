@@ -4,7 +4,6 @@ The Snakefile calls these functions to choose the tables, make their suite, and 
 published inputs exist. `write_paper_table` is the rule that makes a table.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from mcore_mas.pipeline.sources import describe_paths, load_sources, sort_by_acq
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from rollout.base.json_files import write_json
+from rollout.base.json_files import read_json, write_json
 from rollout.base.yaml_files import read_yaml
 from rollout.records.grouping import group_pairs
 
@@ -276,7 +275,7 @@ def _commits(evaluations: Sequence[Path]) -> list[str]:
     commits = set()
     for path in (*evaluations, *trainings):
         if path.is_file():
-            commit = json.loads(path.read_text(encoding="utf-8")).get("commit")
+            commit = read_json(path).get("commit")
             if commit:
                 commits.add(commit)
     return sorted(commits) or [code_commit()]

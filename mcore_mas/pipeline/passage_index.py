@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -13,7 +12,7 @@ from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus
 from retrieval.probe import GoldenQuery, probe, read_golden
 from rollout.base.files import write_text
-from rollout.base.json_files import write_json
+from rollout.base.json_files import read_json, write_json
 from rollout.config.retriever import RetrieverConfig
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
 
 def _title_queries(index_dir: Path) -> list[GoldenQuery]:
     """Return queries for the titles of passages at equal distances in the corpus."""
-    manifest = json.loads((index_dir / "index.json").read_text(encoding="utf-8"))
+    manifest = read_json(index_dir / "index.json")
     corpus = Corpus(index_dir / manifest["corpus"])
     stride = max(1, len(corpus) // _MAX_PROBES)
     rows = range(0, len(corpus), stride)[:_MAX_PROBES]

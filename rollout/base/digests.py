@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from retrieval.regular_files import open_regular
 from rollout.base.failpoints import failpoint
 from rollout.base.ownership import FolderError
 
@@ -15,7 +16,7 @@ def sha256(*paths: Path) -> str:
     """Return the hexadecimal digest of the concatenated files, as `sha256sum` prints it."""
     digest = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from retrieval.regular_files import read_regular_text
 from rollout.base.text import EscapingFormatter
 from rollout.base.urls import is_loopback
 
@@ -71,7 +72,7 @@ def _read_token(host: str, token_file: Path | None) -> str | None:
             raise ValueError(f"host {host} is not loopback; bind 127.0.0.1, or give --token-file")
         return None
 
-    token = token_file.read_text().strip()
+    token = read_regular_text(token_file).strip()
     if len(token) < _MIN_TOKEN_CHARS:
         raise ValueError(
             f"{token_file}: the token has {len(token)} characters, "

@@ -4,11 +4,11 @@ import codecs
 import contextlib
 import hashlib
 import json
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import MAX_REGULAR_BYTES, open_regular, read_regular_bytes
 from rollout.base.files import write_text
 from rollout.base.ownership import FolderError
 
@@ -20,20 +20,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path, max_bytes: int = 64 << 20) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_REGULAR_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a regular file, not JSON, larger than `max_bytes`, or nested too deeply.
+        OSError: the file cannot be read, or is a pipe or a device.
+        ValueError: it is not JSON, is larger than `max_bytes`, or is nested too deeply.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
-        raise ValueError("not a regular file")
-    if status.st_size > max_bytes:
-        raise ValueError(f"more than {max_bytes} bytes")
+    content = read_regular_bytes(path, max_bytes)
     try:
-        return json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        return json.loads(content.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise ValueError("too many brackets in each other") from None
 
@@ -46,7 +42,7 @@ def read_json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], i
     Returns:
         The objects, and the byte at which the last complete line ends.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         lines, newline, _ = file.read().rpartition(b"\n")
     rows = []

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import read_regular_bytes
+
 _epochs: dict[Path, int] = {}  # of this process, by the absolute path of the folder that it owns
 
 
@@ -105,7 +107,7 @@ def remove_path(path: Path) -> None:
 def _read_record(lock: Path) -> dict[str, Any]:
     """Read what a lock says of its owner; {} if the owner is just writing it, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        record = json.loads(lock.read_text(encoding="utf-8", errors="replace"))
+        record = json.loads(read_regular_bytes(lock))
         if isinstance(record, dict):
             return record
     return {}

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from retrieval.regular_files import MAX_REGULAR_BYTES, check_regular
+
 # libyaml's parser is ten times as fast; PyYAML may have been built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_VALUES = 1_000_000
@@ -15,10 +17,12 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        OSError: the file cannot be read.
-        yaml.YAMLError: it is not YAML or not UTF-8, gives a key twice, is nested too deeply, or its
-            aliases stand for too many values.
+        OSError: the file cannot be read, or is a pipe or a device.
+        yaml.YAMLError: it is not YAML or not UTF-8, is too large, gives a key twice, is nested too
+            deeply, or its aliases stand for too many values.
     """
+    if check_regular(path) > MAX_REGULAR_BYTES:
+        raise yaml.YAMLError(f"{path} has more than {MAX_REGULAR_BYTES} bytes")
     with path.open(encoding="utf-8") as stream:  # PyYAML names the stream in its errors
         loader = _LOADER(stream)
         try:

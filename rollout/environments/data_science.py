@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from retrieval.regular_files import read_regular_bytes
 from rollout.base.errors import EnvError
 from rollout.environments.fenced_programs import last_program
 from rollout.environments.predictions import TABLE_METRICS, Target
@@ -23,6 +24,7 @@ from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # in an action: score the submission
 SUBMISSION = "submission.csv"
+_MAX_TABLE_BYTES = 1 << 30  # of one file
 
 
 def pack_file(name: str, content: str | Path) -> str:
@@ -203,7 +205,7 @@ def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
             if "target" in fields:
                 target = Target(**fields["target"])
             elif "path" in fields:
-                files[fields["file"]] = Path(fields["path"]).read_bytes()
+                files[fields["file"]] = read_regular_bytes(Path(fields["path"]), _MAX_TABLE_BYTES)
             else:
                 files[fields["file"]] = fields["content"].encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from retrieval.regular_files import check_regular
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 
@@ -41,6 +42,7 @@ def open_tensors(file: Path, framework: Literal["pt", "np"]) -> Any:
         ModelError: the file is missing, cut off, or of another format.
     """
     try:
+        check_regular(file)
         return safe_open(str(file), framework)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file}: not a readable safetensors file ({error})") from error

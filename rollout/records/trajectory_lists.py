@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from retrieval.regular_files import check_regular
 from rollout.base.parquet import bounded_table
 from rollout.records.files import (
     TRAJECTORY_SCHEMA,
@@ -146,6 +147,7 @@ class _RowGroup:
 
 def _open(path: Path) -> pq.ParquetFile:
     with arrow_errors(path, "not a readable parquet file"):
+        check_regular(path)
         return pq.ParquetFile(path, memory_map=True)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import read_regular_text
 from rollout.base.http import HttpClient, Refused, Unanswered, retry
 from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 from rollout.sandbox.runner import Runner
@@ -40,7 +41,7 @@ class SandboxFusion(Runner):
             token_file: file with the bearer token of the server, if the server demands one.
         """
         super().__init__(limits, slots)
-        token = token_file.read_text().strip() if token_file else None
+        token = read_regular_text(token_file).strip() if token_file else None
         self._retries = retries
         self._http = HttpClient(url, token=token, max_reply_bytes=_MAX_REPLY_BYTES)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from retrieval.regular_files import check_regular
 from rollout.base.json_files import read_json
 from rollout.base.parquet import bounded_batches
 from rollout.records.files import RecordError
@@ -34,6 +35,7 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
     if suffix not in READERS:
         raise RecordError(f"{path}: expected a file named {', '.join(READERS)}")
     try:
+        check_regular(path)
         for number, row in enumerate(READERS[suffix](path)):
             if not isinstance(row, Mapping):
                 raise RecordError(

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from retrieval.regular_files import read_regular_text
 from rollout.base.yaml_files import read_yaml
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
 from rollout.environments.predictions import TABLE_METRICS, Target
@@ -357,8 +358,8 @@ def _read_dsbench_task(root: Path, name: str, metric: str | None) -> Task | None
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular_text(path).removeprefix("\ufeff")
+    except (OSError, ValueError) as error:
         raise RecordError(
             f"{path}: cannot be read ({error}); expected DSBench's data_modeling folder"
         ) from error
@@ -367,6 +368,6 @@ def _read_text(path: Path) -> str:
 def _read_score(path: Path) -> float | None:
     """Return the number in a file; None if there is none."""
     try:
-        return float(path.read_text(encoding="utf-8"))
+        return float(read_regular_text(path))
     except (OSError, ValueError):
         return None

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from rollout.base.errors import EngineError
-from rollout.base.json_files import write_json
+from rollout.base.json_files import read_json, write_json
 from rollout.base.text import valid_text
 from rollout.engines import ChatState, PolicyReply
 from rollout.records.files import RecordError
@@ -84,7 +84,7 @@ class Quarantined:
     def read(cls, path: Path) -> Quarantined:
         """Read a file that `write_quarantined` wrote; raise RecordError if it is another file."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = read_json(path)
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
             replies = {row.pop("seed"): _REPLY.validate_python(row) for row in value["replies"]}
             fields = {

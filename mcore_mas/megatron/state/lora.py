@@ -1,6 +1,5 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's linear layers; on disk in PEFT's format."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.tensor_sources import LazyTensor, SafeTensors
 from mcore_mas.megatron.state.weight_import import LINEARS
 from rollout.base.errors import ModelError
+from rollout.base.json_files import read_json
 from rollout.models.adapter_weights import ADAPTER_FILES
 from rollout.models.architecture import Architecture
 from rollout.records.seeds import derive_seed
@@ -285,7 +285,12 @@ class AdapterFolder(SafeTensors):
                 raise ModelError(
                     f"{folder}: no adapter here ({file.name} is missing); expected a folder saved by PEFT"
                 )
-        settings = json.loads(config_file.read_text())
+        try:
+            settings = dict(read_json(config_file))
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(
+                f"{config_file}: not readable ({error}); expected a folder saved by PEFT"
+            ) from error
         for key, supported in _SUPPORTED_SETTINGS.items():
             if settings.get(key, supported[0]) not in supported:
                 raise ModelError(

@@ -22,6 +22,7 @@ from mcore_mas.megatron.state.tensor_blocks import TensorBlock, tensor_blocks
 from mcore_mas.megatron.state.weight_import import tensor_parallel, weight_mappings
 from rollout.base.digests import Digest, write_chunks
 from rollout.base.errors import ModelError
+from rollout.base.json_files import read_json
 from rollout.models.architecture import Architecture
 
 # Name of the file with the trainer's record, which rank 0 writes.
@@ -109,7 +110,7 @@ class ShardedCheckpoint:
         Raises:
             ModelError: elements are missing, or a tensor has another shape.
         """
-        record: dict[str, Any] = json.loads((folder / _RECORD).read_text())
+        record: dict[str, Any] = read_json(folder / _RECORD)
         saved = _SavedBlocks(folder)
 
         def read(name: str, kind: str, first: int, last: int) -> Tensor:
@@ -191,7 +192,7 @@ class _SavedBlocks:
         # By tensor: files and the blocks in them.
         self._blocks: dict[str, list[tuple[Path, TensorBlock]]] = {}
         for index in sorted(folder.glob("rank_*.json")):
-            for row in json.loads(index.read_text()):
+            for row in read_json(index):
                 block = TensorBlock(
                     tensor=row["tensor"],
                     shape=tuple(row["shape"]),

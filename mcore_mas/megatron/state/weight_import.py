@@ -20,6 +20,7 @@ from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.state.tensor_sources import LazyTensor
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
+from rollout.base.json_files import read_json
 from rollout.models.architecture import Architecture
 from rollout.models.layout import Projection
 from rollout.models.tensors import shape_of
@@ -357,7 +358,7 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _convert_config_to_classifier(path: Path) -> None:
-    config = json.loads(path.read_text())
+    config = read_json(path)
     config["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]
     ]

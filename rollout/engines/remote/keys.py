@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from pydantic import SecretStr
 
+from retrieval.regular_files import read_regular_text
 from rollout.engines.remote.errors import RemoteError
 
 # A key may be cut off at the end of a text. So many of its first characters stay visible there.
@@ -83,8 +84,8 @@ def _read_key_file(file: Path) -> str:
     try:
         if file.stat().st_mode & 0o077:
             raise RemoteError(f"{file}: others may read this key; run `chmod 600 {file}`")
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular_text(file)
+    except (OSError, ValueError) as error:
         raise RemoteError(
             f"{file}: cannot read the key ({type(error).__name__}); expected one line of text"
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrieval.regular_files import read_regular_text
 from rollout.engines.adapters import adapter_engines
 from rollout.engines.build import EngineRequest
 from rollout.engines.registry import TRANSPORTS
@@ -36,7 +37,7 @@ def sglang_settings(request: EngineRequest) -> SGLangSettings:
         threads=request.threads,
         python=str(config.python) if config.python else None,
         urls=config.urls,
-        key=config.key_file.read_text().strip() if config.key_file else None,
+        key=read_regular_text(config.key_file).strip() if config.key_file else None,
         multi_node=request.multi_node,
         members=config.members,
         replicas=config.replicas if request.gpus is None else len(request.gpus),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from retrieval.regular_files import read_regular_text
 from rollout.base.errors import EngineError
 from rollout.base.urls import is_loopback
 from rollout.engines.registry import transport_error
@@ -185,7 +186,7 @@ class SGLangSettings:
         if not file.is_file():
             return []
         urls = []
-        for line in file.read_text().splitlines():
+        for line in read_regular_text(file).splitlines():
             url = line.strip().rstrip("/")
             if url and not line.startswith("#") and url not in urls:
                 self._check_url(url)
