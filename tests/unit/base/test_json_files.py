@@ -40,7 +40,7 @@ def test_large_and_deep_files_are_refused(tmp_path: Path) -> None:
 def test_a_pipe_and_a_device_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ValueError, match="not a regular file"):
+        with pytest.raises(OSError, match="where a regular file is expected"):
             read_json(path)
 
 

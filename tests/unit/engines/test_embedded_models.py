@@ -141,7 +141,7 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
         ),
         (
             '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}',
-            "rope_type 'llama3': no key 'factor'",
+            "rope_type 'llama3': there is no key 'factor'",
         ),
     ],
 )
