@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.gateway.dialects import ChatReply, GatewayError
-from rollout.models.tool_calls import thought_and_text
+from rollout.models.tool_calls import split_thoughts
 
 THOUGHT_END = "</think>"
 
@@ -92,7 +92,7 @@ def settled_text(raw: str, end_marks: Sequence[str]) -> tuple[str, str]:
         end_marks: marks at which the text may end: the caller's stops and the beginnings of tool
             calls. Text that may be the first part of a mark is held back.
     """
-    thoughts, text = thought_and_text(raw)
+    thoughts, text = split_thoughts(raw)
     end = len(text)
     for mark in (*end_marks, THOUGHT_END):
         position = text.find(mark)

@@ -14,7 +14,7 @@ from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 from rollout.base.yaml_files import read_yaml
 from rollout.models.safe_tokenizer import SafeTokenizer
-from rollout.models.tool_calls import ToolSchema, in_words, tool_format_of
+from rollout.models.tool_calls import ToolSchema, detect_tool_format, write_tools_as_text
 from rollout.records.trajectory import Message, Turn
 
 CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_templates.yaml"))
@@ -89,7 +89,7 @@ class Renderer:
                     "chat_template_kwargs"
                 )
 
-        self.tool_format = tool_format_of(template_text)
+        self.tool_format = detect_tool_format(template_text)
         # The text of such a template changes with the time, and cannot be cached.
         self._depends_on_time = "strftime_now" in template_text
         self._cached_text = lru_cache(_CACHED_PROMPTS)(self._apply_template)
@@ -286,7 +286,7 @@ class Renderer:
     def _apply_template(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         """Return the template's text of a chat, up to where the next reply begins."""
         if self.tool_format == "fenced":
-            messages = in_words(messages, tools)
+            messages = write_tools_as_text(messages, tools)
             tools = ()
         chat = [
             self._safe.protect(_template_fields(message), is_reply=bool(message.raw))

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from tokenizers.decoders import DecodeStream
 
 from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import TOOL_FORMATS, thought_and_text
+from rollout.models.tool_calls import TOOL_FORMATS, split_thoughts
 
 _THOUGHT_START = "<think>"
 _LAST_PROMPT_TOKENS = 8  # tokens of a prompt that can contain the start of a thought
@@ -78,7 +78,7 @@ class ReplyText:
         tail = self._text[-(new_chars + self._searched_chars) :]
         if not any(stop in tail for stop in self._stops):
             return False
-        _, text = thought_and_text(self._text)
+        _, text = split_thoughts(self._text)
         if self._calls:
             split = TOOL_FORMATS[self._renderer.tool_format]
             text, _ = split(text)

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: schemas for a chat template, and the parsers of each format."""
+"""Tool calls in the text of replies: formats that models write, and the parser of each format."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class ToolSchema:
     """Description of a tool for a model.
 
     Attributes:
-        name: of the tool.
+        name: name by which the model calls the tool.
         description: purpose of the tool.
         parameters: JSON schema of an object with the arguments.
     """
@@ -40,7 +40,7 @@ class ToolSchema:
 
     @property
     def function(self) -> dict[str, Any]:
-        """Schema in the form that chat templates take."""
+        """Schema in OpenAI's form, which chat templates take."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -54,11 +54,11 @@ class ParsedReply:
     """Parts of a model's reply.
 
     Attributes:
-        text: reply without thoughts and calls.
-        reasoning: thoughts.
-        calls: tool calls in their order. A call that cannot be read has no name, and its text as
-            arguments.
-        problems: message for the model by id of a call that cannot be read.
+        text: the reply without its thoughts and calls.
+        reasoning: the thoughts.
+        calls: tool calls in their order. A call that cannot be read has the name "", and its text
+            as arguments.
+        problems: error message for the model, by the id of a call that cannot be read.
     """
 
     text: str
@@ -83,15 +83,15 @@ def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tu
     An end mark inside a JSON string belongs to the string. Several JSON objects between a pair of
     marks are several calls.
     """
-    spoken: list[str] = []
+    text_parts: list[str] = []
     calls: list[str] = []
     position = 0
     while True:
         opening = start.search(text, position)
         if opening is None:
-            spoken.append(text[position:])
-            return "".join(spoken), calls
-        spoken.append(text[position : opening.start()])
+            text_parts.append(text[position:])
+            return "".join(text_parts), calls
+        text_parts.append(text[position : opening.start()])
         objects, after_objects = _leading_objects(text, opening.end())
         closing = end.search(text, after_objects)
         assert closing is not None, "the end of the text closes a call"
@@ -177,8 +177,8 @@ CALL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
 }
 
 
-def tool_format_of(template: str) -> ToolFormat:
-    """Return the format that a chat template teaches its model; `fenced` if it knows no tools."""
+def detect_tool_format(template: str) -> ToolFormat:
+    """Return the format of tool calls that a chat template asks for; `fenced` if it asks for none."""
     if re.search(r"<tool_call>.*<args-(json-object|dict)>", template, re.DOTALL):
         return "hermes"
     if re.search(r"\btools\b", template) and (PYTHON_TAG in template or "ipython" in template):
@@ -186,29 +186,33 @@ def tool_format_of(template: str) -> ToolFormat:
     return "fenced"
 
 
-def thought_and_text(raw: str) -> tuple[str, str]:
-    """Return the thoughts of a reply that may be incomplete, and the text after them.
+def split_thoughts(raw: str) -> tuple[str, str]:
+    """Split a reply that may be incomplete into its thoughts and the text after them.
 
-    Both are "" until the thought has ended, or until it is clear that the reply has none.
+    Both are "" while the thoughts have not ended, and while the reply is too short to tell whether
+    it begins with thoughts.
     """
-    thought, closed, text = raw.rpartition("</think>")
-    if not closed and "<think>".startswith(raw.lstrip()[:7]):
+    thoughts, end_mark, text = raw.rpartition("</think>")
+    start = raw.lstrip()[: len("<think>")]
+    if not end_mark and "<think>".startswith(start):
         return "", ""
-    return thought.strip().removeprefix("<think>").strip(), text.lstrip()
+    return thoughts.strip().removeprefix("<think>").strip(), text.lstrip()
 
 
 def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
-    """Parse a reply; a thought that never ends has no text and no calls after it.
+    """Parse a complete reply. If its thoughts never end, it has no text and no calls.
 
     Args:
-        raw: reply with thoughts and special tokens, without the end token.
+        raw: reply with thoughts and special tokens, without the token that ends it.
         form: format of the calls.
         prefix: of the calls' ids, which are numbered from 0.
     """
-    thought, closed, spoken = raw.rpartition("</think>")
-    if not closed and raw.lstrip().startswith("<think>"):
-        thought, spoken = raw, ""
-    text, call_texts = TOOL_FORMATS[form](spoken)
+    thoughts, end_mark, answer = raw.rpartition("</think>")
+    if not end_mark and raw.lstrip().startswith("<think>"):
+        thoughts = raw
+        answer = ""
+    split = TOOL_FORMATS[form]
+    text, call_texts = split(answer)
     calls = []
     problems = {}
     for number, call_text in enumerate(call_texts):
@@ -219,14 +223,14 @@ def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
             problems[call.id] = _UNREADABLE
     return ParsedReply(
         text=text.strip(),
-        reasoning=thought.strip().removeprefix("<think>").strip(),
+        reasoning=thoughts.strip().removeprefix("<think>").strip(),
         calls=tuple(calls),
         problems=problems,
     )
 
 
 def _read_call(text: str) -> tuple[str, str]:
-    """Return the name of a call and its arguments as JSON; "" and the text if it is no call."""
+    """Return the name of a call and its arguments as JSON; "" and the text if it cannot be read."""
     try:
         fields = json.loads(text)
         arguments = fields.get("arguments", fields.get("parameters", {}))
@@ -235,7 +239,7 @@ def _read_call(text: str) -> tuple[str, str]:
         if arguments is None:
             arguments = {}
         arguments_json = json.dumps(arguments, ensure_ascii=False)
-        arguments_json.encode()  # raises an error for text that no message can hold
+        arguments_json.encode()  # raises an error for lone surrogates, which no message can contain
         if isinstance(fields["name"], str) and isinstance(arguments, dict):
             return fields["name"], arguments_json
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -243,35 +247,38 @@ def _read_call(text: str) -> tuple[str, str]:
     return "", text
 
 
-def in_words(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-    """Write a chat with tools as a chat without, for a model whose template knows none.
+def write_tools_as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+    """Convert a chat with tools to one without, for a model whose template does not support tools.
 
-    The tools and the instructions to call them go to the end of the system prompt, and results are
-    messages of the user. Consecutive messages of the user are joined, as many templates want it.
+    The tools and the instructions to call them are appended to the system prompt, and results
+    become messages of the user. Consecutive messages of the user are joined, because many templates
+    demand that user and assistant alternate.
     """
     has_calls = any(message.answers or message.raw or message.calls for message in messages)
     if not tools and not has_calls:
         return list(messages)
 
-    worded: list[Message] = []
+    converted: list[Message] = []
     for message in messages:
         role = message.role
         content = _content_with_calls(message)
         if role == "tool":
             role = "user"
             content = f"Result of the tool:\n{content}"
-        if worded and worded[-1].role == role == "user":
-            worded[-1] = replace(worded[-1], content=f"{worded[-1].content}\n\n{content}")
+        if converted and converted[-1].role == role == "user":
+            converted[-1] = replace(converted[-1], content=f"{converted[-1].content}\n\n{content}")
         else:
-            worded.append(Message(role=role, content=content))
+            converted.append(Message(role=role, content=content))
 
     if tools:
         instructions = _tool_instructions(tools)
-        if worded and worded[0].role == "system":
-            worded[0] = replace(worded[0], content=f"{worded[0].content}\n\n{instructions}")
+        if converted and converted[0].role == "system":
+            converted[0] = replace(
+                converted[0], content=f"{converted[0].content}\n\n{instructions}"
+            )
         else:
-            worded.insert(0, Message(role="system", content=instructions))
-    return worded
+            converted.insert(0, Message(role="system", content=instructions))
+    return converted
 
 
 def _content_with_calls(message: Message) -> str:

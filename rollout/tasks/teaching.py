@@ -14,7 +14,7 @@ from random import Random
 
 from rollout.engines import ChatState, PolicyReply
 from rollout.environments.protocol import Env
-from rollout.models.tool_calls import in_words
+from rollout.models.tool_calls import write_tools_as_text
 from rollout.records.trajectory import EMPTY_COMPLETION, Demonstration, Message, Sampling, Task
 from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.roles import Agent, AgentReply, Role
@@ -92,7 +92,7 @@ class _TaughtPolicy:
         assert chat is not None
         text = self.teacher(self.agent, messages)
         reply = Message(role="assistant", content=text)
-        worded = in_words([*messages, reply], chat.tools)
+        worded = write_tools_as_text([*messages, reply], chat.tools)
         self.chats[chat.id] = Demonstration(agent=self.agent, messages=tuple(worded))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=EMPTY_COMPLETION)
 

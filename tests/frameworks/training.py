@@ -40,7 +40,7 @@ from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.local import LocalEngine
 from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import in_words
+from rollout.models.tool_calls import write_tools_as_text
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import (
     Completion,
@@ -150,7 +150,7 @@ class Teacher:
     async def say(
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
     ) -> PolicyReply:
-        asked = in_words(messages, chat.tools if chat else ())
+        asked = write_tools_as_text(messages, chat.tools if chat else ())
         sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))
         a, b = map(int, sums[-1] if sums else (0, 0))
         words = repr(asked)

@@ -13,7 +13,7 @@ from rollout.engines.policy_client import ChatState, PolicyReply
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.protocol import ReplySettings
-from rollout.models.tool_calls import in_words
+from rollout.models.tool_calls import write_tools_as_text
 from rollout.records.trajectory import EMPTY_COMPLETION, Message, Sampling
 
 _LEDGER_AGENT = "external"  # agent that the calls are recorded for
@@ -47,7 +47,7 @@ class RemoteClient:
             RemoteError: the model cannot be used at all.
         """
         tools = () if chat is None else chat.tools
-        messages = in_words(messages, tools)
+        messages = write_tools_as_text(messages, tools)
         settings = ReplySettings(
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,

@@ -1,6 +1,4 @@
-"""A text that ends replies: the tokens up to it are kept as they were sampled, however the engine tells of them."""
-
-from __future__ import annotations
+"""A chat's stops end a reply: tokens up to the stop stay as sampled, however the engine reports them."""
 
 import asyncio
 import random
@@ -13,96 +11,121 @@ import pytest
 
 from rollout.engines import ChatState, EngineClient, PolicyReply, TokenCallback
 from rollout.models.chat_template import Renderer
-from rollout.models.reply_text import ReplyText
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
 from tests.support.templates import byte_tokenizer, renderer_of
 
-ASKED = (Message(role="user", content="q"),)
+QUESTION = (Message(role="user", content="q"),)
 TOOLS = (ToolSchema(name="f", description="", parameters={"type": "object", "properties": {}}),)
+UNLIMITED = 10**6
+MAX_PART = 9  # tokens that an engine reports at once
+MAX_DELAY = 5  # tokens that an engine samples before it notices that the reply should end
 
 
-def completion(ids: Sequence[int], reason: str) -> Completion:
-    """One whose log-probabilities tell the tokens' places, sampled by version 1 and from the third token on by 2."""
-    ends = [(1, min(2, len(ids))), (2, len(ids))] if len(ids) > 2 else [(1, len(ids))]
-    starts = [0, *(end for _, end in ends)]
+def make_completion(token_ids: Sequence[int], finish_reason: str) -> Completion:
+    """Return a completion whose log-probabilities are the negative positions of its tokens.
+
+    The first two tokens are of version 1, the others of version 2.
+    """
+    size = len(token_ids)
+    versions = [VersionSpan(version=1, start=0, end=min(2, size))]
+    if size > 2:
+        versions.append(VersionSpan(version=2, start=2, end=size))
     return Completion(
-        token_ids=tuple(ids),
-        logprobs=tuple(-float(place) for place in range(len(ids))),
-        finish_reason=reason,
-        versions=tuple(
-            VersionSpan(version=v, start=s, end=e) for s, (v, e) in zip(starts, ends, strict=False)
-        ),
+        token_ids=tuple(token_ids),
+        logprobs=tuple(-float(position) for position in range(size)),
+        finish_reason=finish_reason,
+        versions=tuple(versions),
     )
 
 
-class Whole:
-    """An engine that says `ids`, and cannot tell of them before."""
+class WholeReplyEngine:
+    """Engine that returns fixed tokens, and cannot stream."""
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = ids
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = token_ids
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        cut = len(self.ids) > sampling.max_tokens
-        return completion(self.ids[: sampling.max_tokens], "length" if cut else "stop")
+        is_cut = len(self.token_ids) > sampling.max_tokens
+        return make_completion(
+            self.token_ids[: sampling.max_tokens], "length" if is_cut else "stop"
+        )
 
 
-class Parts(Whole):
-    """One that tells of random parts of them, and notices some tokens later that nobody wants more."""
+class StreamingEngine(WholeReplyEngine):
+    """Engine that streams fixed tokens in random parts, and ends a reply some tokens late.
 
-    def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
-        super().__init__(ids)
-        self.sampled = 0  # tokens of the latest reply
-        self.random = random.Random(seed)
+    Attributes:
+        sampled: number of tokens of the latest reply.
+    """
+
+    def __init__(self, token_ids: Sequence[int], seed: int = 0) -> None:
+        super().__init__(token_ids)
+        self.sampled = 0
+        self._random = random.Random(seed)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback
+        self, prompt_ids: Sequence[int], sampling: Sampling, report: TokenCallback
     ) -> Completion:
-        ids = self.ids[: sampling.max_tokens]
+        token_ids = self.token_ids[: sampling.max_tokens]
+        last = len(token_ids) - 1  # the last token comes with the completion
         position = 0
-        wanted = True
-        while wanted and position < len(ids) - 1:  # the last token comes with the reply
-            part = ids[position : min(position + self.random.randint(1, 9), len(ids) - 1)]
-            wanted = hear(position, part)
-            position += len(part)
-        if not wanted:
-            self.sampled = min(len(ids), position + self.random.randint(0, 5))
-            return completion(ids[: self.sampled], "abort")
-        self.sampled = len(ids)
-        return completion(ids, "length" if len(self.ids) > len(ids) else "stop")
+        continues = True
+        while continues and position < last:
+            end = min(position + self._random.randint(1, MAX_PART), last)
+            continues = report(position, token_ids[position:end])
+            position = end
+        if not continues:
+            self.sampled = min(len(token_ids), position + self._random.randint(0, MAX_DELAY))
+            return make_completion(token_ids[: self.sampled], "abort")
+        self.sampled = len(token_ids)
+        return await self.generate(prompt_ids, sampling)
 
 
-def said(
-    engine: Any, renderer: Renderer, stops: Sequence[str], *, max_tokens: int = 10**6, **chat: Any
+def sample_reply(
+    engine: Any,
+    renderer: Renderer,
+    stops: Sequence[str],
+    *,
+    max_tokens: int = UNLIMITED,
+    **chat: Any,
 ) -> PolicyReply:
+    """Return an engine's reply in a chat with these stops."""
     client = EngineClient(engine=engine, renderer=renderer)
     state = ChatState(id="c", stops=tuple(stops), **chat)
-    return asyncio.run(client.say(ASKED, Sampling(max_tokens=max_tokens, seed=5), state))
+    return asyncio.run(client.say(QUESTION, Sampling(max_tokens=max_tokens, seed=5), state))
 
 
-def spoken(raw: str, tools: bool) -> str:
-    """What a reply that begins with `raw` says outside of thoughts and calls."""
-    if raw.lstrip()[:7] == "<think>"[: len(raw.lstrip())] and "</think>" not in raw:
+def text_outside_thoughts_and_calls(raw: str, has_tools: bool) -> str:
+    """Return the text of an incomplete reply in which stops count, found by regular expressions."""
+    start = raw.lstrip()
+    may_be_thoughts = "<think>".startswith(start[:7])
+    if may_be_thoughts and "</think>" not in raw:
         return ""
     text = raw.split("</think>")[-1].lstrip()
-    return re.sub(r"(?s)<tool_call>.*?(</tool_call>|\Z)", "", text).lstrip() if tools else text
+    if has_tools:
+        text = re.sub(r"(?s)<tool_call>.*?(</tool_call>|\Z)", "", text).lstrip()
+    return text
 
 
-def first_end(renderer: Renderer, ids: Sequence[int], stops: Sequence[str], tools: bool) -> int:
-    """Tokens of the shortest prefix whose text has a stop; 0: none has."""
-    for size in range(1, len(ids) + 1):
-        raw = renderer.decode(ids[:size]).rstrip("\ufffd")  # the first byte of two is no sign yet
-        if any(stop in spoken(raw, tools) for stop in stops):
+def expected_end(
+    renderer: Renderer, token_ids: Sequence[int], stops: Sequence[str], has_tools: bool
+) -> int:
+    """Return the number of tokens of the shortest prefix whose text has a stop; 0 without one."""
+    for size in range(1, len(token_ids) + 1):
+        # The first byte of a character of two bytes is decoded as a replacement character.
+        raw = renderer.decode(token_ids[:size]).rstrip("\ufffd")
+        text = text_outside_thoughts_and_calls(raw, has_tools)
+        if any(stop in text for stop in stops):
             return size
     return 0
 
 
-@pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
-def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(
-    tmp_path: Path, tools: bool
-) -> None:
-    """300 random replies of thoughts, calls and words, whole and in random parts, and cut by `max_tokens` or not."""
-    renderer, draw = renderer_of("qwen3", tmp_path), random.Random(1)
+@pytest.mark.parametrize("has_tools", [False, True], ids=["text", "tools"])
+def test_a_reply_ends_at_its_shortest_prefix_with_a_stop(tmp_path: Path, has_tools: bool) -> None:
+    """300 random replies of thoughts, calls and text, complete and streamed, also cut by max_tokens."""
+    renderer = renderer_of("qwen3", tmp_path)
+    draw = random.Random(1)
     pieces = [
         "<think>",
         "</think>",
@@ -112,41 +135,54 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(
         "END",
         *"ab<é \n",
     ]
-    ended = 0
+    possible_stops = ["END", "\n", "b", "<", "é"]
+    if not has_tools:
+        possible_stops += ["ab", " \n"]
+    tools = TOOLS if has_tools else ()
+
+    ended_replies = 0
     for number in range(300):
         text = draw.choice(["", "<think>"]) + "".join(draw.choices(pieces, k=draw.randint(1, 12)))
-        ids = (*renderer.encode(text), renderer.stop[0])
-        stops = draw.sample(
-            ["END", "\n", "b", "<", "é", *([] if tools else ["ab", " \n"])], draw.randint(1, 2)
+        token_ids = (*renderer.encode(text), renderer.stop[0])
+        stops = draw.sample(possible_stops, draw.randint(1, 2))
+        max_tokens = draw.choice([UNLIMITED, draw.randint(1, len(token_ids))])
+
+        whole = sample_reply(
+            WholeReplyEngine(token_ids), renderer, stops, max_tokens=max_tokens, tools=tools
         )
-        most = draw.choice([10**6, draw.randint(1, len(ids))])
-        chat: Any = {"tools": TOOLS if tools else ()}
-        whole = said(Whole(ids), renderer, stops, max_tokens=most, **chat)
-        end = first_end(renderer, ids[:most], stops, tools)
-        expected = completion(ids[:most], "length" if most < len(ids) else "stop")
-        expected = expected.truncated(end, len(whole.prompt_ids)) if end else expected
-        assert whole.completion == expected, (text, stops, most)
+        is_cut = max_tokens < len(token_ids)
+        expected = make_completion(token_ids[:max_tokens], "length" if is_cut else "stop")
+        end = expected_end(renderer, token_ids[:max_tokens], stops, has_tools)
+        if end:
+            expected = expected.truncated(end, len(whole.prompt_ids))
+            ended_replies += 1
+        assert whole.completion == expected, (text, stops, max_tokens)
         assert whole.text == renderer.decode(expected.token_ids)
-        heard: list[str] = []
-        for hear in (None, lambda raw, form, heard=heard: heard.append(raw) is None):
-            parts = Parts(ids, number)
-            told = said(parts, renderer, stops, max_tokens=most, hear=hear, **chat)
-            assert (told.text, told.raw, told.completion.token_ids) == (
-                whole.text,
-                whole.raw,
-                expected.token_ids,
+
+        streamed_texts: list[str] = []
+
+        def record(raw: str, form: str, texts: list[str] = streamed_texts) -> bool:
+            texts.append(raw)
+            return True
+
+        for hear in (None, record):
+            engine = StreamingEngine(token_ids, seed=number)
+            streamed = sample_reply(
+                engine, renderer, stops, max_tokens=max_tokens, tools=tools, hear=hear
             )
-            assert told.completion.logprobs == expected.logprobs
-            assert told.completion.finish_reason == expected.finish_reason
-            assert told.completion.versions == expected.versions
-            assert not end or parts.sampled <= end + 9 + 5  # and its sampling ends
-        assert all(whole.text.startswith(raw) for raw in heard)
-        ended += bool(end)
-    assert 60 < ended < 240
+            assert streamed.text == whole.text
+            assert streamed.raw == whole.raw
+            assert streamed.completion.token_ids == expected.token_ids
+            assert streamed.completion.logprobs == expected.logprobs
+            assert streamed.completion.finish_reason == expected.finish_reason
+            assert streamed.completion.versions == expected.versions
+            if end:
+                assert engine.sampled <= end + MAX_PART + MAX_DELAY
+        assert all(whole.text.startswith(text) for text in streamed_texts)
+    assert 60 < ended_replies < 240
 
 
-def test_a_stop_inside_of_a_token_keeps_the_whole_of_it(tmp_path: Path) -> None:
-    """The tokens are a, E, NDx, y."""
+def test_a_stop_inside_a_token_keeps_the_whole_token(tmp_path: Path) -> None:
     byte_tokenizer(
         tmp_path,
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -154,34 +190,28 @@ def test_a_stop_inside_of_a_token_keeps_the_whole_of_it(tmp_path: Path) -> None:
         eos_token="<|im_end|>",
     )
     renderer = Renderer(tmp_path, template="chatml")
-    ids = renderer.encode("aENDxy")
-    assert [renderer.decode([token]) for token in ids] == ["a", "E", "NDx", "y"]
-    for engine in (Whole(ids), Parts(ids)):
-        assert said(engine, renderer, ["END"]).text == "aENDx"
-        assert said(engine, renderer, ["NDxyz"]).text == "aENDxy"
+    token_ids = renderer.encode("aENDxy")
+    assert [renderer.decode([token]) for token in token_ids] == ["a", "E", "NDx", "y"]
+    for engine in (WholeReplyEngine(token_ids), StreamingEngine(token_ids)):
+        assert sample_reply(engine, renderer, ["END"]).text == "aENDx"
+        assert sample_reply(engine, renderer, ["NDxyz"]).text == "aENDxy"
 
 
-def test_a_thought_that_the_prompt_begins_has_no_stop(tmp_path: Path) -> None:
-    renderer = renderer_of("qwen3", tmp_path)
-    words = ReplyText(renderer, renderer.encode("<think>\n"), calls=False, stops=["END"])
-    assert words.add(0, renderer.encode("END </think> so END")) == "<think>END </think> so END"
-    assert words.end == len("END </think> so END")
-    words.add(0, renderer.encode("END"))
-    assert words.end == 0
-
-
-def test_a_reply_that_began_anew_where_nobody_heard_of_it_ends_at_a_stop_of_its_own(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("second_reply", "text"), [("so it isEND?", "so it isEND"), ("never", "never")]
+)
+def test_a_reply_that_is_sampled_again_ends_at_its_own_stop(
+    tmp_path: Path, second_reply: str, text: str
 ) -> None:
-    """As of a server that is lost after it was told to end, and draws without seeds."""
+    """A server may be lost after it has streamed a stop; another samples the reply without a seed."""
     renderer = renderer_of("qwen3", tmp_path)
 
-    class Lost(Parts):
+    class EngineThatIsLost(WholeReplyEngine):
         async def stream(
-            self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback
+            self, prompt_ids: Sequence[int], sampling: Sampling, report: TokenCallback
         ) -> Completion:
-            hear(0, renderer.encode("aEND"))
+            report(0, renderer.encode("aEND"))
             return await self.generate(prompt_ids, sampling)
 
-    assert said(Lost(renderer.encode("so it isEND?")), renderer, ["END"]).text == "so it isEND"
-    assert said(Lost(renderer.encode("never")), renderer, ["END"]).text == "never"
+    engine = EngineThatIsLost(renderer.encode(second_reply))
+    assert sample_reply(engine, renderer, ["END"]).text == text
