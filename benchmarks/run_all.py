@@ -22,15 +22,16 @@ RESULT_LINE = re.compile(
 HEADER = """\
 # Benchmarks
 
-`make bench` writes this page. Each row is a line that the script `benchmarks/<name>.py` prints
-(`chat_turns_16`: of `chat_turns`).
+`make bench` runs these benchmarks on a CPU and writes this page. [gpu.md](gpu.md) has measurements on a GPU.
 
-These are of CPUs; [gpu.md](gpu.md) has what was measured on a GPU.
+Each row is a result line of the script `benchmarks/<name>.py`; `chat_turns` prints `chat_turns_16` too. The ratio
+compares our measurement with that of the reference. A goal with ≥ is the smallest accepted ratio, and a goal with ≤
+the largest.
 
-The picture (`growth`) says how CPU time and memory of a step grow with agents, turns, groups, prompts and
-policies. Each micro-batch has room for a group. The legend has the exponent of the growth with size. Those
-of turns and prompts are above 1, as attention grows with the square of a sequence. The row has the
-largest exponent of a whole step's time with its operations.
+The picture shows how the CPU time and the memory of a step grow with agents, turns, policies, and the sizes of groups
+and prompts. Each micro-batch has room for a whole group. The legend gives the exponent of each growth. The exponents of
+turns and prompts are above 1, because attention grows with the square of a sequence's length. The row `growth` has the
+largest exponent with which the time of a whole step grows with its floating-point operations.
 
 ![CPU time and memory over sizes](pictures/growth.png)
 

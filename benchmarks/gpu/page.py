@@ -16,28 +16,31 @@ LINK_GB_S = 200.0  # assumed bandwidth between GPUs
 REQUEST_S = 0.06  # assumed time of SGLang to open, copy and acknowledge a bucket
 _HEAD = """# On a GPU
 
-Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
---budget 540 --out DIR` measures on a machine with one GPU, in sections of their own, the most important first; the
-lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`. Its exit status is 1 if a section
-failed or found something wrong, which the last line names. `requirements/gpu-kit.txt` has all that it needs beside
-torch and Triton. `make gpu-acceptance` tries a machine with up to eight GPUs: NCCL, cuts over two ranks and a restart
-in each from one rank's files, Transformer Engine, SGLang, and a training of two policies by every transport, with the
-seconds of its hand-overs; its last line says passed, failed, or nothing measured. It has not run on GPUs.
+`python -m benchmarks.gpu --page` writes this page from `benchmarks/gpu/results.jsonl`; do not edit it.
 
-Predictions are the meter's (`tests/support/fake_gpu.py`), of an H200: the GPU's branch runs without one, and every
-operation takes what its arithmetic, its bytes or its launch would. They are optimistic of kernels.
+- **Measure one GPU.** `python -m benchmarks.gpu --budget 540 --out DIR` measures for 540 seconds, the most important
+  sections first, each in a separate process. Replace the lines of `benchmarks/gpu/results.jsonl` by those of
+  DIR/results.jsonl. The exit status is 1 if a section failed or found an error, and the last line names it.
+  `requirements/gpu-kit.txt` lists the packages that the benchmarks need besides torch and Triton.
+- **Test several GPUs.** `make gpu-acceptance` tests a machine with up to eight GPUs: NCCL, parallel layouts of two
+  ranks and a restart in each of them from the files of one rank, Transformer Engine, SGLang, and a training of two
+  policies with each weight transport, whose weight syncs are timed. The last line says passed, failed, or nothing
+  measured. This has not been run on GPUs.
+
+The predicted values are those of an H200. `tests/support/fake_gpu.py` runs the GPU's code without a GPU and estimates
+the time of each operation from its arithmetic, its bytes and its launch. Kernels are slower than these estimates.
 """
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """Return the Markdown page; of several lines about a case, the latest counts."""
+    """Return the Markdown page. If several lines are about one case, the latest is used."""
     machine = _latest(lines, "probe", "gpu")
     if machine is not None and machine["gpu"]:
         headline = f"Measured on {machine['gpu']}, {machine['date']}."
         measured = lines
     else:
         headline = "**No GPU was at hand: nothing is measured.**"
-        measured = []  # figures of a CPU are not shown
+        measured = []  # results of a CPU are not shown
     parts = [_HEAD, headline, "", "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
@@ -57,10 +60,10 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
 
 def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "bf16, one micro-batch. MFU is of 989 TFLOP/s, and counts no recomputation. Waits and copies are per update.",
-        "Recomputed are norms' outputs and SwiGLU's products (selective), or all of every layer (full). What is",
-        "predicted to need more than 96 % of a GPU's free memory is not tried. 30b-a3b is a mixture of experts: two of",
-        "the 48 layers of Qwen3-30B-A3B, and its head, which is most of the arithmetic then.",
+        "One micro-batch in bfloat16. MFU is relative to 989 TFLOP/s, without recomputation. Waits and copies are",
+        "per update. *Selective* recomputes the outputs of norms and the products of SwiGLU, *full* every layer.",
+        "A case is not run if it is predicted to need more than 96 % of the GPU's free memory. 30b-a3b is a mixture of",
+        "experts: two of the 48 layers of Qwen3-30B-A3B and its head, which has most of the arithmetic of this model.",
         "",
         "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
         "| GiB | tokens/s |",
@@ -93,7 +96,8 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "32 heads on 8, of 128, bf16; milliseconds. Wide: 128 keys at a time for their gradients, which are 64 in use.",
+        "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. *Wide* computes the gradients of",
+        "128 keys at a time. Runs compute those of 64.",
         "",
         "| layout | Triton | wide | torch |",
         "|---|---:|---:|---:|",
@@ -106,7 +110,10 @@ def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
-    rows = ["bf16, forward and backward; milliseconds by MiB of a chunk of logits.", ""]
+    rows = [
+        "Milliseconds of forward and backward in bfloat16, by the MiB of a chunk of logits.",
+        "",
+    ]
     sizes = (64, 512, 1024, 2048)
     rows += [f"| hidden | {' | '.join(map(str, sizes))} |", f"|---:|{'---:|' * len(sizes)}"]
     for hidden in (896, 2560, 5120):
@@ -159,7 +166,7 @@ class HandOver:
 
 def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "0.5b in float32, prompts of 128 tokens, replies of 64.",
+        "The model 0.5b in float32, with prompts of 128 tokens and replies of 64.",
         "",
         "| rows | tokens/s |",
         "|---:|---:|",
@@ -172,8 +179,8 @@ def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "4b in bfloat16 from one process to another on the same GPU, as to SGLang; of a trainer of 0.5b that sleeps",
-        "and wakes all that it gives away, and its checkpoint on disk.",
+        "*Hand-over* sends the weights of 4b in bfloat16 from one process to another on the same GPU, as to SGLang.",
+        "*Sleep* and *wake* offload and restore the memory of a trainer of 0.5b, and *checkpoint* writes it to disk.",
         "",
         "| what | GB | GB/s |",
         "|---|---:|---:|",
@@ -190,8 +197,8 @@ def _hand_over() -> str:
         f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {estimate.size / 1e9:.1f} GB of full tensors in "
         f"{estimate.requests} buckets.\nThey are gathered in {estimate.gathered_s:.2f} s (at {LINK_GB_S:g} GB/s), "
         f"copied in {estimate.copied_s:.2f} s, and loaded in {estimate.requests * REQUEST_S:.1f} s if\na request takes "
-        f"{1e3 * REQUEST_S:g} ms, which nobody has measured. One bucket is gathered while the one before is\nloaded: "
-        f"{estimate.seconds:.1f} s in all."
+        f"{1e3 * REQUEST_S:g} ms, which is an assumption. A bucket is gathered while the previous one is loaded, so\n"
+        f"all of them take {estimate.seconds:.1f} s."
     )
 
 

@@ -18,28 +18,32 @@ from tests.support.precision import EPS, FACTOR, Errors
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 HEAD = f"""# Exactness
 
-`make exactness` writes this page, and `make test` asserts part of it. Every row trains a tiny model in float32 for
-{STEPS} optimizer steps with Megatron. It trains a plain Hugging Face model beside it, from the same weights, on the
-same samples: under plain torch, one sequence at a time, with AdamW and clipping at 1. That one is in float64, norms
-and routers too. The numbers are the largest relative errors over all steps. In every row, the weights that were
-loaded must come back bit for bit before the first step. All ranks must report the same metrics.
+`make exactness` writes this page, and `make test` asserts a part of it. Each row trains a tiny model with Megatron
+in float32 for {STEPS} optimizer steps, and compares it with a reference: a plain Hugging Face model with the same
+initial weights and samples, trained with plain torch in float64, one sequence at a time, with AdamW and gradient
+clipping at norm 1. Norms and routers of the reference are in float64 too. The numbers are the largest relative
+errors over all steps. In each row, the loaded weights must be exported bit for bit before the first step, and all
+ranks must report the same metrics.
 
-The bound comes from the same run, not from one machine. The plain model is trained in float32 too, with sums in three
-orders: of the samples, and inside the linear layers. Each number may be off by {FACTOR} times its own largest error
-there. An error of less than one rounding counts as {EPS:.1e}. The second table has these errors.
+The bound of an error is measured in the same run, so that it holds on any machine. The plain model is also trained
+in float32 three times, with other orders of the sums over samples and inside linear layers. An error may be
+{FACTOR} times the largest error of these runs, which the second table lists. Errors smaller than one rounding count
+as {EPS:.1e}.
 
-- *loss*, *norm*, *agent norms*: of the update's loss, of the whole gradient, of each agent's own gradient.
-- *gradients*: of one tensor, |g − ĝ|₂ / |ĝ|₂, clipped. A tensor with less than 1% of the whole norm is measured against
-  that 1%, as the true gradient of a key bias is 0.
-- *parameters*: of one tensor after the step, |p − p̂|∞ / |p̂|∞.
+- *loss*, *norm*, *agent norms*: errors of the update's loss, of the norm of the whole gradient, and of the norms of
+  each agent's gradient.
+- *gradients*: largest error of a gradient tensor after clipping, |g − ĝ|₂ / |ĝ|₂. For a tensor whose norm is less
+  than 1% of the whole norm, the denominator is this 1%, because the true gradient of a key bias is 0.
+- *parameters*: largest error of a parameter tensor after a step, |p − p̂|∞ / |p̂|∞.
 
-The samples are two agents' prompts with ragged replies, some sharing a prompt, and a dialogue with untrained tokens.
-In rows of depth 3 they are turns whose sequences share two stretches, one below the other. Among these are a turn
-that goes on from another, a reply of one token, and twins. Unless a row says otherwise, what they begin with in
-common is stored once. Micro-batches hold about 16 tokens, or 64 at depth 3 and more where context parallelism is
-alone. There are as many as the layout can use. Models are Qwen2 with tied embeddings unless named. LoRA trains random
-adapters of rank 3, of all projections unless some are named. Its *parameters* are the merged weights and the
-adapters. The adapters come back bit for bit.
+The samples are prompts of two agents with replies of different lengths, some of which share a prompt, and a
+dialogue with untrained tokens. In rows of depth 3, they are turns whose sequences share prefixes at two levels.
+Among them are a turn that continues another one, a reply of one token, and equal samples. Common prefixes are
+stored once, unless a row says otherwise. Micro-batches have up to 16 tokens, or 64 at depth 3, and there are as
+many as the layout can use. Rows with one rank or with context parallelism alone have one micro-batch, unless a row
+says otherwise. Models are Qwen2 with tied embeddings unless a row names another one. LoRA trains random adapters of
+rank 3, of all projections unless a row names some. Its *parameters* are the merged weights and the adapters, and
+the adapters are exported bit for bit too.
 
 | row | ranks | loss | norm | agent norms | gradients | parameters |
 |---|---|---|---|---|---|---|
