@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from rollout.base.numbers import real_number
 from rollout.base.section import Share
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
@@ -50,11 +51,15 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
 def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
     if turn.masked or reward is None:
         return replace(turn, reward=None, masked=True)
-    if not math.isfinite(reward):
+    try:
+        number = real_number(reward, "reward")
+    except TypeError as error:
+        raise RewardError(f"{locate(trajectory, turn)}: {error}") from None
+    if not math.isfinite(number):
         raise RewardError(
-            f"{locate(trajectory, turn)}: reward is {reward}; expected a finite number"
+            f"{locate(trajectory, turn)}: reward is {number}; expected a finite number"
         )
-    return replace(turn, reward=reward)
+    return replace(turn, reward=number)
 
 
 def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:

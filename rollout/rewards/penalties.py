@@ -17,6 +17,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat as Cost
 from pydantic import PositiveInt
 
+from rollout.base.numbers import real_number
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 from rollout.rewards.allocation import RewardError, locate
 
@@ -117,13 +118,20 @@ def apply_penalties(
                 f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns"
             )
         amounts = [penalty(turn) for penalty in penalties]
-        total = sum((amount for amount in amounts if amount is not None), 0.0)
-        if not math.isfinite(turn.reward + total):
+        try:
+            reward = real_number(turn.reward, "reward")
+            total = 0.0
+            for amount in amounts:
+                if amount is not None:
+                    total += real_number(amount, "penalty")
+        except TypeError as error:
+            raise RewardError(f"{locate(trajectory, turn)}: {error}") from None
+        if not math.isfinite(reward + total):
             raise RewardError(
-                f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number"
+                f"{locate(trajectory, turn)}: reward is {reward + total}; expected a finite number"
             )
         scores = {**turn.scores, "penalty": total} if total else turn.scores
-        return replace(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
+        return replace(turn, reward=reward + total, scores=scores, masked=None in amounts)
 
     group = allocate(group)
     trajectories = []

@@ -5,13 +5,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar, cast
 
 from rollout.base.deadlines import Late, LateTool, with_deadline
 from rollout.base.errors import Defect, EngineError, EnvError
+from rollout.base.numbers import real_number
 from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Case, Env, PlayedEnv, ResourceEnv, Step, ToolCall
 from rollout.environments.tools import Tool
@@ -136,9 +137,7 @@ class Episode:
 
     async def step(self, action: str) -> Step:
         started_s = time.time()
-        step = await self._call_env("step", self._env.step, action)
-        if not math.isfinite(step.reward):
-            raise Defect(f"{self._name}.step: its reward is {step.reward}")
+        step = self._with_plain_values(await self._call_env("step", self._env.step, action))
         self._update_state()
         self.session.credit_step(step.reward, step.metrics)
         self.rewards.append(step.reward)
@@ -148,6 +147,23 @@ class Episode:
         for tool_call in step.tools:
             self._record(tool_call, self.session.last_turn, started_s)
         return step
+
+    def _with_plain_values(self, step: Step) -> Step:
+        """Return a step with Python's numbers; raise Defect if a value cannot be recorded."""
+        owner = f"{self._name}.step"
+        try:
+            reward = real_number(step.reward, f"{owner}: its reward")
+            metrics = {
+                name: real_number(value, f"{owner}: its metric '{name}'")
+                for name, value in step.metrics.items()
+            }
+        except TypeError as error:
+            raise Defect(str(error)) from None
+        if not math.isfinite(reward):
+            raise Defect(f"{owner}: its reward is {reward}; expected a finite number")
+        if step.answer is not None and not isinstance(step.answer, str):
+            raise Defect(f"{owner}: its answer is {step.answer!r}; expected text, or None")
+        return replace(step, reward=reward, metrics=metrics)
 
     def _update_state(self) -> None:
         """Store the environment's state in the session, if the environment has a method `state`."""

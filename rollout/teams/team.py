@@ -14,6 +14,7 @@ from typing import Any
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import LateCall
 from rollout.base.errors import Defect, PromptTooLong
+from rollout.base.numbers import real_number
 from rollout.engines import ChatState, PolicyClient, PolicyReply
 from rollout.engines.client import prompt_tokens
 from rollout.environments.tools import Tool
@@ -235,11 +236,13 @@ class TeamSession:
 
         Raises:
             KeyError: there is no such turn.
+            TypeError: a score is no real number.
         """
         if turn not in self.scores:
             turns = ", ".join(map(str, sorted(self.scores))) or "none"
             raise KeyError(f"no turn {turn} to score; turns: {turns}")
-        self.scores[turn].update(scores)
+        for name, value in scores.items():
+            self.scores[turn][name] = real_number(value, f"score '{name}' of turn {turn}")
 
     def seed(self, *choice: int | str) -> int:
         """Return a seed for the random choice with these keys, equal in every replay."""

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,15 @@ from rollout.environments.tools import call_tool
 from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Completion, Message, Status, Task, ToolUse, VersionSpan
+from rollout.records.trajectory import (
+    Completion,
+    Message,
+    Status,
+    Task,
+    ToolUse,
+    Trajectory,
+    VersionSpan,
+)
 from rollout.rewards.penalties import VALIDITY_RULES
 from rollout.tasks.generators import GENERATORS
 from rollout.teams.quarantine import Quarantined, write_quarantined
@@ -180,13 +190,51 @@ def test_a_failing_environment_maker_and_a_nan_reward_are_defects(
 
     for make_env, error in (
         (fail, "Defect: adder.open: KeyError: 'no such board'"),
-        (NotANumber, "Defect: adder.step: its reward is nan"),
+        (NotANumber, "Defect: adder.step: its reward is nan; expected a finite number"),
     ):
         engine = ScriptedEngine(lambda *_: (*b"1", 0))
         run = collect(
             [TASK], make_team(engine), make_env, one_step, group_size=1, seed=SEED, step=STEP
         )
         assert without_location(asyncio.run(run)[0].trajectories[0].error) == error
+
+
+def play_step(step: Any) -> Trajectory:
+    """Return the trajectory of a team whose environment answers with this step."""
+
+    class Fixed(Adder):
+        async def step(self, action: str) -> Step:
+            return step
+
+    engine = ScriptedEngine(lambda *_: (*b"1", 0))
+    run = collect([TASK], make_team(engine), Fixed, one_step, group_size=1, seed=SEED, step=STEP)
+    return asyncio.run(run)[0].trajectories[0]
+
+
+def test_rewards_and_metrics_of_numpy_and_torch_are_recorded(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"reward": torch.tensor(0.5), "metrics": {"parsed": np.float32(0.25)}}
+    trajectory = play_step(Step(**values))
+    assert trajectory.outcome == 0.5
+    assert trajectory.metrics["parsed"] == 0.25
+    write_trajectories(tmp_path / "t.parquet", [trajectory])
+    [turn] = read_trajectories(tmp_path / "t.parquet")[0].turns
+    assert turn.scores["team"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"reward": torch.ones(2)}, "its reward is tensor([1., 1.]), of type Tensor"),
+        ({"reward": None}, "its reward is None, of type NoneType"),
+        ({"reward": "1"}, "its reward is '1', of type str"),
+        ({"metrics": {"parsed": "yes"}}, "its metric 'parsed' is 'yes', of type str"),
+        ({"answer": 5}, "its answer is 5; expected text, or None"),
+    ],
+)
+def test_a_step_with_a_value_that_cannot_be_recorded_is_a_defect(
+    values: dict[str, Any], error: str
+) -> None:
+    assert play_step(Step(**values)).error.startswith(f"Defect: adder.step: {error}")
 
 
 @pytest.mark.parametrize("tree", [None, Branching(width=2)])
