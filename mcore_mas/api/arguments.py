@@ -18,6 +18,21 @@ from mcore_mas.config.trainer import TrainerConfig
 from rollout.base.nested import merged
 from rollout.base.text import nearest_hint
 
+# Settings of `Run` by the names that other trainers give to them.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "model": "policies",
+    "models": "policies",
+    "dataset": "tasks",
+    "train_dataset": "tasks",
+    "reward_funcs": "reward",
+    "environment": "env",
+    "output_dir": "folder",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "num_generations": "group_size",
+    "batch_size": "tasks_per_step",
+}
 # Sections of a config that are arguments of `Run` with the same name.
 _OWN_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")
 
@@ -71,9 +86,18 @@ def _check_agents(agents: Any) -> None:
 
 
 def policy_sections(
-    agents: Sequence[AgentSpec] | str, policies: str | Path | Mapping[str, Any]
+    agents: Sequence[AgentSpec] | str, policies: str | Path | Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the sections of policies: of one model for all, or of a model or section for each."""
+    """Return the sections of policies: of one model for all, or of a model or section for each.
+
+    Raises:
+        ArgumentError: the policies are neither a model nor a mapping.
+    """
+    if not isinstance(policies, str | Path | Mapping):
+        raise ArgumentError(
+            f"policies is {policies!r:.80}; expected a model's folder or id for all policies, or a "
+            "mapping of each policy's name to its model"
+        )
     if not isinstance(policies, Mapping):
         names = [] if isinstance(agents, str) else [agent.policy for agent in agents]
         return {
@@ -95,24 +119,31 @@ class Settings:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-def read_settings(arguments: Mapping[str, Any], tasks_per_step: int) -> Settings:
+def check_given(name: str, value: Any) -> None:
+    """Raise ArgumentError if a required argument of `Run` is missing, or empty."""
+    if value is None or (isinstance(value, str | Mapping) and not value):
+        raise ArgumentError(f"{name} is missing; `help(mm.Run)` says what it may be")
+
+
+def read_settings(arguments: Mapping[str, Any]) -> Settings:
     """Sort keyword arguments into choices of groups and sections.
 
     Args:
         arguments: names of groups of configs, sections, or keys of the trainer and of policies.
-        tasks_per_step: default of the trainer's.
 
     Raises:
         ArgumentError: there is no such setting.
     """
     settings = Settings(
         sections={
-            "trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8},
+            "trainer": {"steps": 20, "group_size": 8},
             "policy_defaults": {"lr": 1e-6},
         }
     )
     sections = settings.sections
     for key, value in arguments.items():
+        if key == "model":  # a key of a policy, but one model for all is an argument
+            raise ArgumentError(f"Run has no setting 'model'; {_expected_setting(key)}")
         if key in GROUPS and isinstance(value, str):
             settings.choices.append(f"{key}={value}")
         elif key == "penalties":  # the other keys of this section come from the argument `reward`
@@ -132,6 +163,8 @@ def read_settings(arguments: Mapping[str, Any], tasks_per_step: int) -> Settings
 
 def _expected_setting(key: str) -> str:
     """Describe how to write a key of a nested section, or else list all settings."""
+    if key in _SYNONYMS:
+        return f"write {_SYNONYMS[key]}=..."
     value = f'{{"{key}": ...}}'
     spellings = []
     for name, section in RunConfig.model_fields.items():
@@ -150,7 +183,9 @@ def _expected_setting(key: str) -> str:
         *TrainerConfig.model_fields,
         *PolicyConfig.model_fields,
     ]
-    return f"expected one of {', '.join(settings)}{nearest_hint(key, settings)}"
+    return (
+        nearest_hint(key, settings).removeprefix("; ") or f"expected one of {', '.join(settings)}"
+    )
 
 
 def plain_values(value: Any) -> Any:

@@ -17,7 +17,13 @@ import yaml
 from rich.console import Console
 
 from mcore_mas.api.agents import AgentSpec
-from mcore_mas.api.arguments import plain_values, policy_sections, read_settings, team_sections
+from mcore_mas.api.arguments import (
+    check_given,
+    plain_values,
+    policy_sections,
+    read_settings,
+    team_sections,
+)
 from mcore_mas.api.conversation import Conversation
 from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.tasks import split_tasks
@@ -35,6 +41,7 @@ from rollout.records.trajectory import Task, Trajectory
 _T = TypeVar("_T")
 _TASKS_PER_STEP = 8  # by default
 _EXPLAINED_TASKS = 3
+_COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the task's answers
 
 
 class Run:
@@ -76,14 +83,20 @@ class Run:
         agents: Sequence[AgentSpec] | str,
         orchestra: Callable[..., Any] | str | None = None,
         *,
-        tasks: Any,
-        policies: str | Path | Mapping[str, Any],
+        tasks: Any = None,
+        policies: str | Path | Mapping[str, Any] | None = None,
         env: Callable[..., Any] | str | None = None,
         reward: Callable[..., Any] | str | None = None,
         folder: str | Path = "results/run",
         **settings: Any,
     ) -> None:
+        # Settings come first: an argument with another name, such as `model`, is one of them.
+        chosen = read_settings(settings)
+        check_given("tasks", tasks)
+        check_given("policies", policies)
         self.folder = Path(folder).expanduser()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ArgumentError(f"folder: {self.folder} is a file; name the folder of the run")
         name = self.folder.name
         split: dict[str, list[Task]] = {}
         data = tasks
@@ -92,7 +105,7 @@ class Run:
             data = {split_name: [str(self._task_file(split_name))] for split_name in split}
 
         tasks_per_step = min(_TASKS_PER_STEP, len(split["train"])) if split else _TASKS_PER_STEP
-        chosen = read_settings(settings, tasks_per_step)
+        chosen.sections["trainer"].setdefault("tasks_per_step", tasks_per_step)
         sections = {
             "run": name,
             "evaluation": {},
@@ -245,12 +258,15 @@ class Run:
             state: "trained" or "base".
 
         Raises:
+            ArgumentError: k is less than 1.
             FolderError: the training has not finished.
             EvaluationError: too many trajectories failed.
         """
         from mcore_mas.evaluation.evaluate import evaluate
         from mcore_mas.runtime.stop_signal import StopSignal
 
+        if k < 1:
+            raise ArgumentError(f"k is {k}; expected the samples of each task, 1 or more")
         self._write_inputs()
         evaluation = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": evaluation})
@@ -329,10 +345,21 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
         raise ArgumentError("; ".join(problems))
 
     if train:
+        _check_answers(config.env.name, train)
         try:
             config.env.check_task(train[0])
         except ValueError as error:
             raise ArgumentError(str(error)) from error
+
+
+def _check_answers(env: str, tasks: Sequence[Task]) -> None:
+    """Raise ArgumentError if an environment that compares answers gets a task without one."""
+    without_answers = [task for task in tasks if not any(task.answers)]
+    if env in _COMPARING_ENVS and without_answers:
+        raise ArgumentError(
+            f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares with it; the "
+            f"first is {without_answers[0].prompt!r:.80}; give each an answer, or an env of your own"
+        )
 
 
 def _call_in_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -61,8 +62,19 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
         split: [_to_task(item, split, number) for number, item in enumerate(items[split])]
         for split in SPLITS
     }
+    _check_ids(result)
     _check_disjoint(result, missing_splits)
     return result
+
+
+def _check_ids(tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Raise ArgumentError if two tasks of a split have the same id."""
+    for split, split_tasks_ in tasks.items():
+        for task_id, count in Counter(task.id for task in split_tasks_).items():
+            if count > 1:
+                raise ArgumentError(
+                    f"tasks.{split}: {count} tasks have the id {task_id!r:.80}; give each its own"
+                )
 
 
 def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
@@ -125,6 +137,8 @@ def _to_task(item: Any, split: str, number: int) -> Task:
         )
     if isinstance(answers, np.ndarray):
         answers = answers.tolist()
+    if answers is None:
+        answers = ()
     if not isinstance(answers, list | tuple):
         answers = (answers,)
     return Task(

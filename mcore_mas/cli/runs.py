@@ -127,21 +127,10 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
 
 @run_commands.command("compare", rich_help_panel=_RUNS_PANEL)
 def compare_runs(first: RunFolder, second: RunFolder) -> None:
-    """Compare the settings of two runs, and their scores on common tasks, paired by task."""
+    """Compare two runs: their scores on common tasks, paired by task, and their settings."""
     from mcore_mas.reports.run_differences import config_differences, score_differences
 
     console = Console(highlight=False)
-    settings = Table(
-        Column("setting", overflow="fold"),
-        Column(escape_line(first.name), overflow="fold"),
-        Column(escape_line(second.name), overflow="fold"),
-        show_edge=False,
-    )
-    for key, values in config_differences(first, second).items():
-        shown = ["not set" if value is None else escape_line(str(value)) for value in values]
-        settings.add_row(Text(escape_line(key)), *map(Text, shown))
-    console.print(settings if settings.rows else "no setting differs")
-
     scores = Table(
         "evaluation",
         "metric",
@@ -163,6 +152,17 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
             str(row.tasks),
         )
     console.print(scores if scores.rows else "no evaluation that both have")
+
+    settings = Table(
+        Column("setting", overflow="fold"),
+        Column(escape_line(first.name), overflow="fold"),
+        Column(escape_line(second.name), overflow="fold"),
+        show_edge=False,
+    )
+    for key, values in config_differences(first, second).items():
+        shown = ["not set" if value is None else escape_line(str(value)) for value in values]
+        settings.add_row(Text(escape_line(key)), *map(Text, shown))
+    console.print(settings if settings.rows else "no setting differs")
 
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)

@@ -1,6 +1,6 @@
 """Differences between runs: in their settings, and in their scores task by task."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -28,28 +28,67 @@ class ScoreDifference:
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     """Return the settings in which runs differ, with the value of each run or None.
 
-    Settings that are only the name of the run, and empty sections that other runs lack, are left
-    out.
+    Settings that are only the name of the run or a path in its folder, and empty sections that
+    other runs lack, are left out. A section that a run lacks as a whole, such as an agent, is one
+    setting.
 
     Args:
         runs: their folders.
 
     Returns:
-        Values by dotted key, in the order of `runs`.
+        Values by dotted key, in the order of `runs`; of a section that another run lacks, its
+        number of settings as a text.
 
     Raises:
         FolderError: one is no run's folder, or its config is damaged.
     """
-    configs = [dict(dotted_items(read_run_config(run))) for run in runs]
+    configs = []
+    for run in runs:
+        values = read_run_config(run)
+        folder = f"{values.get('results')}/{values.get('run')}"
+        configs.append(dict(dotted_items(_without_folder(values, folder))))
     names = tuple(config.get("run") for config in configs)
     keys = [key for config in configs for key, value in config.items() if value != {}]
-    differences = {}
+    differences: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(keys):
-        values = tuple(config.get(key) for config in configs)
-        differs = any(value != values[0] for value in values)
-        if differs and values != names:
-            differences[key] = values
+        section = _missing_section(key, configs)
+        if section != key:
+            differences[section] = tuple(_section_size(section, config) for config in configs)
+            continue
+        values_of_key = tuple(config.get(key) for config in configs)
+        differs = any(value != values_of_key[0] for value in values_of_key)
+        if differs and values_of_key != names and key != "results":
+            differences[key] = values_of_key
     return differences
+
+
+def _without_folder(value: Any, folder: str) -> Any:
+    """Return nested values in which every path in a run's folder begins with `<run>`."""
+    if isinstance(value, str):
+        return "<run>" + value.removeprefix(folder) if value.startswith(f"{folder}/") else value
+    if isinstance(value, Mapping):
+        return {key: _without_folder(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folder(item, folder) for item in value]
+    return value
+
+
+def _missing_section(key: str, configs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the outermost section of a key that a config lacks as a whole; else the key."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        section = ".".join(parts[:depth])
+        if not all(_section_size(section, config) for config in configs):
+            return section
+    return key
+
+
+def _section_size(section: str, config: Mapping[str, Any]) -> str | None:
+    """Return the number of settings of a section as a text; None if it has none."""
+    keys = [key for key in config if key == section or key.startswith(f"{section}.")]
+    if not keys:
+        return None
+    return "1 setting" if len(keys) == 1 else f"{len(keys)} settings"
 
 
 def score_differences(first: Path, second: Path) -> list[ScoreDifference]:

@@ -62,17 +62,30 @@ ROLES: dict[str, Role] = {}
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
     """Register the decorated parser, with its prompts, as the role `name`.
 
+    A role of the user's replaces a role that ships with the same name, in the teams that ship too.
+
     Raises:
-        ValueError: the name is taken.
+        ValueError: the user's code has registered another role of this name.
     """
 
     def register(parse: Parser) -> Parser:
-        if name in ROLES:
-            raise ValueError(f"agent role '{name}' is registered twice")
-        ROLES[name] = Role(name=name, system=system, user=user, parse=parse)
+        role = Role(name=name, system=system, user=user, parse=parse)
+        registered = ROLES.get(name)
+        if registered is None or _ships(registered):
+            ROLES[name] = role
+        elif not _ships(role):
+            raise ValueError(
+                f"agent role '{name}' is registered twice, in {registered.parse.__module__} and in "
+                f"{parse.__module__}; give one of them another name"
+            )
         return parse
 
     return register
+
+
+def _ships(role: Role) -> bool:
+    """Return True if a role is part of this package."""
+    return role.parse.__module__.partition(".")[0] == "rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

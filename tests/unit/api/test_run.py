@@ -162,7 +162,22 @@ def test_numbers_of_numpy_and_paths_from_home(
             ArgumentError,
             r"^orchestra is missing; expected an async function \(task, team, env\), or",
         ),
-        ({"stepz": 3}, ArgumentError, "Run has no setting 'stepz'; .*; nearest: steps"),
+        ({"stepz": 3}, ArgumentError, "^Run has no setting 'stepz'; nearest: steps"),
+        ({"learning_rate": 3}, ArgumentError, r"'learning_rate'; write lr=\.\.\."),
+        ({"model": "m"}, ArgumentError, r"'model'; write policies=\.\.\."),
+        ({"policies": None}, ArgumentError, "^policies is missing"),
+        ({"policies": ["m"]}, ArgumentError, r"^policies is \['m'\]; expected a model's folder"),
+        ({"folder": __file__}, ArgumentError, "^folder: .*test_run.py is a file; name the folder"),
+        (
+            {"tasks": [(f"{n}+1", "") for n in range(20)]},
+            ArgumentError,
+            r"^tasks: 16 of 16 have no answer, and env 'math' compares with it; the first is '0\+1'",
+        ),
+        (
+            {"tasks": [{"prompt": f"{n}+1", "answer": None} for n in range(20)]},
+            ArgumentError,
+            "^tasks: 16 of 16 have no answer",
+        ),
         (
             {"max_length": 256},
             ArgumentError,

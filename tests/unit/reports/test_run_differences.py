@@ -42,6 +42,28 @@ def test_settings_differ_by_dotted_key(runs: list[Path]) -> None:
         config_differences(runs[0], runs[0] / "none")
 
 
+def test_paths_in_the_folder_of_a_run_are_no_difference(tmp_path: Path) -> None:
+    first, second = (
+        write_small_run(
+            tmp_path / name,
+            {"t": 0.0},
+            results=str(tmp_path),
+            run=name,
+            data={"train": [f"{tmp_path}/{name}/given/train.parquet"]},
+        )
+        for name in ("a", "b")
+    )
+    assert config_differences(first, second) == {}
+
+
+def test_a_section_that_a_run_lacks_is_one_difference(tmp_path: Path) -> None:
+    agents = {"writer": {"role": "writer"}}
+    searcher = {"searcher": {"role": "searcher", "max_tokens": 8}}
+    first = write_small_run(tmp_path / "a", {"t": 0.0}, agents=agents)
+    second = write_small_run(tmp_path / "b", {"t": 0.0}, agents=agents | searcher)
+    assert config_differences(first, second) == {"agents.searcher": (None, "2 settings")}
+
+
 def test_scores_differ_on_the_tasks_that_both_runs_have(runs: list[Path]) -> None:
     (row,) = score_differences(*runs)
     assert (row.state, row.metric, row.tasks) == ("trained", "avg@2", 2)
@@ -71,7 +93,7 @@ def test_names_of_runs_and_empty_sections_are_no_differences(tmp_path: Path) -> 
     assert config_differences(*runs) == {"reward.options.price": (0.1, None)}
     assert "reward.options.price │ 0.1 │ not set" in compare(runs)
     # In a narrow terminal a key is folded and not cut: keys of one section differ at their end.
-    lines = compare(runs, columns=30).split("┃")[2].splitlines()[2:]
+    lines = compare(runs, columns=30).rpartition("┃")[2].splitlines()[2:]
     key = "".join(line.partition("│")[0].strip() for line in lines)
     assert key.startswith("reward.options.price")
 
@@ -79,7 +101,7 @@ def test_names_of_runs_and_empty_sections_are_no_differences(tmp_path: Path) -> 
 def test_runs_may_have_no_difference_and_no_scores(tmp_path: Path) -> None:
     run = write_small_run(tmp_path / "a", {"t": 1.0})
     (run / "evaluation" / "trained.json").unlink()
-    assert compare([run, run]) == "no setting differs\nno evaluation that both have\n"
+    assert compare([run, run]) == "no evaluation that both have\nno setting differs\n"
 
 
 @pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE))

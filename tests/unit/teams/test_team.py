@@ -8,7 +8,8 @@ import pytest
 
 from rollout.engines import EngineClient
 from rollout.records.trajectory import Sampling
-from rollout.teams.roles import Agent, Role
+from rollout.teams import roles
+from rollout.teams.roles import Agent, Parser, Role, register_agent
 from rollout.teams.team import Team
 from tests.support.play import Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -62,3 +63,25 @@ def test_a_closed_session_asks_no_engine():
 
     asyncio.run(late())
     assert engine.calls == []
+
+
+def test_a_role_of_the_user_replaces_one_that_ships_and_not_another_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parse_of(module: str) -> Parser:
+        def parse(text: str) -> str:
+            return text
+
+        parse.__module__ = module
+        return parse
+
+    monkeypatch.setattr(roles, "ROLES", {})
+    register_agent("scout", system="", user="{area}")(parse_of("rollout.orchestras.memory"))
+    register_agent("scout", system="", user="{forest}")(parse_of("mine"))
+    assert roles.ROLES["scout"].user == "{forest}"
+    register_agent("scout", system="", user="{area}")(parse_of("rollout.orchestras.memory"))
+    assert roles.ROLES["scout"].user == "{forest}"  # the module that ships was imported later
+
+    message = "agent role 'scout' is registered twice, in mine and in other; give one of them"
+    with pytest.raises(ValueError, match=message):
+        register_agent("scout", system="", user="")(parse_of("other"))
