@@ -98,7 +98,8 @@ def export_policy(
 def list_runs(results: ResultsFolder = Path("results")) -> None:
     """List runs with their steps, last reward and validation, and scores.
 
-    A line below the table names each file that is damaged, and what to do.
+    A line below the table names each file that is damaged, and what to do; the exit status is then
+    1.
     """
     from mcore_mas.reports.run_states import read_run_states
 
@@ -120,9 +121,11 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
             *("" if number is None else f"{number:.3f}" for number in numbers),
         )
     Console(highlight=False).print(table)
-    for run in runs:
-        for problem in run.problems:
-            print(escape_line(f"{run.run}: {problem}"))
+    problems = [f"{run.run}: {problem}" for run in runs for problem in run.problems]
+    for problem in problems:
+        print(escape_line(problem))
+    if problems:
+        raise typer.Exit(1)
 
 
 @run_commands.command("compare", rich_help_panel=_RUNS_PANEL)

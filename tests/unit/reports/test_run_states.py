@@ -71,7 +71,7 @@ def check_others_are_shown(results: Path) -> RunState:
     assert any(remedy in problem for remedy in ("make it again", "made again", "train the run"))
 
     result = CliRunner().invoke(app, ["ls", str(results)], env={"COLUMNS": "80"})
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     names = [line.partition("│")[0].strip() for line in result.stdout.splitlines()]
     assert names[2:5] == ["a", "broken", "c"]
     assert result.stdout.splitlines()[-1].startswith(f"broken: {results / 'broken'}")
