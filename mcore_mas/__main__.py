@@ -2,19 +2,22 @@
 
 import sys
 
-from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
 from rollout.base.processes import say
+
+_STOPPABLE = {"train", "evaluate"}  # commands that go on from what is saved
 
 
 def main() -> None:
-    """Run a command. The stop signals of a training are handled before the slow imports."""
+    """Run a command. The stop signals of long commands are handled before the slow imports."""
     try:
-        if "train" in sys.argv:
+        if not _STOPPABLE.isdisjoint(sys.argv):
             stop_at_start()
         from mcore_mas.cli.main import main as run
 
         run()
     except Stopped as stop:
+        ignore_stop_signals()
         say(str(stop))
         sys.exit(143)
 

@@ -15,8 +15,10 @@ from mcore_mas.cli.pipeline import pipeline_commands
 from mcore_mas.cli.runs import run_commands
 from mcore_mas.cli.trajectories import trajectory_commands
 from mcore_mas.runtime.joblog import describe_error
-from mcore_mas.runtime.stop_signal import Stopped
+from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals
 from rollout.base.text import escape_logs
+
+_INTERRUPTED = 130  # status of a command that Ctrl-C ended, set by Typer
 
 app = typer.Typer(
     name="mcore-mas",
@@ -61,7 +63,8 @@ def main() -> None:
     """Run a command and exit.
 
     An error is printed as one line, with exit status 1, or 2 if the arguments are wrong. With
-    --debug it is raised.
+    --debug it is raised. Ctrl-C gives status 130, or 143 if the command goes on from what it has
+    saved.
     """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
@@ -73,6 +76,7 @@ def main() -> None:
     try:
         status = app(arguments, prog_name="mcore-mas", standalone_mode=False)
     except Stopped as stop:
+        ignore_stop_signals()
         print(stop, file=sys.stderr)
         sys.exit(143)
     except typer.TyperException as error:
@@ -86,6 +90,8 @@ def main() -> None:
         line = resolve_page_paths(describe_error(error))
         print(f"error: {line}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)
+    if status == _INTERRUPTED:
+        print("stopped by Ctrl-C", file=sys.stderr)
     sys.exit(status or 0)
 
 

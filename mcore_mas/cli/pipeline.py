@@ -9,7 +9,7 @@ import typer
 
 from mcore_mas import resolve_page_paths
 from mcore_mas.cli.arguments import ConfigDir, ConfigFile, SuiteName
-from mcore_mas.runtime.stop_signal import stop_at_start
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, stop_at_start
 
 pipeline_commands = typer.Typer()
 PIPELINE_PANEL = "Train and evaluate"
@@ -164,6 +164,7 @@ def train_run(
     from mcore_mas.training.train import train
 
     train(run, address, adopt=adopt)
+    ignore_stop_signals()  # the run has finished
 
 
 @pipeline_commands.command("evaluate", rich_help_panel=PIPELINE_PANEL)
@@ -187,6 +188,7 @@ def evaluate_run(
     ] = None,
 ) -> None:
     """Evaluate a team on its test tasks: avg@k, pass@k and maj@k by data source."""
+    stop_at_start()
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import evaluate
     from mcore_mas.evaluation.seats import parse_seats

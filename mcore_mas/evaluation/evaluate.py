@@ -154,6 +154,9 @@ def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: Stop
                 on_trajectory=write_and_report,
             )
             message = "; the same command goes on from what was played"
-            await stop.run_until_stopped(measuring, message)
+            try:
+                await stop.run_until_stopped(measuring, message)
+            finally:
+                stop.finish()
 
         team.runner.run(play())

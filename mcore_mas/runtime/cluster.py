@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_mas.runtime.errors import ClusterError
+from mcore_mas.runtime.stop_signal import sigterm_handler_kept
 from rollout.base.processes import ProcessLost
 
 _CONNECT_S = 10.0  # that the head may take to accept a connection
@@ -55,13 +56,14 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     """
     try:
         _check_reachable(address)
-        ray.init(
-            address=address,
-            namespace="mcore-mas",
-            runtime_env={"worker_process_setup_hook": _setup_hook(str(Path.cwd()))},
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        with sigterm_handler_kept():
+            ray.init(
+                address=address,
+                namespace="mcore-mas",
+                runtime_env={"worker_process_setup_hook": _setup_hook(str(Path.cwd()))},
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
     except Exception as error:  # Ray raises what its parts raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ClusterError(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_mas import PACKAGES
-from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
 from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.processes import die_with_parent
 from rollout.base.text import escape_line, escape_logs, escape_text
@@ -38,11 +38,15 @@ def logged(path: Path | str) -> Iterator[None]:
         message = "ended by a second Ctrl-C; the same command goes on from what is saved"
         print(f"{CAUSE}{message}", file=sys.stderr)
         sys.exit(130)
+    except Stopped as stop:
+        ignore_stop_signals()
+        print(f"{CAUSE}{describe_error(stop)}", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
-        if not isinstance(error, Stopped):
-            print(escape_text(traceback.format_exc()), end="", file=sys.stderr)
+        print(escape_text(traceback.format_exc()), end="", file=sys.stderr)
         print(f"{CAUSE}{describe_error(error)}", file=sys.stderr)
         sys.exit(1)
+    ignore_stop_signals()  # the work is done
 
 
 def _redirect_output(path: Path) -> None:

@@ -3,7 +3,7 @@
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import ray
 
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_session
+from mcore_mas.runtime.stop_signal import Stopped, sigterm_handler_kept
 
 # Tunables of glibc (malloc(3), mallopt(3)), which a process reads when it starts. By default glibc maps every large
 # tensor and unmaps it when it is freed, so that a third of the time of an update on a CPU is spent on page faults.
@@ -101,22 +102,23 @@ def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
     earlier_sessions = set(folder.glob(pattern))
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            context: Any = ray.init(
-                address="local",  # else a Ray that somebody started on this machine would be joined
-                num_cpus=cpus,
-                num_gpus=gpus,
-                include_dashboard=False,
-                object_store_memory=object_store_mb << 20,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                _temp_dir=str(folder),
-            )
+            with sigterm_handler_kept():
+                context: Any = ray.init(
+                    address="local",  # else a Ray that somebody started here would be joined
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    object_store_memory=object_store_mb << 20,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    _temp_dir=str(folder),
+                )
             return Path(context.address_info["session_dir"])
+        except Stopped:
+            _end_sessions(set(folder.glob(pattern)) - earlier_sessions)
+            raise
         except Exception as error:  # Ray has no type of its own for a start that took too long
-            ray.shutdown()
-            for session in set(folder.glob(pattern)) - earlier_sessions:
-                kill_processes_of(session)
-                remove_session(session)
+            _end_sessions(set(folder.glob(pattern)) - earlier_sessions)
             timed_out = "timed out during startup" in str(error)
             if timed_out and attempt < _ATTEMPTS:
                 continue
@@ -127,6 +129,14 @@ def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
                 f"cluster.address: local: no Ray starts on this machine {reason}"
             ) from error
     raise AssertionError
+
+
+def _end_sessions(sessions: Collection[Path]) -> None:
+    """End the processes of a Ray that did not start, and remove the folders of its sessions."""
+    ray.shutdown()
+    for session in sessions:
+        kill_processes_of(session)
+        remove_session(session)
 
 
 def _private_folder() -> Path:

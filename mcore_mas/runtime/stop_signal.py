@@ -4,8 +4,8 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from mcore_mas.runtime.user_terminal import user_terminal
@@ -20,8 +20,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT)
 _early_signals: list[int] = []  # received before a `StopSignal` listened
 
 
-class Stopped(Exception):
-    """A process ends early because it was told to, with everything learned saved."""
+class Stopped(BaseException):
+    """A process ends early because it was told to, with everything learned saved.
+
+    A signal raises it anywhere, also in libraries. It is no `Exception`, so that no code that
+    handles errors takes it for an error.
+    """
 
 
 class Abandoned(Exception):
@@ -36,6 +40,39 @@ def stop_at_start(*signals: signal.Signals) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in signals or STOP_SIGNALS:
             signal.signal(number, _raise_stopped)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore `STOP_SIGNALS` from now on, because the process ends and its exit status is decided.
+
+    A handler would be dropped before the interpreter has ended, and the signal would end the process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Keep the handler of SIGTERM over a block that calls `ray.init`.
+
+    Ray replaces the handler by one that ends the process with status 15 and without a word. If
+    SIGTERM comes meanwhile, the kept handler is called after the block.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ray leaves the handler alone
+        return
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+    except SystemExit as exit_request:
+        if exit_request.code == signal.SIGTERM:  # Ray's handler was called
+            signal.raise_signal(signal.SIGTERM)
+        raise
 
 
 def _raise_stopped(number: int, _frame: object) -> None:
@@ -104,6 +141,22 @@ class StopSignal:
             return
         with suppress(RuntimeError):  # the loop is closed, so the run has ended
             self._loop.call_soon_threadsafe(self.request)
+
+    def finish(self) -> None:
+        """Stop listening in the event loop, because the run has ended or is about to.
+
+        Until the process ends, a signal changes nothing. A second Ctrl-C ends the process.
+        """
+        if self._loop is None or not self._signals:
+            return
+        for number in STOP_SIGNALS:
+            self._loop.remove_signal_handler(number)  # sets the default, which ends the process
+            signal.signal(number, self._note_late_signal)
+
+    def _note_late_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
+        self._event.set()
 
     async def run_until_stopped(self, work: Coroutine[Any, Any, _T], message: str = "") -> _T:
         """Return the result of `work`, or cancel it when the run is told to stop.

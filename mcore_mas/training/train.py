@@ -159,6 +159,15 @@ class _TrainingRun:
             Content of done.json.
         """
         self.stop.listen()
+        try:
+            return await self._train(checkpoint, warnings)
+        finally:
+            # The end of the event loop would let a signal end the process while Ray shuts down.
+            self.stop.finish()
+
+    async def _train(
+        self, checkpoint: Checkpoint | None, warnings: Sequence[str]
+    ) -> dict[str, Any]:
         restarts = Restarts("trainers", self.config.cluster.restarts)
         is_restarted = False
         async with AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,48 @@ def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process(
         command = [sys.executable, "-c", _FAILS, str(failing)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-2:] == said, done.stdout + done.stderr
+
+
+_STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from unittest import mock
+import psutil, ray
+from ray._private import services
+from mcore_mas.runtime.local_ray import running_ray
+from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
+
+get_node = services.get_node
+
+def get_node_when_stopped(*arguments, **options):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    return get_node(*arguments, **options)
+
+stop_at_start()
+try:
+    with mock.patch.object(services, "get_node", get_node_when_stopped), running_ray(1, 100):
+        print("Ray runs")
+except Stopped as stop:
+    print(stop)
+print(list(Path(os.environ["RAY_TMPDIR"]).glob("ray-*/ray/session_*_*")))
+_, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=30)
+print(alive)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_stops_the_run_and_leaves_neither_folder_nor_process(
+    number: signal.Signals,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", _STOPPED, str(int(number))]
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+    stopped = f"stopped by {number.name}; the same command goes on from what is saved"
+    assert result.stdout.splitlines() == [stopped, "[]", "[]"], result.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,113 @@
+"""Stop signals over the life of a process: while Ray starts, while a run works, and at the end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mcore_mas.runtime.stop_signal import STOP_SIGNALS
+
+# A process that starts Ray, works in an event loop, shuts down, and ends. At each of these moments
+# it calls `reach`, which sends a signal if this is the moment of the test.
+_PROCESS = """
+import asyncio, atexit, os, signal, sys
+from mcore_mas.runtime.stop_signal import (
+    StopSignal, Stopped, ignore_stop_signals, sigterm_handler_kept, stop_at_start
+)
+
+def reach(moment):
+    if moment == sys.argv[1]:
+        os.kill(os.getpid(), int(sys.argv[2]))
+
+def ray_init():
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+    try:
+        reach("Ray starts")
+    except Exception:
+        pass  # an error that Ray handles
+
+async def work(stop):
+    stop.listen()
+    try:
+        if sys.argv[1] == "at work":
+            reach("at work")
+            await stop.run_until_stopped(asyncio.sleep(60), " at work")
+        reach("the last step")
+    finally:
+        stop.finish()
+
+class LastObject:
+    def __del__(self):
+        reach("the interpreter ends")
+
+try:
+    stop_at_start()
+    with sigterm_handler_kept():
+        ray_init()
+    reach("Ray runs")
+    asyncio.run(work(StopSignal()))
+    reach("Ray shuts down")
+    ignore_stop_signals()
+    atexit.register(reach, "exit")
+    last_object = LastObject()
+    print("finished")
+except Stopped as stop:
+    ignore_stop_signals()
+    print(stop, file=sys.stderr)
+    sys.exit(143)
+"""
+
+
+def run_process(moment: str, number: signal.Signals) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _PROCESS, moment, str(int(number))]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("moment", ["Ray starts", "Ray runs"])
+def test_a_signal_before_the_work_stops_the_process(moment: str, number: signal.Signals) -> None:
+    result = run_process(moment, number)
+    line = f"stopped by {number.name}; the same command goes on from what is saved\n"
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", line)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_at_work_stops_the_work(number: signal.Signals) -> None:
+    result = run_process("at work", number)
+    assert (result.returncode, result.stdout) == (143, "")
+    assert result.stderr.splitlines()[-1] == f"stopped by {number.name} at work"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize(
+    "moment", ["the last step", "Ray shuts down", "exit", "the interpreter ends"]
+)
+def test_a_signal_after_the_work_leaves_a_finished_run(moment: str, number: signal.Signals) -> None:
+    result = run_process(moment, number)
+    assert (result.returncode, result.stdout) == (0, "finished\n")
+    assert "stopped by" not in result.stderr
+
+
+SIGNALLED_AGAIN = """
+import os, signal, sys
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, stop_at_start
+try:
+    stop_at_start()
+    os.kill(os.getpid(), signal.SIGTERM)
+except Stopped as stop:
+    ignore_stop_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(stop, file=sys.stderr)
+    sys.exit(143)
+"""
+
+
+def test_a_second_signal_at_the_end_changes_nothing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_AGAIN], capture_output=True, text=True, check=False
+    )
+    line = "stopped by SIGTERM; the same command goes on from what is saved\n"
+    assert (result.returncode, result.stderr) == (143, line)
