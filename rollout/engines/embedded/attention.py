@@ -209,10 +209,10 @@ class GroupBlock(_Window):
         self._prefix_values = prefix_values
         self._prefix_tokens = prefix_keys.shape[-1]
 
-        homes = [int(batch.groups[run.start]) % cache_rows for run in runs]
+        first_rows = [_first_row_of_group(batch, run, cache_rows) for run in runs]
         if len(runs) > 1:
-            first_row = homes[0]
-            distance = homes[1] - homes[0]
+            first_row = first_rows[0]
+            distance = first_rows[1] - first_rows[0]
         else:
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
@@ -224,14 +224,14 @@ class GroupBlock(_Window):
     def _update_mask(self) -> None:
         positions = self._positions[:, None]
         shared = self._shared[:, None]
-        # Columns behind the common keys, which each row reads by itself.
-        self._own = slice(int(shared.min()), int(positions.max()) + 1)
+        # Columns after the common keys; every row reads its own keys there.
+        self._suffix = slice(int(shared.min()), int(positions.max()) + 1)
         self._mask: Tensor | None = None
         if np.ptp(shared) or np.ptp(positions):
-            columns = np.arange(self._own.start, self._own.stop)
+            columns = np.arange(self._suffix.start, self._suffix.stop)
             in_prefix = np.arange(self._prefix_tokens) < shared
-            in_own = (shared <= columns) & (columns <= positions)
-            mask = _additive_mask(np.concatenate((in_prefix, in_own), 1), self._device)
+            in_suffix = (shared <= columns) & (columns <= positions)
+            mask = _additive_mask(np.concatenate((in_prefix, in_suffix), 1), self._device)
             self._mask = mask.view(*self._grid, 1, 1, -1).transpose(1, 2)
 
     def attend(
@@ -244,13 +244,15 @@ class GroupBlock(_Window):
         heads_per_kv = heads // kv_heads
         q = self._spread(q).reshape(groups, distance, kv_heads, heads_per_kv, head_dim)
 
-        # Scores of the common keys, one product for each group, and of each row's own keys.
+        # Scores of the common keys (one product for each group) and of the keys after them.
         folded = q.transpose(1, 2).reshape(groups * kv_heads, -1, head_dim)
         prefix_scores = torch.bmm(folded, self._prefix_keys[layer])
-        own_keys = keys[self._rows].flatten(0, 1)[:, :, self._own]
-        own_scores = torch.bmm(q.flatten(0, 2), own_keys)
-        own_scores = own_scores.view(groups, distance, kv_heads, heads_per_kv, -1).transpose(1, 2)
-        scores = torch.cat([prefix_scores.view(*own_scores.shape[:-1], -1), own_scores], -1)
+        suffix_keys = keys[self._rows].flatten(0, 1)[:, :, self._suffix]
+        suffix_scores = torch.bmm(q.flatten(0, 2), suffix_keys)
+        suffix_scores = suffix_scores.view(groups, distance, kv_heads, heads_per_kv, -1).transpose(
+            1, 2
+        )
+        scores = torch.cat([prefix_scores.view(*suffix_scores.shape[:-1], -1), suffix_scores], -1)
         if self._mask is not None:
             scores.add_(self._mask)
         weights = scores.softmax(-1)
@@ -258,9 +260,9 @@ class GroupBlock(_Window):
         prefix_weights = weights.view(groups * kv_heads, distance * heads_per_kv, -1)
         prefix_weights = prefix_weights[..., : self._prefix_tokens]
         prefix_mixed = torch.bmm(prefix_weights, self._prefix_values[layer])
-        own_weights = weights[..., self._prefix_tokens :].transpose(1, 2).flatten(0, 2)
-        own_values = values[self._rows].flatten(0, 1)[:, self._own]
-        mixed = torch.bmm(own_weights, own_values).view(q.shape)
+        suffix_weights = weights[..., self._prefix_tokens :].transpose(1, 2).flatten(0, 2)
+        suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
+        mixed = torch.bmm(suffix_weights, suffix_values).view(q.shape)
         mixed += prefix_mixed.view(groups, kv_heads, distance, heads_per_kv, head_dim).transpose(
             1, 2
         )
@@ -285,16 +287,21 @@ def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
         yield together
 
 
+def _first_row_of_group(batch: DecodeBatch, run: slice, cache_rows: int) -> int:
+    """Return the cache row in which the group of a run began; see `DecodeBatch.groups`."""
+    return int(batch.groups[run.start]) % cache_rows
+
+
 def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
     """Return True if the last run continues the grid of those before, without too much padding."""
-    homes = [int(batch.groups[run.start]) % cache_rows for run in runs]
-    distance = homes[1] - homes[0]
-    for home, run in zip(homes, runs, strict=True):
-        first_row = batch.rows[run.start]
-        last_row = batch.rows[run.stop - 1]
-        if not (home <= first_row and last_row < home + distance <= cache_rows):
+    first_rows = [_first_row_of_group(batch, run, cache_rows) for run in runs]
+    distance = first_rows[1] - first_rows[0]
+    for first_row, run in zip(first_rows, runs, strict=True):
+        lowest = batch.rows[run.start]
+        highest = batch.rows[run.stop - 1]
+        if not (first_row <= lowest and highest < first_row + distance <= cache_rows):
             return False
-    adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == distance
+    adjacent = runs[-2].stop == runs[-1].start and first_rows[-1] - first_rows[-2] == distance
     padding = sum(
         abs(int(column[runs[-1]].max() - column[runs[0]].max()))
         for column in (batch.shared, batch.positions)

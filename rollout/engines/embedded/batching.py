@@ -34,10 +34,10 @@ from rollout.records.trajectory import Sampling
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
-# Budgets that an exchange may take while no request has ended: with a client that can interrupt it,
-# and without.
-_INTERRUPTIBLE_BUDGETS = 15
-_UNINTERRUPTIBLE_BUDGETS = 5
+# While no request ends, an exchange may last this many times its `budget_s`. It may last longer if
+# the client can interrupt it.
+_INTERRUPTIBLE_BUDGET_FACTOR = 15
+_UNINTERRUPTIBLE_BUDGET_FACTOR = 5
 
 
 @dataclass(slots=True)
@@ -175,8 +175,8 @@ class EmbeddedEngine:
     ) -> list[Report]:
         """Take new requests, abort others, and decode for about `budget_s`, but one step at least.
 
-        It takes several budgets while no request ends, nobody interrupts it, and no client wants
-        every single token.
+        It lasts several times as long while no request ends, the client does not interrupt it, and
+        no request streams its tokens one at a time (`notify_every` is 1).
 
         Returns:
             Outcomes of the requests that have ended, and then new tokens of those that run.
@@ -192,7 +192,7 @@ class EmbeddedEngine:
         self.abort(aborts)
 
         began = time.monotonic()
-        long_budget_s = budget_s * self._budgets()
+        long_budget_s = budget_s * self._budget_factor()
         reports: list[Report] = []
         try:
             while self.has_work:
@@ -206,12 +206,16 @@ class EmbeddedEngine:
             raise
         return [*reports, *self._rows.new_tokens()]
 
-    def _budgets(self) -> int:
-        """Return the number of budgets that an exchange may take while no request ends."""
+    def _budget_factor(self) -> int:
+        """Return how many times `budget_s` an exchange may last while no request ends."""
         for generation in (*self._waiting, *self._rows.generations):
             if generation is not None and generation.notify_every == 1:
                 return 1
-        return _UNINTERRUPTIBLE_BUDGETS if self.interrupt is None else _INTERRUPTIBLE_BUDGETS
+        return (
+            _UNINTERRUPTIBLE_BUDGET_FACTOR
+            if self.interrupt is None
+            else _INTERRUPTIBLE_BUDGET_FACTOR
+        )
 
     def step(self) -> list[tuple[int, Outcome]]:
         """Admit waiting requests, decode a token for each running one, and return the outcomes."""

@@ -18,11 +18,11 @@ class DecodeBatch:
     """Rows of the cache that decode a token each; columns [N] of int64.
 
     Attributes:
-        rows: ascending.
-        positions: of the new tokens.
-        groups: number of each row's group; modulo the number of cache rows it is the row where the
-            group began. Rows of a group have the same keys at `shared` leading positions.
-        shared: see `groups`.
+        rows: row numbers, ascending.
+        positions: position of each row's new token.
+        groups: group number of each row. Rows of one group have equal keys at their first `shared`
+            positions. The group began in row `group % rows of the cache`.
+        shared: number of leading positions at which a row's keys equal those of its group.
         adapters: adapter of each row; 0 for none.
     """
 

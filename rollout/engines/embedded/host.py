@@ -71,6 +71,7 @@ class Host(EmbeddedEngine):
             deterministic=settings.deterministic,
             routing=settings.routing,
         )
+        # The client sets the interrupt flag in the files of all slots, so the first one is enough.
         for shared in self._shared:
             if shared.file is not None:
                 self.interrupt = shared.interrupt

@@ -15,8 +15,8 @@ from rollout.models.fused_weights import DecoderWeights, LayerWeights
 # less time than MKL's product, which copies the weight into blocks in each call. A call costs 15 us
 # more.
 one_dnn_linear: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-# Elements of a float32 weight from which on a copy in oneDNN's blocks pays. In bfloat16 it always
-# does.
+# Smallest float32 weight, in elements, for which a copy in oneDNN's blocks saves time. In bfloat16
+# the copy saves time for every size.
 _MIN_BLOCKED_ELEMENTS = 1 << 18
 # For more rows than this, torch multiplies: oneDNN compiles kernels for each number of rows, which
 # takes about a millisecond each.
@@ -90,13 +90,14 @@ def add_experts(
         The experts of each token [N, k].
     """
     assert layer.router is not None
-    # The router computes in float32, the type of `normed`, so that rounding chooses no experts.
+    # The router computes in the type of `normed`, float32: in bfloat16, rounding could change which
+    # experts are chosen.
     probabilities = multiply(normed, layer.router.to(normed.dtype)).softmax(-1)
     shares, chosen = probabilities.topk(experts.per_token, dim=-1)
     if experts.normalised:
         shares /= shares.sum(-1, keepdim=True)
     flat_shares = shares.flatten()
-    order = chosen.flatten().argsort(stable=True)  # of (token, choice), by expert
+    order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
     for expert, choices in enumerate(order.split(sizes)):
         if len(choices) == 0:

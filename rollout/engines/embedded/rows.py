@@ -25,9 +25,9 @@ class CacheRows:
         prompt_size: tokens of the prompt.
         max_size: size at which the completion is as long as it may be.
         cached: leading tokens whose keys other requests may reuse.
-        group: rows with the same number have the same keys at `shared` leading positions. Modulo
-            the number of rows it is the row where the group began.
-        shared: see `group`.
+        group: group number. Rows of one group have equal keys at their first `shared` positions.
+            The group began in row `group % rows`.
+        shared: number of leading positions at which the row's keys equal those of its group.
         adapter: adapter that the keys were computed with.
         fresh: True if all keys come from the present weights.
         last_used: clock of the last use.

@@ -101,7 +101,7 @@ class _LoopState:
         slots: semaphore of `concurrency`.
         flights: questions that are being answered, by digest.
         tasks: tasks of flights, until they have ended.
-        settled: event of the next settled reservation.
+        settled: event that the next settled reservation sets; a new event then replaces it.
     """
 
     provider: Provider
@@ -303,6 +303,7 @@ class Caller:
         finally:
             self._ledger.settle(reservation, cost, reply)
             question.tally.spent += cost or reservation.max_cost
+            # Wake the calls that wait for budget. Later calls wait for the next settlement.
             self._state.settled.set()
             self._state.settled = asyncio.Event()
 
