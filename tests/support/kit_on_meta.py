@@ -1,8 +1,9 @@
-"""Sections of the GPU's kit on the meter's GPU, of published models on small layouts; figures mean nothing.
+"""Sections of the GPU kit on the metered `meta` device, of published models on small layouts.
 
     python -m tests.support.kit_on_meta requirements/gpu-kit.txt probe updates ...
 
-What is installed but neither torch, triton, a line of that file nor required by these cannot be imported.
+The run shows that the kit works and that its requirements are complete; its figures mean nothing.
+Only torch, Triton, the distributions in the file and those that they require can be imported.
 """
 
 from __future__ import annotations
@@ -16,78 +17,95 @@ from pathlib import Path
 from typing import Any
 
 
-def plain(name: str) -> str:
-    """A distribution's name as an index compares it, without version and extras."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", name)[0]).lower()
+def normalize(requirement: str) -> str:
+    """Return the distribution's normalized name, without version and extras."""
+    name = re.split(r"[^\w.-]", requirement)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def others(wanted: list[str], modules: Mapping[str, list[str]]) -> set[str]:
-    """Modules of distributions that are neither wanted nor required by one that is."""
-    installed = {plain(one.name): one for one in metadata.distributions()}
-    queue, there = list(wanted), {"mcore-mas"}
+def unneeded_modules(required: list[str], modules: Mapping[str, list[str]]) -> set[str]:
+    """Return the modules of distributions that are not required, directly or indirectly.
+
+    Args:
+        required: names of distributions.
+        modules: distributions of each installed module.
+    """
+    installed = {
+        normalize(distribution.name): distribution for distribution in metadata.distributions()
+    }
+    queue = list(required)
+    needed = {"mcore-mas"}
     while queue:
-        if (one := queue.pop()) not in there and one in installed:
-            there.add(one)
-            queue += [
-                plain(line) for line in installed[one].requires or () if "extra ==" not in line
-            ]
-    return {name for name, given in modules.items() if not there & set(map(plain, given))}
+        name = queue.pop()
+        if name in needed or name not in installed:
+            continue
+        needed.add(name)
+        for requirement in installed[name].requires or ():
+            if "extra ==" not in requirement:
+                queue.append(normalize(requirement))
+    return {
+        module
+        for module, distributions in modules.items()
+        if needed.isdisjoint(map(normalize, distributions))
+    }
 
 
-class Hides:
-    """An importer that knows nothing of some modules."""
+class HidingFinder:
+    """Import finder that does not find some modules."""
 
     def __init__(self, finder: Any, hidden: set[str]) -> None:
-        self._finder, self._hidden = finder, hidden
+        self._finder = finder
+        self._hidden = hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._finder, name)
 
-    def find_spec(self, name: str, *given: Any) -> Any:
-        return (
-            None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, *given)
-        )
+    def find_spec(self, name: str, *arguments: Any) -> Any:
+        if name.partition(".")[0] in self._hidden:
+            return None
+        return self._finder.find_spec(name, *arguments)
 
 
-def main(needed: str, names: list[str]) -> None:
-    """Run each section, then print how many bytes it has left on the GPU; at last what was needed and not imported."""
+def main(requirements_file: str, sections_to_run: list[str]) -> None:
+    """Run each section and print the bytes that it leaves on the GPU.
+
+    At the end, print the required distributions that were not imported.
+    """
     modules = metadata.packages_distributions()
-    wanted = [
-        plain(line) for line in Path(needed).read_text().splitlines() if not line.startswith("#")
-    ]
-    hidden = others([*wanted, "torch", "triton"], modules)
-    sys.meta_path[:] = [Hides(finder, hidden) for finder in sys.meta_path]  # type: ignore[list-item]
+    lines = Path(requirements_file).read_text().splitlines()
+    required = [normalize(line) for line in lines if not line.startswith("#")]
+    hidden = unneeded_modules([*required, "torch", "triton"], modules)
+    sys.meta_path[:] = [HidingFinder(finder, hidden) for finder in sys.meta_path]  # type: ignore[list-item]
     import torch
-    from torch.profiler import profile as recorder
+    from torch.profiler import profile
 
-    from tests.support.fake_gpu import METER, OnMeta, prepare
+    from tests.support.gpu_meter import METER
+    from tests.support.gpu_patches import OnMeta, prepare
 
     prepare()
     torch.cuda.mem_get_info = lambda *_: (78 << 30, 80 << 30)
-    torch.profiler.profile = lambda activities: recorder(
-        activities=activities[:1]
-    )  # of CUDA there is nothing to record
+    # without the activity CUDA, which has nothing to record
+    torch.profiler.profile = lambda activities: profile(activities=activities[:1])
     from benchmarks.gpu import hand_over, sections
     from benchmarks.gpu.shapes import CASES, LAYOUTS
 
-    CASES[1:-1] = []  # the largest and the smallest
+    CASES[1:-1] = []  # leaves the largest and the smallest case
     LAYOUTS.update(dict.fromkeys(LAYOUTS, LAYOUTS["small"]))
-    hand_over._measure_hand_over = lambda *_: None  # its receiver is a process with numbers
+    # The receiver of a hand-over is another process, which needs numbers.
+    hand_over._measure_hand_over = lambda *_: None
     with OnMeta(), METER:
-        for name in names:
-            sections.SECTIONS[name](
-                tiny=name in ("hand_over", "engine")
-            )  # a file as large as the model, and its tokens
-            print(
-                json.dumps({"left_by": name, "bytes": METER.bytes, "peak": METER.peak}), flush=True
-            )
+        for name in sections_to_run:
+            # These sections write a file as large as the model, and need its tokenizer.
+            needs_tiny_model = name in ("hand_over", "engine")
+            sections.SECTIONS[name](tiny=needs_tiny_model)
+            figures = {"left_by": name, "bytes": METER.bytes, "peak": METER.peak}
+            print(json.dumps(figures), flush=True)
             METER.clear()
-    taken = {
-        plain(one)
-        for name in {name.partition(".")[0] for name in sys.modules}
-        for one in modules.get(name, ())
-    }
-    print(json.dumps({"not_imported": sorted(set(wanted) - taken)}))
+
+    imported = set()
+    for name in list(sys.modules):
+        imported |= set(map(normalize, modules.get(name.partition(".")[0], ())))
+    print(json.dumps({"not_imported": sorted(set(required) - imported)}))
 
 
 if __name__ == "__main__":

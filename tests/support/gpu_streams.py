@@ -1,0 +1,120 @@
+"""Simulated CUDA streams and events, which show whether work on one stream waits for another.
+
+A stream counts the operations that it was given. For each other stream it knows how many of that
+stream's operations must end before its next operation begins.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+META = torch.device("meta")
+
+HOST_WAITS: Counter[str] = Counter()  # waits of the host for the device, by calling function
+_STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def calling_function() -> str:
+    """Return the file and name of the innermost function of the project or of Megatron."""
+    for frame in reversed(traceback.extract_stack()):
+        if any(part in frame.filename for part in ("/mcore_mas/", "/rollout/", "/megatron/core/")):
+            return f"{Path(frame.filename).name} {frame.name}"
+    return "?"
+
+
+class Stream:
+    """Simulated CUDA stream.
+
+    Attributes:
+        current: stream that operations are launched on.
+        default: stream that is current at first.
+        operations: number of operations that the stream was given.
+        after: by other stream, how many of that stream's operations end before the next one here.
+    """
+
+    current: Stream
+    default: Stream
+    cuda_stream = 0
+    device = META
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.operations = 0
+        self.after: defaultdict[Stream, int] = defaultdict(int)
+        _STREAMS.add(self)
+
+    def comes_after(self, other: Stream, operations: int) -> bool:
+        """Return True if the first `operations` of `other` end before the next operation here."""
+        return other is self or self.after[other] >= operations
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        for stream, operations in event.after.items():
+            self.after[stream] = max(self.after[stream], operations)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        HOST_WAITS[calling_function()] += 1
+        # Everything that the host launches from now on comes after this stream.
+        for stream in _STREAMS:
+            stream.wait_stream(self)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._previous = Stream.current
+        Stream.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._previous
+
+
+class Event:
+    """Simulated CUDA event.
+
+    Attributes:
+        after: by stream, the number of its operations that end before the event.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.after: dict[Stream, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or Stream.current
+        self.after = {**stream.after, stream: stream.operations}
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Stream.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        HOST_WAITS[calling_function()] += 1
+        for stream in _STREAMS:
+            stream.wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+
+Stream.default = Stream()
+Stream.current = Stream.default
+
+
+def synchronize(*_: Any) -> None:
+    """Let the host wait for all streams of the device; replaces `torch.cuda.synchronize`."""
+    HOST_WAITS[calling_function()] += 1
+    for stream in list(_STREAMS):
+        for other in list(_STREAMS):
+            stream.wait_stream(other)
