@@ -29,7 +29,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_run(folder, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items()))
         / "base"
     )
-    ranks.play(
+    ranks.run_jobs(
         [
             ranks.Job(
                 function=lessons.teach,

@@ -20,7 +20,7 @@ from tests.exactness.formulas import ENTROPY, KL, LENGTH, LOSS_WEIGHTS, Case, lo
 from tests.exactness.rows import FEEDS, PROJECTIONS, Row
 from tests.exactness.training import job_of, model_of, write_models
 from tests.support import ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.precision import Errors, Expected, bound, errors, expect, largest
 
 _SHARDED = {"tp": 2, "sp": True}
@@ -152,7 +152,7 @@ def _update(
     for objective, samples in fed:
         trainer._pipeline._spec = replace(trainer._pipeline._spec, objective=objective)
         metrics = trainer.update(FEEDS[row.feed](samples, row.max_tokens, CostModel.of(spec)))
-        gradients = {name: gradient.clone() for name, gradient in gradients_of(trainer)}
+        gradients = {name: gradient.clone() for name, gradient in full_gradients(trainer)}
         found.append({"metrics": metrics, "gradients": gradients})
     out.mkdir(exist_ok=True)
     (out / f"metrics_{rank}.json").write_text(json.dumps([own["metrics"] for own in found]))
@@ -172,7 +172,7 @@ class Found:
     @property
     def beyond(self) -> dict[str, str]:
         """What is further off than allowed: the error and the bound by name."""
-        return self.errors.beyond(self.own)
+        return self.errors.exceeded(self.own)
 
     @property
     def share(self) -> float:
@@ -209,7 +209,7 @@ def measure(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[
         texts = {path.read_text() for path in out.glob("metrics_*.json")}
         assert len(texts) == 1, f"{place.name}: ranks report different metrics"
         gradients = torch.load(out / "gradients.pt", weights_only=True)
-        own = largest(by_hand.own for by_hand in want[place.task].values())
+        own = largest(by_hand.float32 for by_hand in want[place.task].values())
         fitting = [case for case in cases if fits(case, place)]
         for case, metrics, tensors in zip(fitting, json.loads(texts.pop()), gradients, strict=True):
             steps = want[place.task][case.name].steps

@@ -54,7 +54,7 @@ def jobs(repeats: Sequence[Repeat], folder: Path) -> list[ranks.Job]:
     reference.make_model("qwen2", folder / "repeated")
     found = []
     for number, repeat in enumerate(repeats):
-        spec = ranks.spec_of(str(folder / "repeated"), **repeat.layout)
+        spec = ranks.make_spec(str(folder / "repeated"), **repeat.layout)
         sizes = {name: size for name, size in repeat.layout.items() if name in ("tp", "pp", "dp")}
         first = folder / f"repeat_{number}" / "first"
         for out, start in (
@@ -77,7 +77,7 @@ def same(repeats: Sequence[Repeat], folder: Path) -> list[tuple[bool, bool]]:
         digests = {}
         for out in sorted((folder / f"repeat_{number}").iterdir()):
             files = [json.loads(path.read_text()) for path in sorted(out.glob("digests_*.json"))]
-            assert len(files) == ranks.spec_of("", **repeat.layout).ranks
+            assert len(files) == ranks.make_spec("", **repeat.layout).ranks
             digests[out.name] = files
         rows.append((digests["again"] == digests["first"], digests["resumed"] == digests["first"]))
     return rows
@@ -86,7 +86,7 @@ def same(repeats: Sequence[Repeat], folder: Path) -> list[tuple[bool, bool]]:
 def table(repeats: Sequence[Repeat], rows: Sequence[tuple[bool, bool]]) -> str:
     """The page's section."""
     lines = [
-        f"| {repeat.name} | {ranks.spec_of('', **repeat.layout).ranks} | "
+        f"| {repeat.name} | {ranks.make_spec('', **repeat.layout).ranks} | "
         + " | ".join("identical" if equal else "different" for equal in row)
         + " |\n"
         for repeat, row in zip(repeats, rows, strict=True)

@@ -36,7 +36,7 @@ class Row:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return ranks.spec_of("", **self.layout).ranks
+        return ranks.make_spec("", **self.layout).ranks
 
     @property
     def model(self) -> str:

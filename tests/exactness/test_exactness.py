@@ -63,9 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What every row came to."""
     folder: Path = tmp_path_factory.mktemp("rows")
     lived = ranks.Job(
-        function=ranks.live_long,
+        function=ranks.repeat_steps,
         arguments={
-            "spec": ranks.spec_of(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
+            "spec": ranks.make_spec(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
             "out": folder / "lived",
             "samples": reference.make_samples(),
             "steps": 5,
@@ -198,7 +198,7 @@ def trained(model: PreTrainedModel) -> list[dict[str, Any]]:
 def test_plain_float32_is_within_the_bound(
     expected: precision.Expected, trained: list[dict[str, Any]]
 ) -> None:
-    assert not precision.errors(trained, expected.steps).beyond(expected.own)
+    assert not precision.errors(trained, expected.steps).exceeded(expected.float32)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_defect_is_beyond_the_bound(
 ) -> None:
     history = copy.deepcopy(trained)
     defect(history)
-    assert set(precision.errors(history, expected.steps).beyond(expected.own)) == found
+    assert set(precision.errors(history, expected.steps).exceeded(expected.float32)) == found
 
 
 def test_a_dropped_token_is_beyond_every_bound(
@@ -223,14 +223,14 @@ def test_a_dropped_token_is_beyond_every_bound(
         copy.deepcopy(model), without_a_token(reference.make_samples()), STEPS, ranks.LR
     )
     found = precision.errors(history, expected.steps)
-    assert set(found.beyond(expected.own)) == {
+    assert set(found.exceeded(expected.float32)) == {
         "loss",
         "norm",
         "agent_norms",
         "gradients",
         "parameters",
     }, found
-    assert found.gradients > 100 * precision.bound(expected.own.gradients)
+    assert found.gradients > 100 * precision.bound(expected.float32.gradients)
 
 
 def test_the_bound_is_never_below_one_rounding() -> None:

@@ -19,7 +19,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.precision import Errors, Expected, errors, expect
 
 STEPS = 3
@@ -36,7 +36,7 @@ class Measured:
     @property
     def beyond(self) -> dict[str, str]:
         """What is further off than allowed: the error and the bound by name."""
-        return self.errors.beyond(self.own)
+        return self.errors.exceeded(self.own)
 
 
 def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> None:
@@ -54,7 +54,7 @@ def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> 
     jobs = sorted(
         jobs, key=lambda job: astuple(job.layout)
     )  # one layout's share their process groups
-    (folder / "threads.json").write_text(json.dumps(ranks.play(jobs)))
+    (folder / "threads.json").write_text(json.dumps(ranks.run_jobs(jobs)))
 
 
 def write_models(rows: Sequence[Row], folder: Path) -> None:
@@ -67,7 +67,7 @@ def job_of(
     row: Row, folder: Path, function: Callable[..., None], arguments: dict[str, Any]
 ) -> ranks.Job:
     """`function(rank, spec, row, **arguments)` on the row's ranks, with a trainer's settings on the row's model."""
-    spec = ranks.spec_of(str(folder / row.model), **row.layout)
+    spec = ranks.make_spec(str(folder / row.model), **row.layout)
     if row.critic:
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
@@ -119,7 +119,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
             other.update(batches)
         metrics = trainer.update(batches)
         tensors = {
-            "gradients": {name: tensor.clone() for name, tensor in gradients_of(trainer)},
+            "gradients": {name: tensor.clone() for name, tensor in full_gradients(trainer)},
             "parameters": _tensors(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))
@@ -129,7 +129,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
 
 def _tensors(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Full weights, adapters merged, and the adapters by themselves."""
-    return ranks.copy_weights(trainer) | ranks.copied(trainer.model.adapter())
+    return ranks.copy_weights(trainer) | ranks.copy_stream(trainer.model.adapter())
 
 
 def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:
@@ -157,7 +157,7 @@ def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:
             assert same(start[name], tensor), f"{row.name}: {name}"
         got = [_read(folder / str(number), step) for step in range(STEPS)]
         measured.append(
-            Measured(errors=errors(got, expected[row.task].steps), own=expected[row.task].own)
+            Measured(errors=errors(got, expected[row.task].steps), own=expected[row.task].float32)
         )
     return measured
 

@@ -1,4 +1,4 @@
-"""Agent programs for tests: functions that play a job, and a script that is run as a command."""
+"""Agent programs for tests: functions that do a job, and a script that is run as a command."""
 
 from __future__ import annotations
 
@@ -15,79 +15,77 @@ from rollout.orchestras.program import Job
 
 
 async def two_numbers(job: Job) -> str:
-    """Asks two agents side by side and answers with the first one's number."""
-    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as api:
-        said = await asyncio.gather(
-            *(
-                api.chat.completions.create(
-                    model=model, messages=[{"role": "user", "content": job.problem}]
-                )
-                for model in ("gpt-4o", "b")
-            )
+    """Ask two agents concurrently, and answer with the reply of the first."""
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as client:
+        replies = await asyncio.gather(
+            _ask(client, "gpt-4o", job.problem), _ask(client, "b", job.problem)
         )
-    return said[0].choices[0].message.content or ""
+    return replies[0]
 
 
 async def in_turn(job: Job) -> str:
-    """Asks `a`, then `b` about that, and answers with what `b` says."""
-    said = job.problem
-    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as api:
-        for model in ("a", "b"):
-            asked = await api.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": said}]
-            )
-            said = asked.choices[0].message.content or ""
-    return said
+    """Ask agent a, send its reply to agent b, and answer with the reply of b."""
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as client:
+        reply = await _ask(client, "a", job.problem)
+        return await _ask(client, "b", reply)
+
+
+async def _ask(client: AsyncOpenAI, model: str, text: str) -> str:
+    completion = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": text}]
+    )
+    return completion.choices[0].message.content or ""
 
 
 async def patient(job: Job) -> str:
-    """Asks `a` five times, and again where the connection is lost, as OpenAI's client does by itself."""
+    """Ask agent a five times; OpenAI's client repeats calls whose connection is lost."""
     messages: list[Any] = [{"role": "user", "content": job.problem}]
-    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=6) as api:
+    reply = ""
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=6) as client:
         for _ in range(5):
-            said = (await api.chat.completions.create(model="a", messages=messages)).choices[
-                0
-            ].message.content or ""
-            messages += [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": "again"},
-            ]
-    return said
+            completion = await client.chat.completions.create(model="a", messages=messages)
+            reply = completion.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": "user", "content": "again"})
+    return reply
 
 
 async def broken(job: Job) -> str:
-    """Falls over after a call."""
+    """Raise an exception after two calls."""
     await two_numbers(job)
     raise RuntimeError("the program broke")
 
 
 async def asleep(job: Job) -> str:
-    """Never ends."""
+    """Sleep for an hour."""
     await asyncio.sleep(3600)
     return ""
 
 
 async def exits(job: Job) -> str:
-    """Ends the process, as command-line code does."""
+    """End the process, as command-line code does."""
     sys.exit(3)
 
 
 async def gives_up(job: Job) -> str:
-    """Cancels itself."""
+    """Raise CancelledError, as a program that cancels its own task."""
     raise asyncio.CancelledError
 
 
 async def stubborn(job: Job) -> str:
-    """Goes on for two seconds, whatever it is told."""
-    ends = time.monotonic() + 2
-    while time.monotonic() < ends:
+    """Ignore cancellation for two seconds."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
     return ""
 
 
 def script(then: str = "") -> list[str]:
-    """A command that asks agent `a` its standard input with the standard library alone, and prints the reply."""
+    """Return a command that sends its standard input to agent a, and prints the reply.
+
+    It uses the standard library only. `then` is code that runs before the reply is printed.
+    """
     return [
         sys.executable,
         "-c",
@@ -102,8 +100,8 @@ def script(then: str = "") -> list[str]:
 
 
 def alive(marker: str) -> bool:
-    """Whether a process with `marker` in its command line lives."""
-    listed = subprocess.run(
+    """Return True if a process with `marker` in its command line runs."""
+    listing = subprocess.run(
         ["ps", "-eo", "args"], capture_output=True, text=True, check=True
     ).stdout
-    return any(marker in line and "ps -eo" not in line for line in listed.splitlines())
+    return any(marker in line and "ps -eo" not in line for line in listing.splitlines())

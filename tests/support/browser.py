@@ -1,4 +1,4 @@
-"""Headless Chromium, for tests of pages: what a browser makes of one, and a picture of it."""
+"""Headless Chromium for tests of pages: the document that it renders, and screenshots."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from typing import Any, Self
 
 import pytest
 
-_OWN = (
-    Path(__file__).resolve().parents[2] / ".venv/chromium/bin/chromium"
-)  # which `make test` fetches
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", str(_OWN))
+# `make test` downloads Chromium to this path.
+_DOWNLOADED = Path(__file__).resolve().parents[2] / ".venv/chromium/bin/chromium"
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", str(_DOWNLOADED))
 BINARY = next(filter(None, map(shutil.which, _NAMES)), None)
 needs_chromium = pytest.mark.skipif(
     BINARY is None, reason="needs Chromium, which `make test` fetches by apt-get"
 )
-_ALONE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # whatever a page asks of another host fails
+# Requests of a page to other hosts fail.
+_RESOLVER_RULES = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
 def browse(url: str, profile: Path, *options: str, seconds: float = 8) -> str:
-    """The document of a page after `seconds` of its own time, which goes faster than ours while nothing happens."""
+    """Return the document of a page after `seconds` of virtual time.
+
+    Virtual time jumps while the page has nothing to do.
+    """
     assert BINARY is not None
     command = [BINARY, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += [
-        f"--host-resolver-rules={_ALONE}",
+        f"--host-resolver-rules={_RESOLVER_RULES}",
         f"--virtual-time-budget={1000 * seconds:.0f}",
         *options,
     ]
@@ -45,19 +48,24 @@ def browse(url: str, profile: Path, *options: str, seconds: float = 8) -> str:
 
 
 class Browser:
-    """A page in headless Chromium that is asked and clicked while it lives, in real time.
+    """Page in headless Chromium, controlled by JavaScript in real time.
 
-    Commands of the DevTools protocol go through a pipe, so nothing listens.
+    Commands of the DevTools protocol are sent through a pipe, so that no port is opened.
+
+    Attributes:
+        asked: URLs of all requests of the page and its frames.
     """
 
     def __init__(self, url: str, profile: Path) -> None:
         assert BINARY is not None
-        (theirs_in, self._out), (own_in, theirs_out) = os.pipe(), os.pipe()
-        pipes = [
-            fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (theirs_in, theirs_out)
-        ]  # Chromium's are 3 and 4
-        os.close(theirs_in)
-        os.close(theirs_out)
+        command_reader, self._command_writer = os.pipe()
+        answer_reader, answer_writer = os.pipe()
+        # Chromium uses descriptors 3 and 4, so ours must be others.
+        chromium_pipes = [
+            fcntl.fcntl(pipe, fcntl.F_DUPFD, 10) for pipe in (command_reader, answer_writer)
+        ]
+        os.close(command_reader)
+        os.close(answer_writer)
         command = [
             BINARY,
             "--headless",
@@ -68,21 +76,29 @@ class Browser:
         ]
         command += [
             f"--user-data-dir={profile}",
-            f"--host-resolver-rules={_ALONE}",
+            f"--host-resolver-rules={_RESOLVER_RULES}",
             "--window-size=1400,1800",
         ]
-        shell = ["bash", "-c", f'exec "$@" 3<&{pipes[0]} 4>&{pipes[1]}', "chromium"]
+        shell = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{chromium_pipes[0]} 4>&{chromium_pipes[1]}',
+            "chromium",
+        ]
         self._process = subprocess.Popen(
             [*shell, *command, "about:blank"],
-            pass_fds=pipes,
+            pass_fds=chromium_pipes,
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
-        for one in pipes:
-            os.close(one)
-        self._in, self._number, self._session = os.fdopen(own_in, "rb", buffering=0), 0, ""
-        self._rest = b""
-        self.asked: list[str] = []  # the URLs of all requests of the page and its frames
+        for pipe in chromium_pipes:
+            os.close(pipe)
+
+        self._answers = os.fdopen(answer_reader, "rb", buffering=0)
+        self._unread = b""  # answers that were received and not parsed
+        self._command_number = 0
+        self._session = ""
+        self.asked: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -93,41 +109,44 @@ class Browser:
         self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def send(self, method: str, **params: Any) -> Any:
-        """What a command answers."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
-        message |= {"sessionId": self._session} if self._session else {}
-        os.write(self._out, json.dumps(message).encode() + b"\0")
+        """Send a command of the DevTools protocol; return its result."""
+        self._command_number += 1
+        message = {"id": self._command_number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._command_writer, json.dumps(message).encode() + b"\0")
         while True:
-            while b"\0" not in self._rest:
-                assert select.select([self._in], [], [], 60)[0], f"{method}: no answer"
-                read = self._in.read(65536)
-                assert read, "Chromium has ended"
-                self._rest += read
-            text, _, self._rest = self._rest.partition(b"\0")
-            told = json.loads(text)
-            if told.get("method") == "Network.requestWillBeSent":
-                self.asked.append(told["params"]["request"]["url"])
-            if told.get("id") == self._number:
-                assert "result" in told, told
-                return told["result"]
+            while b"\0" not in self._unread:
+                assert select.select([self._answers], [], [], 60)[0], f"{method}: no answer"
+                received = self._answers.read(65536)
+                assert received, "Chromium has ended"
+                self._unread += received
+            text, _, self._unread = self._unread.partition(b"\0")
+            answer = json.loads(text)
+            if answer.get("method") == "Network.requestWillBeSent":
+                self.asked.append(answer["params"]["request"]["url"])
+            if answer.get("id") == self._command_number:
+                assert "result" in answer, answer
+                return answer["result"]
 
     def value(self, code: str) -> Any:
-        """What JavaScript in the page comes to; a promise is waited for."""
+        """Return the value of JavaScript code in the page; wait if the value is a promise."""
         done = self.send("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def until(self, code: str, seconds: float = 60) -> Any:
-        """What `code` comes to once that is true."""
+        """Wait until the value of `code` is true; return the value."""
         deadline = time.monotonic() + seconds
-        while not (found := self.value(code)):
+        value = self.value(code)
+        while not value:
             assert time.monotonic() < deadline, f"{code}: not within {seconds:g} s"
             time.sleep(0.02)
-        return found
+            value = self.value(code)
+        return value
 
     def picture(self, file: Path) -> None:
-        """A picture of the page as it is."""
+        """Write a screenshot of the page."""
         file.write_bytes(
             base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
         )
@@ -136,8 +155,8 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._out)
+        os.close(self._command_writer)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._in.close()
+        self._answers.close()

@@ -1,4 +1,4 @@
-"""A sandbox that knows its programs by heart."""
+"""Fake sandbox with scripted outputs of programs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from rollout.sandbox import RunLimits, RunResult, Verdict
 
 
 class Canned:
-    """Prints what is written down for a program and its input, or for the program alone; others fail."""
+    """Sandbox whose programs print scripted outputs; other programs fail with a NameError.
+
+    Attributes:
+        runs: program and input of each run.
+    """
 
     def __init__(self, outputs: Mapping[str | tuple[str, str], str]) -> None:
+        """Initialize with outputs by (program, input) or by program."""
         self._outputs = outputs
-        self.runs: list[tuple[str, str]] = []  # program, input
+        self.runs: list[tuple[str, str]] = []
 
     async def run(
         self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None, **_: object
     ) -> RunResult:
-        program, given = (
-            source.strip(),
-            (stdin if isinstance(stdin, str) else stdin.decode()).strip(),
-        )
-        self.runs.append((program, given))
-        output = self._outputs.get((program, given), self._outputs.get(program))
+        program = source.strip()
+        text = stdin if isinstance(stdin, str) else stdin.decode()
+        run = (program, text.strip())
+        self.runs.append(run)
+        output = self._outputs.get(run, self._outputs.get(program))
         if output is None:
             return RunResult(
                 verdict=Verdict.RE, stdout="", stderr="NameError", exit_code=1, wall_s=0.0

@@ -1,4 +1,7 @@
-"""Teams who say canned replies, through the real team, environment and collector."""
+"""Trajectories of shipped orchestras and roles with scripted replies.
+
+Team, environment and collector are the real ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SUM = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="su
 
 
 def make_team(engine: object, roles: Mapping[str, str]) -> Team:
-    """Agents of `roles`, a role by agent, on one policy; they have no system prompt."""
+    """Return a team on one policy; `roles` has the role of each agent. It has no system prompts."""
     agents = {
         name: Agent(
             name=name,
@@ -44,7 +47,7 @@ def play(
     make_env: Callable[[Task], Env] | None = None,
     **options: Any,
 ) -> tuple[Trajectory, list[str]]:
-    """One trajectory in which the agents say `replies`, in the order in which they are asked; and what they saw."""
+    """Return a trajectory in which the agents reply with `replies` in order, and their prompts."""
     engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
     trajectory = _collect(make_team(engine, roles), orchestra, task, make_env, None, options)
     assert len(engine.calls) == len(replies), trajectory.error
@@ -61,7 +64,7 @@ def grow(
     width: int = 2,
     **options: Any,
 ) -> Trajectory:
-    """One tree of that width; who says what is given by (agent, turn, node), see `seeded`."""
+    """Return a tree of trajectories; `replies` are by (agent, turn, node), see `seeded`."""
     engine, _ = seeded(replies)
     return _collect(
         make_team(engine, roles), orchestra, task, make_env, Branching(width=width), options
@@ -76,24 +79,31 @@ def _collect(
     tree: Branching | None,
     options: Mapping[str, Any],
 ) -> Trajectory:
-    played = partial(ORCHESTRAS[orchestra], **options)
-    make = make_env or ENVS[task.env]
     [group] = asyncio.run(
-        collect([task], team, make, played, group_size=1, seed=SEED, step=STEP, tree=tree)
+        collect(
+            [task],
+            team,
+            make_env or ENVS[task.env],
+            partial(ORCHESTRAS[orchestra], **options),
+            group_size=1,
+            seed=SEED,
+            step=STEP,
+            tree=tree,
+        )
     )
     return group.trajectories[0]
 
 
 def speakers(trajectory: Trajectory) -> list[str]:
-    """Who spoke, in the order of turns."""
+    """Return the agent of every turn."""
     return [turn.agent for turn in trajectory.turns]
 
 
 def scores(trajectory: Trajectory, name: str = "local") -> Sequence[float | None]:
-    """A score of every turn, None where it was not measured."""
+    """Return a score of every turn; None where it was not measured."""
     return [turn.scores.get(name) for turn in trajectory.turns]
 
 
 def validity(trajectory: Trajectory) -> list[bool]:
-    """Which turns were well-formed."""
+    """Return for every turn whether its reply was well-formed."""
     return [turn.valid for turn in trajectory.turns]

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat protocol and can answer well, badly, late or not at all."""
+"""Scripted server of OpenAI's chat API, whose responses can also be errors, late or missing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Response:
-    """What the server does with one request."""
+    """Response to one request.
+
+    Attributes:
+        hangs_up: close the connection without a response.
+    """
 
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
-    hangs_up: bool = False  # closes the connection without an answer
+    hangs_up: bool = False
 
 
 def says(
     text: str | None, *, prompt: int = 10, reply: int = 5, delay_s: float = 0.0, **extra: Any
 ) -> Response:
-    """A completion with `text` and the given counts of tokens."""
+    """Return a completion with `text` and these numbers of tokens; `extra` are more fields."""
     body = {
         "choices": [
             {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
@@ -41,23 +45,36 @@ Script = Callable[[dict[str, Any], int], Response]
 
 @dataclass
 class ChatServer:
-    """What was asked of a running server."""
+    """Requests to a running server.
+
+    Attributes:
+        bodies: parsed body of each request.
+        headers: headers of each request.
+        times: time.monotonic() at which each request arrived.
+        busy: number of requests that are being answered.
+        busiest: largest number of requests at a time.
+    """
 
     url: str
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # monotonic seconds at which requests came
+    times: list[float] = field(default_factory=list)
     busy: int = 0
-    busiest: int = 0  # most requests at once
+    busiest: int = 0
 
     def prompts(self) -> list[str]:
-        """The last message of each request."""
+        """Return the last message of each request."""
         return [body["messages"][-1]["content"] for body in self.bodies]
 
 
 @contextmanager
 def chat_server(script: Script | Response) -> Iterator[ChatServer]:
-    """Answer by `script`: a function of (request body, request number from 0), or one response for ever."""
+    """Run a server for this block.
+
+    Args:
+        script: response as a function of (request body, number of earlier requests), or one
+            response to every request.
+    """
     lock = threading.Lock()
     stopping = threading.Event()
 
@@ -67,16 +84,16 @@ def chat_server(script: Script | Response) -> Iterator[ChatServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                number = len(seen.bodies)
-                seen.bodies.append(body)
-                seen.headers.append(dict(self.headers))
-                seen.times.append(time.monotonic())
-                seen.busy += 1
-                seen.busiest = max(seen.busiest, seen.busy)
+                number = len(server_log.bodies)
+                server_log.bodies.append(body)
+                server_log.headers.append(dict(self.headers))
+                server_log.times.append(time.monotonic())
+                server_log.busy += 1
+                server_log.busiest = max(server_log.busiest, server_log.busy)
             response = script if isinstance(script, Response) else script(body, number)
             stopping.wait(response.delay_s)
             with lock:
-                seen.busy -= 1
+                server_log.busy -= 1
             if response.hangs_up:
                 self.close_connection = True
                 return
@@ -88,7 +105,7 @@ def chat_server(script: Script | Response) -> Iterator[ChatServer]:
                 self.end_headers()
                 self.wfile.write(response.body)
             except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client did not wait
+                self.close_connection = True  # the client has gone
 
         def log_message(self, *_: object) -> None:
             pass
@@ -98,13 +115,13 @@ def chat_server(script: Script | Response) -> Iterator[ChatServer]:
         request_queue_size = 128
 
     server = Server(("127.0.0.1", 0), Handler)
-    seen = ChatServer(f"http://127.0.0.1:{server.server_port}/v1")
+    server_log = ChatServer(f"http://127.0.0.1:{server.server_port}/v1")
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
     )
     thread.start()
     try:
-        yield seen
+        yield server_log
     finally:
         stopping.set()
         server.shutdown()

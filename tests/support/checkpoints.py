@@ -1,4 +1,4 @@
-"""Checkpoints of a run for tests: begun, saved, listed, and as another version would have written them."""
+"""Checkpoints of a run, for tests: open, save, list and change them."""
 
 import asyncio
 from pathlib import Path
@@ -15,47 +15,53 @@ MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
 def open_(
     folder: Path, *, run: str = "r", models: dict = MODELS, keep: int = 2, best: int = 0
 ) -> Checkpoints:
+    """Return the checkpoints in `folder`; see `Checkpoints`."""
     return Checkpoints(folder, Identity(run=run, models=models), keep=keep, best=best)
 
 
 async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None) -> asyncio.Event:
-    """Begin a checkpoint whose files come to disk once the event is set."""
-    go = asyncio.Event()
+    """Begin a checkpoint; return an event whose setting lets its files be written."""
+    may_write = asyncio.Event()
 
     async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
-            await go.wait()
+            await may_write.wait()
             text = f"weights of step {step}".encode()
+            digests = {}
             for policy in checkpoints.identity.models:
                 (folder / policy).mkdir()
-            return {
-                f"{policy}/weights": write_chunks(folder / policy / "weights", [text[:3], text[3:]])
-                for policy in checkpoints.identity.models
-            }
+                path = folder / policy / "weights"
+                digests[f"{policy}/weights"] = write_chunks(path, [text[:3], text[3:]])
+            return digests
 
         return written
 
     await checkpoints.save(step, {"kl": step}, write, metric)
-    return go
+    return may_write
 
 
 def save(checkpoints: Checkpoints, *steps: int, metrics: tuple[float | None, ...] = ()) -> None:
-    async def play() -> None:
+    """Save checkpoints of these steps; `metrics` are those that the best ones are chosen by."""
+
+    async def save_all() -> None:
         for step, metric in zip(steps, metrics or (None,) * len(steps), strict=True):
-            (await begin(checkpoints, step, metric)).set()
+            may_write = await begin(checkpoints, step, metric)
+            may_write.set()
         await checkpoints.finish()
 
-    asyncio.run(play())
+    asyncio.run(save_all())
 
 
 def names(folder: Path) -> list[str]:
+    """Return the sorted names of a folder's entries."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def silent(line: str) -> None:
+    """Fail the test; used as a `tell` callback that must not be called."""
     raise AssertionError(line)
 
 
 def edit(folder: Path, **changes: object) -> None:
-    """As another run or version would have written it."""
+    """Change fields of a checkpoint's manifest, and seal it again."""
     write_json(folder / "manifest.json", sealed(read_checkpoint_manifest(folder) | changes))

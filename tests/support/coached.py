@@ -1,4 +1,4 @@
-"""Trajectories to be coached, and a coach's config for a server of the tests' own."""
+"""Trajectories for tests of the coach, and its config for a server of the test."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ TASK = Task(id="t", prompt="What is 6 x 7?", answers=("42",), env="math", source
 
 
 def turn(
-    index: int, agent: str, text: str, *, node: str = "", asked: str = "Solve it.", **fields: Any
+    index: int, agent: str, text: str, *, node: str = "", prompt: str = "Solve it.", **fields: Any
 ) -> Turn:
-    values = {
+    defaults = {
         "index": index,
         "agent": agent,
         "policy": agent,
         "policy_version": 0,
         "node": node,
         "state_key": "k",
-        "messages": (Message(role="user", content=asked),),
+        "messages": (Message(role="user", content=prompt),),
         "prompt_ids": (1,),
         "completion_ids": (2,),
         "logprobs": (-0.5,),
@@ -30,7 +30,7 @@ def turn(
         "valid": True,
         "seed": 0,
     }
-    return Turn(**{**values, **fields})
+    return Turn(**{**defaults, **fields})
 
 
 def trajectory(
@@ -54,13 +54,12 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def config(url: str, **fields: Any) -> CoachConfig:
-    return CoachConfig(
-        **{
-            "model": "judge",
-            "url": url,
-            "retries": 2,
-            "timeout_s": 5.0,
-            "deadline_s": 10.0,
-            **fields,
-        }
-    )
+    """Return the config of a coach at `url`, with some fields changed."""
+    defaults = {
+        "model": "judge",
+        "url": url,
+        "retries": 2,
+        "timeout_s": 5.0,
+        "deadline_s": 10.0,
+    }
+    return CoachConfig(**{**defaults, **fields})

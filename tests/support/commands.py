@@ -1,4 +1,4 @@
-"""Commands of the command line, called one after the other by one process: what they import is imported once."""
+"""Commands of the command line, called one after another in one process to save imports."""
 
 import shlex
 import subprocess
@@ -6,16 +6,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_BEGINS = "\N{SYMBOL FOR START OF TEXT}"
+_SEPARATOR = "\N{SYMBOL FOR START OF TEXT}"  # printed before the output of each command
 
 
 def called(
     lines: Sequence[str], folder: Path, env: Mapping[str, str], typed: str = ""
 ) -> list[str]:
-    """What each line prints, called in `folder`; `typed` is what the first who reads reads.
+    """Call the command lines in `folder`; return what each prints.
+
+    Args:
+        typed: standard input of the process.
 
     Raises:
-        AssertionError: one of them ended with an error; those behind it were not called.
+        AssertionError: a command failed; later ones were not called.
     """
     command = [sys.executable, "-P", "-m", __name__, *lines]
     done = subprocess.run(
@@ -27,18 +30,18 @@ def called(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    said = done.stdout.split(_BEGINS)[1:]
-    assert done.returncode == 0, f"{lines[len(said) - 1]}\n{said[-1:] or done.stdout}"
-    return said
+    outputs = done.stdout.split(_SEPARATOR)[1:]
+    assert done.returncode == 0, f"{lines[len(outputs) - 1]}\n{outputs[-1:] or done.stdout}"
+    return outputs
 
 
 def main() -> None:
-    """Call what `called` gives."""
+    """Call the command lines that are this process's arguments."""
     from mcore_mas.cli.main import main as call
 
     for line in sys.argv[1:]:
         sys.argv = shlex.split(line)
-        print(end=_BEGINS, flush=True)
+        print(end=_SEPARATOR, flush=True)
         try:
             call()
         except SystemExit as end:

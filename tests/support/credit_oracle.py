@@ -1,10 +1,13 @@
-"""Every estimator once more, written for one turn at a time in numpy, and ragged batches on which both are compared."""
+"""Second implementation of every advantage estimator, in NumPy and for one turn at a time.
+
+`largest_differences` compares it with the product's on random batches.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -14,18 +17,22 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample
 
-Key = Callable[[Sample], Any]
+Key = Callable[[Sample], Hashable]
+
+# Turns with equal keys are peers.
 PEERS: dict[str, Key] = {
-    "task": lambda s: s.task,
-    "agent": lambda s: (s.task, s.agent),
-    "state": lambda s: (s.task, s.state, s.agent, s.turn),
+    "task": lambda sample: sample.task,
+    "agent": lambda sample: (sample.task, sample.agent),
+    "state": lambda sample: (sample.task, sample.state, sample.agent, sample.turn),
 }
+# Tokens of turns with equal keys are whitened together.
 WHITENED: dict[str, Key] = {
-    "batch": lambda s: 0,
-    "policy": lambda s: s.policy,
-    "agent": lambda s: s.agent,
+    "batch": lambda sample: 0,
+    "policy": lambda sample: sample.policy,
+    "agent": lambda sample: sample.agent,
 }
-ROWS = {  # the options that make a row, written down a second time
+# (peers, vote, baseline, std) of estimators that are named choices of these options
+NAMED_OPTIONS = {
     "grpo": ("task", "trajectory", "mean", "peers"),
     "dr_grpo": ("task", "trajectory", "mean", "none"),
     "drmas": ("agent", "turn", "mean", "peers"),
@@ -36,22 +43,23 @@ ROWS = {  # the options that make a row, written down a second time
 }
 
 
-def ragged(rng: random.Random, *, tree: bool = False) -> list[Sample]:
-    """A batch of up to three tasks, with trajectories or trees of any size, agents of very different rewards.
+def random_batch(rng: random.Random, *, tree: bool = False) -> list[Sample]:
+    """Return samples of up to three tasks, with trajectories or trees of any size.
 
-    Every second round of the environment, and its last, has no turn here.
+    The rewards of the agents differ by orders of magnitude. Every second round of the environment,
+    and its last, has no turn in the batch.
     """
     scales = [(10.0 ** rng.randint(-2, 2), rng.gauss(0, 10)) for _ in range(3)]
     samples = []
-    for task, trajectory in (
-        (t, k) for t in range(rng.randint(1, 3)) for k in range(rng.choice([1, 2, 6]))
-    ):
-        nodes = _tree(rng) if tree else [""] * rng.randint(1, 5)
-        for turn, node in enumerate(nodes):
-            agent, tokens = rng.randrange(3), rng.randint(1, 6)
-            factor, shift = scales[agent]
-            samples.append(
-                Sample(
+    for task in range(rng.randint(1, 3)):
+        for trajectory in range(rng.choice([1, 2, 6])):
+            nodes = _random_tree(rng) if tree else [""] * rng.randint(1, 5)
+            for turn, node in enumerate(nodes):
+                agent = rng.randrange(3)
+                tokens = rng.randint(1, 6)
+                factor, shift = scales[agent]
+                steps = tuple(((7 * task + 3 * trajectory + step) % 5) / 3 for step in range(6))
+                sample = Sample(
                     policy=f"p{agent % 2}",
                     agent=f"a{agent}",
                     task=f"t{task}",
@@ -64,56 +72,65 @@ def ragged(rng: random.Random, *, tree: bool = False) -> list[Sample]:
                     completion_ids=(2,) * tokens,
                     reward=factor * rng.choice([0, 1, 0.9, -0.1, rng.gauss(0, 1)]) + shift,
                     scores={"greedy": 0.25 + task},
-                    steps=tuple(((7 * task + 3 * trajectory + step) % 5) / 3 for step in range(6)),
+                    steps=steps,
                     values=tuple(rng.gauss(0, 1) for _ in range(tokens)),
                 )
-            )
+                samples.append(sample)
     rng.shuffle(samples)
     return samples
 
 
-def _tree(rng: random.Random) -> list[str]:
-    nodes, parent = [], ""
+def _random_tree(rng: random.Random) -> list[str]:
+    """Return the nodes of a tree of up to three levels; one node of each level has children."""
+    nodes = []
+    parent = ""
     for _ in range(rng.randint(1, 3)):
-        own = [f"{parent}.{b}".lstrip(".") for b in range(rng.randint(1, 3))]
-        nodes += own
-        parent = rng.choice(own)
+        children = [f"{parent}.{branch}".lstrip(".") for branch in range(rng.randint(1, 3))]
+        nodes += children
+        parent = rng.choice(children)
     return nodes
 
 
-def _groups(samples: Sequence[Sample], key: Key) -> dict[Any, list[int]]:
-    found = defaultdict(list)
-    for i, sample in enumerate(samples):
-        found[key(sample)].append(i)
-    return found
+def _groups(samples: Sequence[Sample], key: Key) -> dict[Hashable, list[int]]:
+    """Return the indices of the samples, by key."""
+    groups = defaultdict(list)
+    for index, sample in enumerate(samples):
+        groups[key(sample)].append(index)
+    return groups
 
 
-def _vote(peers: Key, vote: str) -> Key:
-    """A turn is a vote, or a trajectory's turns among these peers are."""
+def _mean(numbers: Iterable[float]) -> float:
+    return float(np.mean(list(numbers)))
+
+
+def _vote_key(peers: Key, vote: str) -> Key:
+    """Return the key of votes: a turn is a vote, or the turns of a trajectory among the peers."""
     if vote == "turn":
-        return lambda s: (s.trajectory, s.node, s.turn)
-    return lambda s: (s.trajectory, peers(s))
+        return lambda sample: (sample.trajectory, sample.node, sample.turn)
+    return lambda sample: (sample.trajectory, peers(sample))
 
 
-def _sigma(votes: Sequence[float], ddof: int) -> float:
-    """σ with max(n - ddof, 1), 1 for votes that do not differ."""
-    mean = np.mean(votes)
-    sigma = np.sqrt(sum((v - mean) ** 2 for v in votes) / max(len(votes) - ddof, 1))
-    return float(sigma) if sigma > 1e-9 * max(1.0, abs(mean)) else 1.0
+def _sigma(votes: Iterable[float], ddof: int) -> float:
+    """Return the standard deviation over max(n - ddof, 1); 1 if the votes are equal."""
+    numbers = list(votes)
+    mean = _mean(numbers)
+    variance = sum((number - mean) ** 2 for number in numbers) / max(len(numbers) - ddof, 1)
+    sigma = float(np.sqrt(variance))
+    return sigma if sigma > 1e-9 * max(1.0, abs(mean)) else 1.0
 
 
 def _votes(
     samples: Sequence[Sample], scores: Sequence[float], peers: Key, vote: str
-) -> dict[Any, dict[Any, float]]:
-    """By peer group, the score of each vote."""
-    by = _vote(peers, vote)
-    return {
-        group: {
-            v: float(np.mean([scores[i] for i in own if by(samples[i]) == v]))
-            for v in {by(samples[i]) for i in own}
-        }
-        for group, own in _groups(samples, peers).items()
-    }
+) -> dict[Hashable, dict[Hashable, float]]:
+    """Return the mean score of each vote, by group of peers."""
+    vote_key = _vote_key(peers, vote)
+    votes: dict[Hashable, dict[Hashable, float]] = {}
+    for group, indices in _groups(samples, peers).items():
+        scores_by_vote = defaultdict(list)
+        for index in indices:
+            scores_by_vote[vote_key(samples[index])].append(scores[index])
+        votes[group] = {key: _mean(numbers) for key, numbers in scores_by_vote.items()}
+    return votes
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:
@@ -121,36 +138,48 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
 
 
 def relative(
-    samples: Sequence[Sample], scores: Sequence[float], peers: Key, vote: str, baseline: str, std: str,
-    *, eps: float, ddof: int, lone: str,
-) -> list[float]:  # fmt: skip
-    """A by turn, each by itself."""
-    votes, by = _votes(samples, scores, peers, vote), _vote(peers, vote)
-    of = {
-        "peers": (peers, vote),
-        "team": (PEERS["task"], "trajectory"),
-        "agent": (PEERS["agent"], "turn"),
-    }
-    spread = _votes(samples, scores, *of[std]) if std != "none" else {}
-    out = []
+    samples: Sequence[Sample],
+    scores: Sequence[float],
+    peers: Key,
+    vote: str,
+    baseline: str,
+    std: str,
+    *,
+    eps: float,
+    ddof: int,
+    lone: str,
+) -> list[float]:
+    """Return the advantage of every turn relative to its peers."""
+    votes = _votes(samples, scores, peers, vote)
+    vote_key = _vote_key(peers, vote)
+
+    if std == "team":
+        std_peers, std_vote = PEERS["task"], "trajectory"
+    elif std == "agent":
+        std_peers, std_vote = PEERS["agent"], "turn"
+    else:
+        std_peers, std_vote = peers, vote
+    std_votes = _votes(samples, scores, std_peers, std_vote)
+
+    advantages = []
     for sample in samples:
-        own, mine = votes[peers(sample)], by(sample)
-        r = own[mine]
-        if len(own) == 1:
-            out.append(r if lone == "raw" else 0.0)
+        peer_votes = votes[peers(sample)]
+        score = peer_votes[vote_key(sample)]
+        if len(peer_votes) == 1:
+            advantages.append(score if lone == "raw" else 0.0)
             continue
-        others = [v for name, v in own.items() if name != mine]
-        lead = r - max(others) if baseline == "second" else 0.0
-        advantage = {
-            "mean": r - np.mean(list(own.values())),
-            "others": r - np.mean(others),
-            "second": max(lead, 0.0),
-        }
-        sigma = (
-            _sigma(list(spread[of[std][0](sample)].values()), ddof) + eps if std != "none" else 1.0
-        )
-        out.append(float(advantage[baseline]) / sigma)
-    return out
+
+        others = [number for key, number in peer_votes.items() if key != vote_key(sample)]
+        if baseline == "mean":
+            advantage = score - _mean(peer_votes.values())
+        elif baseline == "others":
+            advantage = score - _mean(others)
+        else:  # "second"
+            advantage = max(score - max(others), 0.0)
+        if std != "none":
+            advantage /= _sigma(std_votes[std_peers(sample)].values(), ddof) + eps
+        advantages.append(advantage)
+    return advantages
 
 
 def gigpo(
@@ -160,194 +189,250 @@ def gigpo(
     std: str,
     weight: float,
     gamma: float,
-    **kw: Any,
+    *,
+    eps: float,
+    ddof: int,
+    lone: str,
 ) -> list[float]:
-    returns = [
-        sum(gamma ** (k - s.round) * r for k, r in enumerate(s.steps) if k >= s.round)
-        for s in samples
+    """Return the sum of the trajectory's advantage and of the weighted advantage of the step."""
+    returns = []
+    for sample in samples:
+        later_rewards = enumerate(sample.steps[sample.round :])
+        returns.append(sum(gamma**distance * reward for distance, reward in later_rewards))
+
+    def anchor(sample: Sample) -> Hashable:
+        return PEERS[peers](sample), sample.state
+
+    episode_advantages = relative(
+        samples,
+        _rewards(samples),
+        PEERS[peers],
+        vote,
+        "mean",
+        std,
+        eps=eps,
+        ddof=ddof,
+        lone=lone,
+    )
+    step_advantages = relative(
+        samples, returns, anchor, "turn", "mean", std, eps=eps, ddof=ddof, lone="zero"
+    )
+    return [
+        episode + weight * step
+        for episode, step in zip(episode_advantages, step_advantages, strict=True)
     ]
-    episode = relative(samples, _rewards(samples), PEERS[peers], vote, "mean", std, **kw)
-    anchored: Key = lambda s: (PEERS[peers](s), s.state)  # noqa: E731
-    step = relative(samples, returns, anchored, "turn", "mean", std, **kw | {"lone": "zero"})
-    return [a + weight * b for a, b in zip(episode, step, strict=True)]
 
 
 def tree_baselines(samples: Sequence[Sample], lam: float) -> tuple[list[float], list[float]]:
-    """(score of each turn's node, its baseline)."""
-    nodes = {
-        key: float(np.mean([samples[i].reward for i in own]))
-        for key, own in _groups(samples, lambda s: (s.trajectory, s.node)).items()
+    """Return the score of each turn's node, and the node's baseline."""
+    groups = _groups(samples, lambda sample: (sample.trajectory, sample.node))
+    node_scores = {
+        key: _mean(samples[index].reward for index in indices) for key, indices in groups.items()
     }
-    own, baselines = [], []
+    scores = []
+    baselines = []
     for sample in samples:
-        above = sample.node.rpartition(".")[0]
-        parent = nodes.get((sample.trajectory, above)) if above else None
-        others = [
-            v
-            for (t, n), v in nodes.items()
-            if t == sample.trajectory and n != sample.node and n.rpartition(".")[0] == above
+        score = node_scores[sample.trajectory, sample.node]
+        parent = sample.node.rpartition(".")[0]
+        parent_score = node_scores.get((sample.trajectory, parent)) if parent else None
+        siblings = [
+            number
+            for (trajectory, node), number in node_scores.items()
+            if trajectory == sample.trajectory
+            and node != sample.node
+            and node.rpartition(".")[0] == parent
         ]
-        mine = nodes[sample.trajectory, sample.node]
-        siblings = float(np.mean(others)) if others else None
-        if parent is not None and siblings is not None:
-            baselines.append((1 - lam) * parent + lam * siblings)
+        if parent_score is not None and siblings:
+            baseline = (1 - lam) * parent_score + lam * _mean(siblings)
+        elif parent_score is not None:
+            baseline = parent_score
+        elif siblings:
+            baseline = _mean(siblings)
         else:
-            baselines.append(next((b for b in (parent, siblings) if b is not None), mine))
-        own.append(mine)
-    return own, baselines
+            baseline = score
+        scores.append(score)
+        baselines.append(baseline)
+    return scores, baselines
 
 
 def mars2(
     samples: Sequence[Sample], gamma: float, lam: float, *, eps: float, ddof: int, lone: str
 ) -> list[float]:
-    own, baselines = tree_baselines(samples, lam)
-    shaped = [r + gamma * (r - b) for r, b in zip(own, baselines, strict=True)]
-    out = [0.0] * len(samples)
-    for turns in _groups(samples, lambda s: s.trajectory).values():
-        votes = {samples[i].node: shaped[i] for i in turns}
-        for i in turns:
-            centred = shaped[i] - float(np.mean(list(votes.values())))
-            alone = shaped[i] if lone == "raw" else 0.0
-            out[i] = (
-                centred / (_sigma(list(votes.values()), ddof) + eps) if len(votes) > 1 else alone
-            )
-    return out
+    """Return the standardized shaped score of each turn's node in its tree."""
+    scores, baselines = tree_baselines(samples, lam)
+    shaped = [
+        score + gamma * (score - baseline)
+        for score, baseline in zip(scores, baselines, strict=True)
+    ]
+    advantages = [0.0] * len(samples)
+    for indices in _groups(samples, lambda sample: sample.trajectory).values():
+        votes = {samples[index].node: shaped[index] for index in indices}
+        for index in indices:
+            if len(votes) > 1:
+                sigma = _sigma(votes.values(), ddof) + eps
+                advantages[index] = (shaped[index] - _mean(votes.values())) / sigma
+            elif lone == "raw":
+                advantages[index] = shaped[index]
+    return advantages
 
 
 def whitened(samples: Sequence[Sample], rows: Sequence[Sequence[float]], over: str) -> list[float]:
-    """[T] of `rows` by turn and token."""
-    out: list[list[float]] = [[]] * len(samples)
-    for own in _groups(samples, WHITENED[over]).values():
-        x = np.concatenate([np.asarray(rows[i], dtype=float) for i in own])
-        var = ((x - x.mean()) ** 2).sum() / max(1, len(x) - 1)
-        for i in own:
-            out[i] = [(float(v) - float(x.mean())) / float(np.sqrt(var + 1e-8)) for v in rows[i]]
-    return [v for row in out for v in row]
+    """Return the whitened numbers of all tokens [T]; `rows` has those of each turn."""
+    whitened_rows: list[list[float]] = [[]] * len(samples)
+    for indices in _groups(samples, WHITENED[over]).values():
+        numbers = np.concatenate([np.asarray(rows[index], dtype=float) for index in indices])
+        mean = numbers.mean()
+        variance = ((numbers - mean) ** 2).sum() / max(1, len(numbers) - 1)
+        scale = np.sqrt(variance + 1e-8)
+        for index in indices:
+            whitened_rows[index] = [float((number - mean) / scale) for number in rows[index]]
+    return [number for row in whitened_rows for number in row]
 
 
 def reinforce_pp(samples: Sequence[Sample], gamma: float, over: str) -> list[float]:
-    rows = [[s.reward * gamma ** (s.tokens - 1 - t) for t in range(s.tokens)] for s in samples]
+    """Return the whitened discounted rewards of all tokens."""
+    rows = []
+    for sample in samples:
+        tokens_to_go = reversed(range(sample.tokens))
+        rows.append([sample.reward * gamma**tokens for tokens in tokens_to_go])
     return whitened(samples, rows, over)
 
 
 def reinforce_pp_baseline(
     samples: Sequence[Sample], peers: str, vote: str, over: str
 ) -> list[float]:
+    """Return the whitened rewards minus the mean of their peers."""
     votes = _votes(samples, _rewards(samples), PEERS[peers], vote)
-    rows = [
-        [s.reward - float(np.mean(list(votes[PEERS[peers](s)].values())))] * s.tokens
-        for s in samples
-    ]
+    rows = []
+    for sample in samples:
+        baseline = _mean(votes[PEERS[peers](sample)].values())
+        rows.append([sample.reward - baseline] * sample.tokens)
     return whitened(samples, rows, over)
 
 
 def gae(
     samples: Sequence[Sample], gamma: float, lam: float, across: str
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(A before whitening, the critic's targets) by turn and token, each δ summed by itself."""
+    """Return advantages before whitening, and the critic's targets, by turn and token."""
+
+    def sequence_key(sample: Sample) -> Hashable:
+        return sample.trajectory, sample.node, sample.agent if across == "agent" else sample.turn
+
     advantages: list[list[float]] = [[]] * len(samples)
-    line: Key = lambda s: (s.trajectory, s.node, s.agent if across == "agent" else s.turn)  # noqa: E731
-    for own in _groups(samples, line).values():
-        own.sort(key=lambda i: samples[i].turn)
-        rewards = [r for i in own for r in [*[0.0] * (samples[i].tokens - 1), samples[i].reward]]
-        values = [v for i in own for v in samples[i].values or ()]
-        after = [*values[1:], 0.0]
-        deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-        flat = [
-            sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
-            for t in range(len(deltas))
-        ]
-        for i in own:
-            advantages[i], flat = flat[: samples[i].tokens], flat[samples[i].tokens :]
-    targets = [
-        [a + v for a, v in zip(row, s.values or (), strict=True)]
-        for row, s in zip(advantages, samples, strict=True)
-    ]
+    for indices in _groups(samples, sequence_key).values():
+        indices.sort(key=lambda index: samples[index].turn)
+        rewards = []
+        values = []
+        for index in indices:
+            rewards += [0.0] * (samples[index].tokens - 1) + [samples[index].reward]
+            values += samples[index].values or ()
+
+        deltas = []
+        for reward, value, next_value in zip(rewards, values, [*values[1:], 0.0], strict=True):
+            deltas.append(reward + gamma * next_value - value)
+        sequence = []
+        for position in range(len(deltas)):
+            later = enumerate(deltas[position:])
+            sequence.append(sum((gamma * lam) ** distance * delta for distance, delta in later))
+        for index in indices:
+            tokens = samples[index].tokens
+            advantages[index] = sequence[:tokens]
+            sequence = sequence[tokens:]
+
+    targets = []
+    for row, sample in zip(advantages, samples, strict=True):
+        pairs = zip(row, sample.values or (), strict=True)
+        targets.append([advantage + value for advantage, value in pairs])
     return advantages, targets
 
 
-def _spread(samples: Sequence[Sample], values: Iterable[float]) -> list[float]:
-    """[T] from a number by turn."""
-    return [v for v, s in zip(values, samples, strict=True) for _ in range(s.tokens)]
+def _per_token(samples: Sequence[Sample], numbers: Iterable[float]) -> list[float]:
+    """Repeat each turn's number for all of its tokens."""
+    repeated = []
+    for number, sample in zip(numbers, samples, strict=True):
+        repeated += [number] * sample.tokens
+    return repeated
 
 
 def cases(
     rng: random.Random, samples: Sequence[Sample], *, tree: bool
 ) -> Iterator[tuple[str, dict[str, Any], list[float]]]:
-    """Every estimator with every choice of its options, as (name, options, A by token)."""
-    kw: dict[str, Any] = {
+    """Yield (estimator, options, expected advantages of all tokens) for every choice of options."""
+    common: dict[str, Any] = {
         "eps": rng.choice([1e-6, 1e-4, 0.1]),
         "ddof": rng.choice([0, 1]),
         "lone": rng.choice(["zero", "raw"]),
     }
     rewards = _rewards(samples)
-    for name, (peers, vote, baseline, std) in ROWS.items():
-        yield (
-            name,
-            kw,
-            _spread(samples, relative(samples, rewards, PEERS[peers], vote, baseline, std, **kw)),
-        )
-    for peers, vote, baseline, std in product(
-        PEERS,
-        ("trajectory", "turn"),
-        ("mean", "others", "second"),
-        ("peers", "team", "agent", "none"),
-    ):
-        chosen = {"peers": peers, "vote": vote, "baseline": baseline, "std": std}
-        made = relative(samples, rewards, PEERS[peers], vote, baseline, std, **kw)
-        yield rng.choice(list(ROWS)), chosen | kw, _spread(samples, made)
-    gamma, lam = rng.choice([1.0, 0.9, 0.5]), rng.choice([1.0, 0.95, 0.0])
-    yield "remax", {}, _spread(samples, [s.reward - s.scores["greedy"] for s in samples])
+    for name, (peers, vote, baseline, std) in NAMED_OPTIONS.items():
+        expected = relative(samples, rewards, PEERS[peers], vote, baseline, std, **common)
+        yield name, common, _per_token(samples, expected)
+
+    votes = ("trajectory", "turn")
+    baselines = ("mean", "others", "second")
+    stds = ("peers", "team", "agent", "none")
+    for peers, vote, baseline, std in product(PEERS, votes, baselines, stds):
+        options = {"peers": peers, "vote": vote, "baseline": baseline, "std": std, **common}
+        expected = relative(samples, rewards, PEERS[peers], vote, baseline, std, **common)
+        # with all options set, each of the named estimators must compute the same
+        yield rng.choice(list(NAMED_OPTIONS)), options, _per_token(samples, expected)
+
+    gamma = rng.choice([1.0, 0.9, 0.5])
+    lam = rng.choice([1.0, 0.95, 0.0])
+    remax = [sample.reward - sample.scores["greedy"] for sample in samples]
+    yield "remax", {}, _per_token(samples, remax)
+
     for over in WHITENED:
         yield "reinforce_pp", {"gamma": gamma, "whitened": over}, reinforce_pp(samples, gamma, over)
-        for peers, vote in product(PEERS, ("trajectory", "turn")):
-            made = reinforce_pp_baseline(samples, peers, vote, over)
-            yield "reinforce_pp_baseline", {"peers": peers, "vote": vote, "whitened": over}, made
+        for peers, vote in product(PEERS, votes):
+            expected = reinforce_pp_baseline(samples, peers, vote, over)
+            options = {"peers": peers, "vote": vote, "whitened": over}
+            yield "reinforce_pp_baseline", options, expected
         for across in ("turn", "agent"):
-            made = whitened(samples, gae(samples, gamma, lam, across)[0], over)
-            yield "gae", {"gamma": gamma, "lam": lam, "across": across, "whitened": over}, made
+            advantages, _ = gae(samples, gamma, lam, across)
+            options = {"gamma": gamma, "lam": lam, "across": across, "whitened": over}
+            yield "gae", options, whitened(samples, advantages, over)
+
     if tree:
-        own, baselines = tree_baselines(samples, lam)
-        yield "mcts", {"lam": lam}, _spread(samples, np.subtract(own, baselines).tolist())
-        yield (
-            "mars2",
-            {"gamma": gamma, "lam": lam, **kw},
-            _spread(samples, mars2(samples, gamma, lam, **kw)),
-        )
-    else:
-        for peers, vote, std in product(
-            ("task", "agent"), ("trajectory", "turn"), ("peers", "none")
-        ):
-            chosen = {"peers": peers, "vote": vote, "std": std}
-            step = {"weight": rng.choice([0.0, 1.0, 2.0]), "gamma": gamma}
-            yield (
-                "gigpo",
-                {**chosen, "step": step, **kw},
-                _spread(samples, gigpo(samples, **chosen, **step, **kw)),
-            )
+        node_scores, node_baselines = tree_baselines(samples, lam)
+        mcts = np.subtract(node_scores, node_baselines).tolist()
+        yield "mcts", {"lam": lam}, _per_token(samples, mcts)
+        options = {"gamma": gamma, "lam": lam, **common}
+        yield "mars2", options, _per_token(samples, mars2(samples, **options))
+        return
+
+    for peers, vote, std in product(("task", "agent"), votes, ("peers", "none")):
+        options = {"peers": peers, "vote": vote, "std": std}
+        step = {"weight": rng.choice([0.0, 1.0, 2.0]), "gamma": gamma}
+        expected = gigpo(samples, **options, **step, **common)
+        yield "gigpo", {**options, "step": step, **common}, _per_token(samples, expected)
+
+
+def _largest_difference(computed: Iterable[float], expected: Iterable[float]) -> float:
+    pairs = zip(computed, expected, strict=True)
+    return max(abs(ours - theirs) / (1 + abs(theirs)) for ours, theirs in pairs)
 
 
 def largest_differences(batches: int = 25) -> dict[str, float]:
-    """By estimator, the largest |ours - theirs| / (1 + |theirs|) over ragged batches, a third of them of trees."""
-    worst: dict[str, float] = {}
+    """Return the largest |ours - theirs| / (1 + |theirs|) over random batches, by estimator.
+
+    A third of the batches have trees. "gae's targets" are those of the critic.
+    """
+    worst: dict[str, float] = defaultdict(float)
     for seed in range(batches):
         rng = random.Random(seed)
         tree = seed % 3 == 2
-        samples = ragged(rng, tree=tree)
+        samples = random_batch(rng, tree=tree)
         for name, options, expected in cases(rng, samples, tree=tree):
             rule = AdvantageConfig(name=name, options=options)
-            made = add_advantages(samples, {sample.agent: rule for sample in samples})
-            got = [a for sample in made for a in sample.advantages or ()]
-            apart = max(abs(a - b) / (1 + abs(b)) for a, b in zip(got, expected, strict=True))
-            worst[name] = max(worst.get(name, 0.0), apart)
+            scored = add_advantages(samples, {sample.agent: rule for sample in samples})
+            computed = [a for sample in scored for a in sample.advantages or ()]
+            worst[name] = max(worst[name], _largest_difference(computed, expected))
             if name == "gae":
-                targets = gae(samples, options["gamma"], options["lam"], options["across"])[1]
-                pairs = zip(
-                    (r for s in made for r in s.returns or ()),
-                    (v for row in targets for v in row),
-                    strict=True,
+                _, targets = gae(samples, options["gamma"], options["lam"], options["across"])
+                difference = _largest_difference(
+                    [target for sample in scored for target in sample.returns or ()],
+                    [target for row in targets for target in row],
                 )
-                worst["gae's targets"] = max(
-                    worst.get("gae's targets", 0.0), *(abs(a - b) / (1 + abs(b)) for a, b in pairs)
-                )
-    return worst
+                worst["gae's targets"] = max(worst["gae's targets"], difference)
+    return dict(worst)

@@ -1,6 +1,7 @@
-"""Debian's packages for tests, unpacked into a folder: nothing is installed, and no root is needed.
+"""Debian packages for tests, unpacked into a folder; nothing is installed, and root is not needed.
 
-`python -m tests.support.debian FOLDER PACKAGE PATH` makes FOLDER/bin/<program> of PATH, a program in a package.
+`python -m tests.support.debian FOLDER PACKAGE PATH` unpacks a package, and makes FOLDER/bin/<program>
+start the program at PATH in the package.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from pathlib import Path
 
 
 class NoPackages(RuntimeError):
-    """The packages cannot be had here: one line that says why."""
+    """Packages cannot be downloaded on this machine; the message is one line."""
 
 
 def unpacked(folder: Path, packages: Sequence[str]) -> Path:
-    """These packages alone, fetched by apt-get and unpacked into `folder`.
+    """Unpack these packages, without their dependencies; return the folder of their files.
 
     Raises:
-        NoPackages: there is no apt-get, or it cannot fetch them.
+        NoPackages: this machine has no apt-get, or apt-get cannot download them.
     """
-    return _fetched(folder, "download", *packages)
+    return _fetch(folder, "download", *packages)
 
 
 def program(folder: Path, package: str, *paths: str) -> Path:
-    """A program at one of `paths` in a package, which is unpacked with what it depends on and this machine lacks.
+    """Unpack a package with its missing dependencies; return a script that starts its program.
+
+    Args:
+        paths: possible paths of the program in the package.
 
     Raises:
-        NoPackages: there is no apt-get, or it cannot fetch them.
+        NoPackages: this machine has no apt-get, or apt-get cannot download them.
     """
-    root = _fetched(
+    root = _fetch(
         folder,
         "install",
         "--download-only",
@@ -42,34 +46,32 @@ def program(folder: Path, package: str, *paths: str) -> Path:
         "--yes",
         package,
     )
-    libraries = ":".join(
-        sorted({f"$root/{file.parent.relative_to(root)}" for file in root.rglob("*.so*")})
-    )
+    library_folders = {file.parent.relative_to(root) for file in root.rglob("*.so*")}
+    library_path = ":".join(sorted(f"$root/{library}" for library in library_folders))
     path = next(path for path in paths if (root / path).is_file())
-    made = folder / "bin" / Path(path).name
-    made.parent.mkdir()
-    lines = [
-        "#!/bin/sh",
-        'root=$(cd "$(dirname "$0")/../root" && pwd)',
-    ]  # wherever the folder is by then
-    made.write_text(
-        "\n".join([*lines, f'LD_LIBRARY_PATH={libraries} exec "$root/{path}" "$@"', ""])
+    script = folder / "bin" / Path(path).name
+    script.parent.mkdir()
+    script.write_text(
+        "#!/bin/sh\n"
+        'root=$(cd "$(dirname "$0")/../root" && pwd)\n'  # the folder may be renamed later
+        f'LD_LIBRARY_PATH={library_path} exec "$root/{path}" "$@"\n'
     )
-    made.chmod(0o755)
-    return made
+    script.chmod(0o755)
+    return script
 
 
-def _fetched(folder: Path, *words: str) -> Path:
+def _fetch(folder: Path, *words: str) -> Path:
+    """Download packages by apt-get with these arguments; return the folder of their files."""
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise NoPackages("packages come from Debian or Ubuntu, and there is no apt-get here")
     cache = folder / "cache"
     (cache / "archives/partial").mkdir(parents=True)
     done = _apt(cache, *words)
-    if done.returncode:  # nothing is known of packages here, as in a fresh container
+    if done.returncode:  # a fresh container has no package lists
         (cache / "lists/partial").mkdir(parents=True)
-        own = ["-o", f"Dir::State::lists={cache}/lists"]
-        _apt(cache, *own, "update")
-        done = _apt(cache, *own, *words)
+        lists_option = ["-o", f"Dir::State::lists={cache}/lists"]
+        _apt(cache, *lists_option, "update")
+        done = _apt(cache, *lists_option, *words)
     if done.returncode:
         raise NoPackages(
             f"apt-get cannot fetch {words[-1]}: {(done.stderr.splitlines() or ['?'])[-1]}"
@@ -81,21 +83,27 @@ def _fetched(folder: Path, *words: str) -> Path:
 
 
 def _apt(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    own = [f"APT::Sandbox::User={getpass.getuser()}", f"Dir::Cache={cache}", "Debug::NoLocking=1"]
-    options = [part for one in (*own, "Acquire::http::Timeout=20") for part in ("-o", one)]
-    command = ["timeout", "180", "apt-get", *options, *words]
+    command = ["timeout", "180", "apt-get"]
+    for option in (
+        f"APT::Sandbox::User={getpass.getuser()}",
+        f"Dir::Cache={cache}",
+        "Debug::NoLocking=1",
+        "Acquire::http::Timeout=20",
+    ):
+        command += ["-o", option]
+    command += words
     return subprocess.run(command, cwd=cache, capture_output=True, text=True, check=False)
 
 
 def main(folder: Path, package: str, *paths: str) -> None:
-    """Make a program in `folder`, whole or not at all; where packages cannot be had, say why in one line."""
+    """Make a program in `folder`, which appears at once; print why if that is impossible."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        program(made, package, *paths)
-        made.rename(folder)
+        program(temporary, package, *paths)
+        temporary.rename(folder)
     except NoPackages as error:
-        shutil.rmtree(made)
+        shutil.rmtree(temporary)
         print(f"no {package} for tests: {error}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""A Qwen2 of 64 tokens on the embedded engine, and what Hugging Face says of its completions."""
+"""A tiny Qwen2 model for the embedded engine, and Hugging Face's log-probabilities of completions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Completion
 
-LOGPROB_TOLERANCE = (
-    5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
-)
+# Nats. Another order of float32 sums changes a log-probability by up to about 1.5e-5.
+LOGPROB_TOLERANCE = 5e-5
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -30,21 +29,23 @@ def make_qwen2(seed: int) -> Qwen2ForCausalLM:
 
 
 def drain(engine: EmbeddedEngine) -> dict[int, Any]:
-    done: dict[int, Any] = {}
+    """Run an engine until no request is left; return the outcomes by request id."""
+    outcomes: dict[int, Any] = {}
     while engine.has_work:
-        done.update(engine.step())
-    return done
+        outcomes.update(engine.step())
+    return outcomes
 
 
-def steps(engine: EmbeddedEngine, count: int) -> None:
+def run_steps(engine: EmbeddedEngine, count: int) -> None:
+    """Run steps of an engine in which no request ends."""
     for _ in range(count):
         assert engine.step() == []
 
 
 @torch.no_grad()
-def worst(model: Any, prompt: list[int], completion: Completion) -> float:
-    logits = model(torch.tensor([prompt + list(completion.token_ids)])).logits[
-        0, len(prompt) - 1 : -1
-    ]
-    right = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    return float((right - torch.tensor(completion.logprobs)).abs().max())
+def largest_logprob_error(model: Any, prompt: list[int], completion: Completion) -> float:
+    """Return the largest error of a completion's log-probabilities against a model, in nats."""
+    token_ids = torch.tensor(completion.token_ids)
+    logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())

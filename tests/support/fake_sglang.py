@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
-"""An interpreter of which only one thing is asked: to be SGLang's server, `-m sglang.launch_server ... --port N`.
+"""Fake Python interpreter that can only run SGLang's server: `-m sglang.launch_server ... --port N`.
 
-Every token is this process's number. Prompt [13] ends the process if there is a file `die` in the
-model's folder, which it takes away; prompt [14] is not answered for a long time. Where a file of settings names a
-key, only who has it is answered.
+The server uses the standard library only, so that it starts fast. Every token of its replies is the
+id of its process, so that tests see which server replied.
 
-With --enable-lora it holds adapters by name as SGLang 0.5.23 does (managers/tokenizer_control_mixin.py): one is refused
-for its rank, its modules or DoRA; giving one up waits for its requests. Prompt [15] is answered after /free only.
+- Prompt [13] ends the process if the model's folder has a file `die`, and removes the file.
+- Prompt [14] is answered after a minute.
+- Prompt [15] is answered after a request to /free.
+
+If the file of settings (`--config`) names a key, requests need it.
+
+With --enable-lora the server loads adapters by name as SGLang 0.5.23 does
+(managers/tokenizer_control_mixin.py). It refuses adapters for their rank, their modules or DoRA.
+Unloading an adapter waits for its requests.
 """
 
 import base64
@@ -19,20 +25,34 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-OPTIONS = dict(zip(sys.argv[3::1], sys.argv[4::1], strict=False))
+ARGUMENTS = sys.argv[3:]
+OPTIONS = dict(pairwise(ARGUMENTS))  # each word with the next one
+MODEL = Path(OPTIONS["--model-path"])
 KEY = Path(OPTIONS["--config"]).read_text().split('"')[1] if "--config" in OPTIONS else ""
 STATE: dict[str, Any] = {
     "version": "default",
     "paused": 0,
-    "calls": [],
-    "aborted": [],
-    "adapters": {},
-    "asked": [],
+    "calls": [],  # paths of all requests
+    "aborted": [],  # ids of aborted requests
+    "adapters": {},  # folder by name
+    "asked": [],  # adapter of each request for tokens
 }
-FREE, UNDER_WAY = threading.Event(), Counter[str]()
+FREE = threading.Event()
+RUNNING_REQUESTS = Counter[str]()  # by adapter
+
+
+def lora_modules() -> set[str]:
+    """Return the names of the modules in --lora-target-modules, which takes several words."""
+    words = " ".join(ARGUMENTS).partition("--lora-target-modules ")[2]
+    return set(words.partition(" --")[0].split())
+
+
+def failure(message: str, field: str = "error_message") -> dict[str, Any]:
+    return {"success": False, field: message}
 
 
 def generate(body: dict[str, Any]) -> dict[str, Any]:
@@ -40,113 +60,122 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
     if adapter and adapter not in STATE["adapters"]:
         return {"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}}
     STATE["asked"].append(adapter)
-    UNDER_WAY[adapter] += 1
+    RUNNING_REQUESTS[adapter] += 1
     try:
-        return generated(body)
+        return sample(body)
     finally:
-        UNDER_WAY[adapter] -= 1
+        RUNNING_REQUESTS[adapter] -= 1
 
 
 def load_adapter(name: str, folder: Path) -> dict[str, Any]:
-    told = json.loads((folder / "adapter_config.json").read_text())
-    first = sys.argv.index("--lora-target-modules") + 1 if "--enable-lora" in sys.argv else 0
-    if not first:
-        return {
-            "success": False,
-            "error_message": "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.",
-        }
-    known = set(" ".join(sys.argv[first:]).partition(" --")[0].split())
-    if told.get("use_dora"):
-        return {
-            "success": False,
-            "error_message": "LoRA serving currently doesn't support DoRA adapters",
-        }
+    if "--enable-lora" not in ARGUMENTS:
+        return failure("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if config.get("use_dora"):
+        return failure("LoRA serving currently doesn't support DoRA adapters")
     if name in STATE["adapters"]:
-        return {
-            "success": False,
-            "error_message": f"Failed to load LoRA adapter {name} because it is already loaded",
-        }
-    if told["r"] > int(OPTIONS["--max-lora-rank"]) or not set(told["target_modules"]) <= known:
-        return {
-            "success": False,
-            "error_message": f"adapter {name} with rank {told['r']} is incompatible with the pool",
-        }
+        return failure(f"Failed to load LoRA adapter {name} because it is already loaded")
+    fits_rank = config["r"] <= int(OPTIONS["--max-lora-rank"])
+    if not fits_rank or not set(config["target_modules"]) <= lora_modules():
+        return failure(f"adapter {name} with rank {config['r']} is incompatible with the pool")
     STATE["adapters"][name] = str(folder)
     return {"success": True, "loaded_adapters": STATE["adapters"]}
 
 
 def unload_adapter(name: str) -> dict[str, Any]:
     if STATE["adapters"].pop(name, None) is None:
-        return {"success": False, "error_message": f"LoRA with name {name} does not exist."}
-    while UNDER_WAY[name]:
+        return failure(f"LoRA with name {name} does not exist.")
+    while RUNNING_REQUESTS[name]:
         time.sleep(0.01)
     return {"success": True}
 
 
-def generated(body: dict[str, Any]) -> dict[str, Any]:
-    if body["input_ids"] == [15]:
-        FREE.wait(60)
-    if body["input_ids"] == [13] and (die := Path(OPTIONS["--model-path"]) / "die").exists():
-        die.unlink()
-        os._exit(1)
+def sample(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole reply to a request."""
+    if body["input_ids"] == [13]:
+        order = MODEL / "die"
+        if order.exists():
+            order.unlink()
+            os._exit(1)
     if body["input_ids"] == [14]:
         time.sleep(60)
+    if body["input_ids"] == [15]:
+        FREE.wait(60)
     count = body["sampling_params"]["max_new_tokens"]
     token = os.getpid()
-    meta = {
+    meta_info = {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": [[-0.5, token, None]] * count,
         "weight_version": STATE["version"],
+        **routed_experts(body, count),
     }
-    return {"output_ids": [token] * count, "meta_info": meta | routed(body, count)}
+    return {"output_ids": [token] * count, "meta_info": meta_info}
 
 
-def routed(body: dict[str, Any], count: int) -> dict[str, str]:
-    """The experts of a prompt and `count` tokens, where they are asked for."""
-    if not (body.get("return_routed_experts") and "--enable-return-routed-experts" in sys.argv):
+def routed_experts(body: dict[str, Any], count: int) -> dict[str, str]:
+    """Return the experts of the prompt and of `count` tokens, if the request wants them."""
+    is_enabled = "--enable-return-routed-experts" in ARGUMENTS
+    if not is_enabled or not body.get("return_routed_experts"):
         return {}
-    told = json.loads((Path(OPTIONS["--model-path"]) / "config.json").read_text())
-    each = list(range(told["num_experts_per_tok"])) * told["num_hidden_layers"]
+    config = json.loads((MODEL / "config.json").read_text())
+    experts_of_token = list(range(config["num_experts_per_tok"])) * config["num_hidden_layers"]
     tokens = len(body["input_ids"]) + count - 1
-    return {
-        "routed_experts": base64.b64encode(
-            struct.pack(f"<{tokens * len(each)}i", *each * tokens)
-        ).decode()
-    }
+    experts = experts_of_token * tokens
+    packed = struct.pack(f"<{len(experts)}i", *experts)
+    return {"routed_experts": base64.b64encode(packed).decode()}
 
 
-def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """As the real server streams: all tokens so far, or the news where it was started so; until it is told to abort."""
-    whole, sent, every = generate(body), 0, body["sampling_params"].get("stream_interval", 1)
-    for known in range(1, len(whole["output_ids"]) + 1):
+def stream_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield parts of a reply as SGLang does, until the request is aborted.
+
+    A part has all tokens so far, or only the new ones with --incremental-streaming-output.
+    """
+    reply = generate(body)
+    size = len(reply["output_ids"])
+    logprobs = reply["meta_info"]["output_token_logprobs"]
+    interval = body["sampling_params"].get("stream_interval", 1)
+    sent = 0
+    for sampled in range(1, size + 1):
         time.sleep(0.02)
-        ended = body["rid"] in STATE["aborted"]
-        reason = {"type": "abort"} if ended else whole["meta_info"]["finish_reason"]
-        meta = whole["meta_info"] | {
-            "completion_tokens": known,
-            "finish_reason": reason if ended or known == len(whole["output_ids"]) else None,
-            "output_token_logprobs": whole["meta_info"]["output_token_logprobs"][sent:known],
-            **routed(body, known),
-        }
-        if meta["finish_reason"] is None and known % every != 1 % every:
+        is_aborted = body["rid"] in STATE["aborted"]
+        is_last = is_aborted or sampled == size
+        if not is_last and sampled % interval != 1 % interval:
             continue
-        yield {"output_ids": whole["output_ids"][sent:known], "meta_info": meta}
-        if ended:
+
+        finish_reason = None
+        if is_aborted:
+            finish_reason = {"type": "abort"}
+        elif is_last:
+            finish_reason = reply["meta_info"]["finish_reason"]
+        meta_info = {
+            **reply["meta_info"],
+            "completion_tokens": sampled,
+            "finish_reason": finish_reason,
+            "output_token_logprobs": logprobs[sent:sampled],
+            **routed_experts(body, sampled),
+        }
+        yield {"output_ids": reply["output_ids"][sent:sampled], "meta_info": meta_info}
+        if is_aborted:
             return
-        sent = known if "--incremental-streaming-output" in sys.argv else 0
+        if "--incremental-streaming-output" in ARGUMENTS:
+            sent = sampled
 
 
-def update(body: dict[str, Any]) -> dict[str, Any]:
+def update_weights_from_disk(body: dict[str, Any]) -> dict[str, Any]:
     if not STATE["paused"]:
-        return {"success": False, "message": "not paused"}
+        return failure("not paused", "message")
     if not list(Path(body["model_path"]).glob("*.safetensors")):
-        return {"success": False, "message": "Failed to get weights iterator"}
+        return failure("Failed to get weights iterator", "message")
     STATE["version"] = body["weight_version"]
     print(f"version {STATE['version']} from {body['model_path']}", flush=True)
     return {"success": True, "message": "Succeeded"}
 
 
 def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the response to a request.
+
+    Requests without a response of their own get the server's arguments and some of its state.
+    """
     STATE["calls"].append(path)
     if path == "/generate":
         return generate(body)
@@ -159,21 +188,20 @@ def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
     if path == "/abort_request":
         STATE["aborted"].append(body["rid"])
     if path == "/update_weights_from_disk":
-        return update(body)
+        return update_weights_from_disk(body)
     if path == "/update_weights_from_tensor":
         STATE["version"] = body["weight_version"]
     if path in ("/pause_generation", "/continue_generation"):
         STATE["paused"] = path == "/pause_generation"
-    return {"arguments": sys.argv[3:]} | {
-        name: STATE[name] for name in ("calls", "adapters", "asked")
-    }
+    state = {name: STATE[name] for name in ("calls", "adapters", "asked")}
+    return {"arguments": ARGUMENTS, **state}
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.reply({"paths": {"/generate": {}}})
+        self._reply({"paths": {"/generate": {}}})
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
@@ -181,22 +209,23 @@ class Handler(BaseHTTPRequestHandler):
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             self.send_error(401)
         elif body.get("stream"):
-            self.stream(body)
+            self._stream(body)
         else:
-            self.reply(answer(self.path, body))
+            self._reply(answer(self.path, body))
 
-    def stream(self, body: dict[str, Any]) -> None:
+    def _stream(self, body: dict[str, Any]) -> None:
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        for event in events(body):
+        for event in stream_events(body):
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
-    def reply(self, body: dict[str, Any]) -> None:
+    def _reply(self, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
-        self.send_response(400 if body.get("success") is False or "error" in body else 200)
+        is_error = body.get("success") is False or "error" in body
+        self.send_response(400 if is_error else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

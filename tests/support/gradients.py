@@ -1,4 +1,7 @@
-"""Full gradients of a trainer's last update, which training itself never gathers."""
+"""Full gradients of a trainer's last update.
+
+Training itself never gathers them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.models.tensors import whole
 
 
-def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
+def full_gradients(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face or PEFT name, full clipped gradient) of the last update.
 
     Every rank must iterate to the end.
@@ -26,26 +29,27 @@ def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.trained_parameters.items()
     }
     plan = plan_export(local, model.architecture)
-    return (
-        (name, whole(blocks))
-        for name, blocks in export_weights(local.__getitem__, model.architecture, plan)
-    )
+    for name, blocks in export_weights(local.__getitem__, model.architecture, plan):
+        yield name, whole(blocks)
 
 
 def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:
-    """Sum a shard's gradient over the data- and context-parallel ranks."""
-    mine: Tensor = parameter.main_grad.detach()
+    """Return a shard's gradient, gathered over the data- and context-parallel ranks."""
+    local: Tensor = parameter.main_grad.detach()
     if not trainer._state.is_distributed:
-        return mine
-    found = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        return local
+
+    # With the distributed optimizer, a rank has the reduced gradient of its part only. Every
+    # element is set by one rank and is zero on the others, so that the sum is exact.
+    gradient = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     part = trainer._state.stepped_part(parameter)
     if part is not None:
-        own = slice(part.first, part.last)
-        found.view(-1)[own] = mine.reshape(-1)[own]
-    # Every element is set by one rank and is zero on the others, so that the sum is exact.
-    if getattr(parameter, "allreduce", True):
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    else:  # an expert's
+        elements = slice(part.first, part.last)
+        gradient.view(-1)[elements] = local.reshape(-1)[elements]
+    is_expert = not getattr(parameter, "allreduce", True)
+    if is_expert:
         group = parallel_state.get_expert_data_parallel_group()
-    dist.all_reduce(found, group=group)
-    return found
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(gradient, group=group)
+    return gradient

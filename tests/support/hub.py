@@ -1,4 +1,7 @@
-"""A hub on the loopback: Hugging Face's routes for what a repository holds, and for its files, whole or by range."""
+"""Fake Hugging Face Hub on the loopback interface, and a fake host of GitHub's raw files.
+
+It answers the requests for a repository's listing and for its files, whole or by range.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,33 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 @dataclass
 class FakeHub:
-    """Repositories by `datasets/owner/name` or `owner/name`, and what goes wrong with them."""
+    """Repositories of the hub, and the faults of their files.
+
+    Attributes:
+        repositories: content of files by name, by `datasets/owner/name` or `owner/name`.
+        gated: repositories whose files need a token; their listings do not.
+        cut: bytes of a file that arrive in the first download. The second one gets status 503, and
+            later ones get the whole file.
+        swapped: files whose last byte differs from the digest in the listing.
+        asked: path and Range header of every request.
+        tokens_elsewhere: Authorization headers that were sent to other hosts than the hub.
+        raw: content of GitHub's files, by owner/name/revision/path.
+        url: URL of the running hub.
+    """
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    gated: set[str] = field(default_factory=set)  # listed, but their files need a token
-    cut: dict[str, int] = field(
-        default_factory=dict
-    )  # bytes of a file that arrive the first time; then 503, once
-    swapped: set[str] = field(
-        default_factory=set
-    )  # files whose last byte is another than the listing's digest says
-    asked: list[tuple[str, str | None]] = field(
-        default_factory=list
-    )  # (path, Range) of every request
-    tokens_elsewhere: set[str] = field(
-        default_factory=set
-    )  # that were sent to the host of large files
-    raw: dict[str, bytes] = field(
-        default_factory=dict
-    )  # files of GitHub by owner/name/revision/path
+    gated: set[str] = field(default_factory=set)
+    cut: dict[str, int] = field(default_factory=dict)
+    swapped: set[str] = field(default_factory=set)
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    tokens_elsewhere: set[str] = field(default_factory=set)
+    raw: dict[str, bytes] = field(default_factory=dict)
     url: str = ""
 
 
 @contextmanager
 def running(hub: FakeHub) -> Iterator[FakeHub]:
+    """Run the hub's server for this block."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -58,106 +64,141 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_GET(self) -> None:
-        hub, path = self.hub, unquote(urlsplit(self.path).path).strip("/")
-        if path.startswith("cdn/"):
-            assert self.headers["Host"].startswith("localhost:")
-            hub.tokens_elsewhere |= {
-                value for key, value in self.headers.items() if key == "Authorization"
-            }
-            self._file(*path.removeprefix("cdn/").split("@"))
-            return
-        hub.asked.append((path, self.headers.get("Range")))
-        if path in hub.raw:
-            hub.tokens_elsewhere |= {
-                value for key, value in self.headers.items() if key == "Authorization"
-            }
-            self._answer(200, hub.raw[path], {})
-            return
-        listing = path.startswith("api/")
-        name = path.removeprefix("api/").removeprefix("models/")
-        tree = listing and "/tree/" in name  # of which huggingface_hub's own client asks
-        name, _, rest = name.partition(
-            "/tree/" if tree else "/revision/" if listing else "/resolve/"
-        )
-        revision, _, file = rest.partition("/")
-        if name not in hub.repositories:
-            self._answer(401, b"", {"X-Error-Code": "RepoNotFound"} if listing else {})
-        elif revision not in ("", "main", COMMIT):
-            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif tree:
-            listed = [
-                {
-                    "type": "file",
-                    "path": one["rfilename"],
-                    "size": one["size"],
-                    "oid": one["blobId"],
-                }
-                for one in self._siblings(name)
-            ]
-            self._answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
-        elif listing:
-            self._answer(
-                200, json.dumps(self._listing(name)).encode(), {"Content-Type": "application/json"}
-            )
-        elif name in hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
-            self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif self.command == "HEAD":
-            named = {
-                "ETag": f'"{hashlib.sha256(hub.repositories[name][file]).hexdigest()}"',
-                "X-Repo-Commit": COMMIT,
-            }
-            self._answer(200, hub.repositories[name][file], named)
-        elif "." in file:  # large files lie elsewhere, on a host of another name
-            elsewhere = hub.url.replace("127.0.0.1", "localhost")
-            self._answer(302, b"", {"Location": f"{elsewhere}/cdn/{name}@{file}"})
-        else:
-            self._file(name, file)
-
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def _listing(self, name: str) -> dict[str, object]:
-        found = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "private": False}
-        return {**found, "siblings": self._siblings(name)}
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        if path.startswith("cdn/"):
+            assert self.headers["Host"].startswith("localhost:")
+            self._note_token()
+            name, _, file = path.removeprefix("cdn/").partition("@")
+            self._send_file(name, file)
+            return
+
+        self.hub.asked.append((path, self.headers.get("Range")))
+        if path in self.hub.raw:
+            self._note_token()
+            self._send(200, self.hub.raw[path])
+        elif path.startswith("api/"):
+            self._answer_listing(path.removeprefix("api/").removeprefix("models/"))
+        else:
+            self._answer_file(path)
+
+    def _note_token(self) -> None:
+        token = self.headers.get("Authorization")
+        if token is not None:
+            self.hub.tokens_elsewhere.add(token)
+
+    def _answer_listing(self, path: str) -> None:
+        # huggingface_hub asks for the tree of a repository; the product asks for a revision.
+        is_tree = "/tree/" in path
+        name, _, rest = path.partition("/tree/" if is_tree else "/revision/")
+        revision = rest.partition("/")[0]
+        if name not in self.hub.repositories:
+            self._send(401, headers={"X-Error-Code": "RepoNotFound"})
+        elif not _is_known_revision(revision):
+            self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
+        elif is_tree:
+            entries = [
+                {
+                    "type": "file",
+                    "path": entry["rfilename"],
+                    "size": entry["size"],
+                    "oid": entry["blobId"],
+                }
+                for entry in self._siblings(name)
+            ]
+            self._send_json(entries)
+        else:
+            listing = {
+                "id": name.removeprefix("datasets/"),
+                "sha": COMMIT,
+                "private": False,
+                "siblings": self._siblings(name),
+            }
+            self._send_json(listing)
+
+    def _answer_file(self, path: str) -> None:
+        name, _, rest = path.partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        if name not in self.hub.repositories:
+            self._send(401)
+        elif not _is_known_revision(revision):
+            self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
+        elif name in self.hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
+            self._send(403, headers={"X-Error-Code": "GatedRepo"})
+        elif self.command == "HEAD":
+            content = self.hub.repositories[name][file]
+            digest = hashlib.sha256(content).hexdigest()
+            self._send(200, content, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT})
+        elif _is_large(file):  # the hub redirects to another host
+            host = self.hub.url.replace("127.0.0.1", "localhost")
+            self._send(302, headers={"Location": f"{host}/cdn/{name}@{file}"})
+        else:
+            self._send_file(name, file)
 
     def _siblings(self, name: str) -> list[dict[str, object]]:
+        """Return the entries of a repository's files."""
         siblings = []
         for file, content in self.hub.repositories[name].items():
             digest = hashlib.sha256(content).hexdigest()
-            lfs = (
-                {"lfs": {"size": len(content), "sha256": digest, "pointerSize": 130}}
-                if "." in file
-                else {}
-            )
-            siblings.append({"rfilename": file, "size": len(content), "blobId": digest[:40], **lfs})
+            entry: dict[str, object] = {
+                "rfilename": file,
+                "size": len(content),
+                "blobId": digest[:40],
+            }
+            if _is_large(file):
+                entry["lfs"] = {"size": len(content), "sha256": digest, "pointerSize": 130}
+            siblings.append(entry)
         return siblings
 
-    def _file(self, name: str, file: str) -> None:
+    def _send_file(self, name: str, file: str) -> None:
+        """Send a file, from the start of the requested range, with the faults of `FakeHub`."""
         hub = self.hub
+        if hub.cut.get(file) == 0:
+            del hub.cut[file]
+            self._send(503)
+            return
         content = hub.repositories[name][file]
         if file in hub.swapped:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        if hub.cut.get(file) == 0:
-            del hub.cut[file]
-            self._answer(503, b"", {})
-            return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        headers = (
-            {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
-        )
-        self._answer(206 if start else 200, content[start:], headers, hub.cut.get(file))
+        sent_bytes = hub.cut.get(file)
+        if start:
+            content_range = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self._send(206, content[start:], {"Content-Range": content_range}, sent_bytes)
+        else:
+            self._send(200, content, sent_bytes=sent_bytes)
         if file in hub.cut:
             hub.cut[file] = 0
 
-    def _answer(
-        self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None
+    def _send_json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(
+        self,
+        status: int,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        sent_bytes: int | None = None,
     ) -> None:
+        """Send a response; close the connection after `sent_bytes` of the body, if not None."""
         self.send_response(status)
-        for key, value in headers.items():
+        for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:cut])
-        self.close_connection = self.close_connection or cut is not None
+            self.wfile.write(body[:sent_bytes])
+        if sent_bytes is not None:
+            self.close_connection = True
+
+
+def _is_known_revision(revision: str) -> bool:
+    return revision in ("", "main", COMMIT)
+
+
+def _is_large(file: str) -> bool:
+    """Return True if the hub stores a file with LFS; here, if its name has a dot."""
+    return "." in file

@@ -1,4 +1,4 @@
-"""A training in one process: an embedded engine, and a trainer group whose one rank is here."""
+"""Training in one process: an embedded engine, and a trainer group whose only rank is this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.simulated import handed_over
 
 
 class Bytes:
-    """A renderer whose tokens are bytes; 0 ends a reply."""
+    """Renderer whose tokens are bytes; 0 ends a reply."""
 
     stop = (0,)
 
@@ -43,18 +43,30 @@ class Bytes:
 
 
 def make_model(folder: Path) -> Path:
-    """Random weights of two layers over bytes."""
+    """Write a random model of two layers over bytes to `folder`; return the folder."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(
-        folder
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
     )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 class Group:
-    """`TrainerGroup`'s calls on one trainer; the process group must exist."""
+    """Trainer group with the methods of `TrainerGroup` and one rank, in this process.
+
+    Torch's process group must be initialized.
+
+    Attributes:
+        updates: micro-batches of each update.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         self.trainer = MegatronTrainer(spec)
@@ -81,13 +93,15 @@ class Group:
 
 
 class Engine(LocalEngine):
-    """The embedded engine, which reads new weights from a trainer in the same process."""
+    """Embedded engine that reads new weights from a trainer in the same process."""
 
-    starts, pause_s, version = 1, 0.0, 0
+    starts = 1
+    pause_s = 0.0
+    version = 0
     group: Group | None = None
 
     async def exchange(self, requests: list[Request], aborts: list[int]) -> list[Report]:
-        await asyncio.to_thread(failpoint, "token")  # which may take as long as an update
+        await asyncio.to_thread(failpoint, "token")  # in a thread, because a failpoint may wait
         return await super().exchange(requests, aborts)
 
     async def begin_update(self) -> SyncRoute:
@@ -106,13 +120,17 @@ class Engine(LocalEngine):
 
 
 class HereGroup(Group):
-    """A trainer group whose one rank is here, with what a whole training asks of it."""
+    """Trainer group in this process, with all methods that a whole training calls.
 
-    engines: dict[str, Engine] = {}  # noqa: RUF012  (of the run under way)
+    Attributes:
+        engines: engines of the present run, by policy.
+    """
+
+    engines: dict[str, Engine] = {}  # noqa: RUF012
 
     def __init__(self, name: str, spec: TrainerSpec, **_: Any) -> None:
         super().__init__(spec)
-        if name in self.engines:  # a critic has none
+        if name in self.engines:  # a critic has no engine
             self.engines[name].group = self
 
     async def ready(self) -> None:
@@ -121,7 +139,7 @@ class HereGroup(Group):
     async def update(
         self, microbatches: Sequence[Microbatch], at: int | None = None
     ) -> dict[str, float]:
-        return self.trainer.update(microbatches, at)  # and nothing is kept
+        return self.trainer.update(microbatches, at)  # `updates` would grow without bound
 
     async def save(self, folder: Path) -> None:
         self.trainer.save(folder)
@@ -137,7 +155,7 @@ class HereGroup(Group):
 
 
 def engines_here(requests: Sequence[EngineRequest]) -> dict[str, Engine]:
-    """Return an engine in this process for each policy of the requests."""
+    """Return an engine in this process for each policy of the requests; replaces `make_engines`."""
     HereGroup.engines = {}
     for request in requests:
         for policy in request.policies:
@@ -152,6 +170,7 @@ def engines_here(requests: Sequence[EngineRequest]) -> dict[str, Engine]:
 
 
 def devices_here(config: RunConfig) -> SimpleNamespace:
+    """Return the devices of this process; replaces `find_devices`."""
     worker_groups = list_worker_groups(config, "CPU")
     return SimpleNamespace(
         device_type="CPU",
@@ -165,32 +184,33 @@ def devices_here(config: RunConfig) -> SimpleNamespace:
     )
 
 
-def placed_here(devices: SimpleNamespace) -> SimpleNamespace:
-    places = {(group.policy, group.part): [{}] * group.devices for group in devices.worker_groups}
-    return SimpleNamespace(options=places, nodes={}, fill=nothing)
+def placement_here(devices: SimpleNamespace) -> SimpleNamespace:
+    """Return a placement without options for Ray; replaces `DevicePlacement`."""
+    options = {(group.policy, group.part): [{}] * group.devices for group in devices.worker_groups}
+    return SimpleNamespace(options=options, nodes={}, fill=do_nothing)
 
 
-def nothing(*_: object) -> None:
+def do_nothing(*_: object) -> None:
     pass
 
 
 @contextmanager
 def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> Iterator[None]:
-    """Inside the block `train` trains in this process: Ray is replaced, and MLflow unless `tracked`."""
-    replaced = {
+    """Replace Ray, so that `train` trains in this process; also MLflow, unless `tracked`."""
+    replacements = {
         "TrainerGroup": HereGroup,
         "make_engines": engines_here,
-        "DevicePlacement": placed_here,
+        "DevicePlacement": placement_here,
     }
-    for name, value in replaced.items():
+    for name, value in replacements.items():
         monkeypatch.setattr(workers, name, value)
     monkeypatch.setattr(train, "find_devices", devices_here)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
     if not tracked:
-        silent = SimpleNamespace(send=nothing, close=nothing, join=nothing)
+        sender = SimpleNamespace(send=do_nothing, close=do_nothing, join=do_nothing)
         for name in ("MetricsSender", "TraceSender"):
-            monkeypatch.setattr(logbook, name, lambda *_, **__: silent)
-        monkeypatch.setattr(logbook, "start_training_record", nothing)
+            monkeypatch.setattr(logbook, name, lambda *_, **__: sender)
+        monkeypatch.setattr(logbook, "start_training_record", do_nothing)
     init_process_groups(rank=0, threads=1)
     try:
         yield

@@ -1,8 +1,9 @@
-"""Two training steps of a shipped team in one process: its own prompts, orchestra, environment, rewards and credit.
+"""Two training steps of a shipped team in one process, with its real prompts, orchestra and rewards.
 
-A random model says nothing that a parser would take, so its replies are read by their first token: an even one means
-what the role ought to say, an odd one something that is well-formed and wrong; who calls tools has more to
-say. The tokens stay the model's own, and a team that learns says the right thing more often.
+No parser would accept the replies of a random model. So the first token of a reply selects a phrase:
+an even token means the right phrase of the role, and an odd one a well-formed but wrong phrase.
+Roles that call tools have more phrases. The sampled tokens themselves are trained, so that a team
+that learns gives the right reply more often.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from tests.support.shipped import TEAMS, Library
 
 STEPS = 2
 _MAX_LENGTH = 6144  # tokens; shipped prompts are long, and the tiny tokenizer has few words
-_PROGRAM, _BROKEN = "print(sum(map(int, input().split())))", "print(0)"
+_PROGRAM = "print(sum(map(int, input().split())))"
+_WRONG_PROGRAM = "print(0)"
 _TESTS = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (1, 2, 3)]
 _TARGET = Target(metric="mae", id_column="id", column="y", truth={"1": "3"})
 _CHECK = CheckCall(name="t", module="m", function="one", arguments=(), expected=1, passes=False)
 _HERE = Path(__file__).resolve().parent
-ANSWERS: dict[
-    str, tuple[str, tuple[str, ...]]
-] = {  # by environment: a problem, and what its tasks keep
+# Problem and answers of a task, by environment
+ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "math": ("What is 3+4?", ("7",)),
     "search": ("Who wrote it?", ("Alice",)),
     "code": (
@@ -77,13 +78,11 @@ ANSWERS: dict[
     "webshop": ("Buy it.", ("2",)),
     "mcp": ("How much is 40 + 2?", ("42",)),
 }
-_PATIENT = ("gymnasium", "alfworld", "webshop", "mcp")  # whose teams have many turns
-_SHORT = (
-    "tool_coder",
-)  # which solves the lesson in more turns, so that nobody has anything to learn
-WORLDS: dict[
-    str, dict[str, Any]
-] = {  # by environment: options in place of the shipped ones, for what is small and here
+_MANY_TURN_ENVIRONMENTS = ("gymnasium", "alfworld", "webshop", "mcp")
+# With more turns, this team always solves the task, and its agents have nothing to learn.
+_FEW_TURN_TEAMS = ("tool_coder",)
+# Options of environments that replace shipped ones: small worlds that need no downloads.
+WORLDS: dict[str, dict[str, Any]] = {
     "gymnasium": {"make": {"render_mode": "ansi", "is_slippery": False, "desc": ["SG", "FF"]}},
     "mcp": {
         "servers": {
@@ -99,32 +98,34 @@ def _fenced(program: str) -> str:
 
 
 def _tagged(tag: str, right: str, wrong: str) -> tuple[str, str]:
+    """Return the right and the wrong phrase, each in a tag."""
     return f"<{tag}>{right}</{tag}>", f"<{tag}>{wrong}</{tag}>"
 
 
 _BOXED = ("\\boxed{7}", "\\boxed{8}")
-_COMPUTED = (_fenced("print(7)"), _fenced("print(8)"))
-_WRITTEN = (_fenced(_PROGRAM), _fenced(_BROKEN))
-_ANSWERED = _tagged("answer", "Alice", "Bob")
-_SEARCHED = _tagged("search", "Alice", "nothing")
-_LEFT = "for name in {names}: open(name, 'w').write('{text}')"
+_BOXED_BY_PROGRAM = (_fenced("print(7)"), _fenced("print(8)"))
+_PROGRAMS = (_fenced(_PROGRAM), _fenced(_WRONG_PROGRAM))
+_ANSWERS = _tagged("answer", "Alice", "Bob")
+_SEARCHES = _tagged("search", "Alice", "nothing")
 
 
-def _called(tool: str, **arguments: str) -> str:
+def _tool_call(tool: str, **arguments: str) -> str:
     return f"```tool\n{json.dumps({'name': tool, 'arguments': arguments})}\n```"
 
 
-def _leaves(*names: str, text: str = "x") -> tuple[str, str]:
-    return _fenced(_LEFT.format(names=names, text=text)), _fenced("print(1)")
+def _writes_files(*names: str, text: str = "x") -> tuple[str, str]:
+    """Return a program that writes files, and one that does not."""
+    program = f"for name in {names}: open(name, 'w').write('{text}')"
+    return _fenced(program), _fenced("print(1)")
 
 
-def _replaced(line: str) -> str:
+def _edit(line: str) -> str:
+    """Return an edit that replaces the function's body."""
     return f"m.py\n<<<<<<< SEARCH\n    return 2\n=======\n    {line}\n>>>>>>> REPLACE"
 
 
-SAYS: dict[
-    str, tuple[str, ...]
-] = {  # by role, and its environment where that matters: what is right, and what is well-formed and wrong
+# Phrases by role, or by "role@environment": the right one, and wrong ones that are well-formed
+PHRASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("chain_generator", "chain_refiner", "reasoner", "debater", "judge", "refine_solver"),
         _BOXED,
@@ -133,10 +134,10 @@ SAYS: dict[
         ("refiner", "finalizer", "chat_solver", "chat_verifier", "proposer", "aggregator"), _BOXED
     ),
     **dict.fromkeys(("self_verifier", "solver"), _BOXED),
-    **dict.fromkeys(("tool_user", "chat_coder"), _COMPUTED),
-    **dict.fromkeys(("coder", "code_writer", "tree_coder"), _WRITTEN),
-    **dict.fromkeys(("answerer", "ask_answerer"), _ANSWERED),
-    **dict.fromkeys(("searcher", "ask_searcher", "rewriter"), _SEARCHED),
+    **dict.fromkeys(("tool_user", "chat_coder"), _BOXED_BY_PROGRAM),
+    **dict.fromkeys(("coder", "code_writer", "tree_coder"), _PROGRAMS),
+    **dict.fromkeys(("answerer", "ask_answerer"), _ANSWERS),
+    **dict.fromkeys(("searcher", "ask_searcher", "rewriter"), _SEARCHES),
     **dict.fromkeys(
         ("extractor", "ask_summariser"), _tagged("evidence", "Alice wrote it.", "Bob wrote it.")
     ),
@@ -152,10 +153,10 @@ SAYS: dict[
         _fenced("print('**Actions List**: R R')"),
         _fenced("print('**Actions List**: D')"),
     ),
-    "data_engineer": _leaves("X_train.pkl", "y_train.pkl", "X_test.pkl"),
-    "modeler": _leaves("model.pkl"),
-    "analyst": _leaves("submission.csv", text="id,y\\n1,3\\n"),
-    "repairer": (_replaced("return 1"), _replaced("return 3")),
+    "data_engineer": _writes_files("X_train.pkl", "y_train.pkl", "X_test.pkl"),
+    "modeler": _writes_files("model.pkl"),
+    "analyst": _writes_files("submission.csv", text="id,y\\n1,3\\n"),
+    "repairer": (_edit("return 1"), _edit("return 3")),
     "tool_caller": (
         _tagged("answer", "42", "")[0],
         '<call>{"tool": "add", "arguments": {"a": 40, "b": 2}}</call>',
@@ -180,86 +181,96 @@ SAYS: dict[
     "selector": _tagged("select", "1", "none"),
     "verifier": _tagged("verify", "approve", "reject"),
     "session_coder": (
-        *_WRITTEN,
-        f"{_called('python', code='n = 0; print(n)')}\n{_fenced(_BROKEN)}",
-        _fenced(_BROKEN),
+        *_PROGRAMS,
+        f"{_tool_call('python', code='n = 0; print(n)')}\n{_fenced(_WRONG_PROGRAM)}",
+        _fenced(_WRONG_PROGRAM),
     ),
     "session_reviewer": _tagged("reflection", "read both numbers", "all is well"),
-    "lead": (_ANSWERED[0], _tagged("search", "who wrote it", "")[0]),
+    "lead": (_ANSWERS[0], _tagged("search", "who wrote it", "")[0]),
     "scout": (
         "<evidence>Alice wrote it.</evidence>",
-        f"{_called('search', query='Alice')}\n<evidence>Bob wrote it.</evidence>",
+        f"{_tool_call('search', query='Alice')}\n<evidence>Bob wrote it.</evidence>",
     ),
 }
 
 
 def team_config(team: str, sharing: str, model: str, results: Path) -> RunConfig:
-    """The shipped team on `model`, with the policies of `sharing`."""
+    """Return the configuration of a shipped team on `model`, with the policies of `sharing`."""
     values = TEAMS[team]
     settings = [
         "~experiment",
-        "seed=2",  # under which every policy has something to learn from
+        "seed=2",  # with this seed, every policy has replies to learn from
         f"team={team}",
         "+run=lesson",
         f"results={results}",
         "+data={generator: arithmetic, train: 1, validation: 1, test: 1}",
         f"sharing={sharing}",
         f"policy_defaults={{model: {model}, lr: 1e-2}}",
-        # hot enough that a random model, which repeats the last token, says one thing as often as another
+        # At a low temperature a random model would repeat the last token of its prompt.
         *(f"+agents.{agent}={{max_tokens: 3, temperature: 20.0}}" for agent in values["agents"]),
         "+trainer={steps: 2, tasks_per_step: 2, group_size: 4}",
         "+evaluation={}",
-        "retriever={}",  # of teams that search
-        *(
-            ["orchestra.options.max_turns=2"]
-            if values.get("env", {}).get("name") in _PATIENT or team in _SHORT
-            else []
-        ),
-        *(["orchestra.options.max_nodes=4"] if team == "ab_mcts" else []),
+        "retriever={}",  # for teams that search
     ]
+    has_many_turns = values.get("env", {}).get("name") in _MANY_TURN_ENVIRONMENTS
+    if has_many_turns or team in _FEW_TURN_TEAMS:
+        settings.append("orchestra.options.max_turns=2")
+    if team == "ab_mcts":
+        settings.append("orchestra.options.max_nodes=4")
     return RunConfig.check(resolve(settings), team)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A player whose replies are read by their first token."""
+    """Client whose replies are replaced by phrases, selected by the first token of the reply.
+
+    The last line of the system prompt names the phrases; see `add_phrase_name`.
+    """
 
     player: EngineClient
 
     async def say(
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
     ) -> PolicyReply:
-        said = await self.player.say(messages, sampling, chat)
-        phrases = SAYS[messages[0].content.splitlines()[-1]]
-        text = phrases[said.completion.token_ids[0] % len(phrases)]
-        return replace(
-            said, text=text, raw=text, completion=replace(said.completion, finish_reason="stop")
-        )  # not cut short
+        reply = await self.player.say(messages, sampling, chat)
+        phrases = PHRASES[messages[0].content.splitlines()[-1]]
+        text = phrases[reply.completion.token_ids[0] % len(phrases)]
+        # The phrase is complete, although the reply is usually cut at the token limit.
+        completion = replace(reply.completion, finish_reason="stop")
+        return replace(reply, text=text, raw=text, completion=completion)
 
 
-def introduced(agent: Agent, env: str) -> Agent:
-    """The agent with its role's name as the last line of its system prompt, where the interpreter looks."""
+def add_phrase_name(agent: Agent, env: str) -> Agent:
+    """Return the agent with the name of its phrases as the last line of its system prompt."""
     role = agent.role
-    name = f"{role.name}@{env}" if f"{role.name}@{env}" in SAYS else role.name
-    assert all(role.parse(phrase) is not None for phrase in SAYS[name]), name
+    name = f"{role.name}@{env}"
+    if name not in PHRASES:
+        name = role.name
+    assert all(role.parse(phrase) is not None for phrase in PHRASES[name]), name
     return replace(agent, role=replace(role, system=f"{role.system}\n{name}"))
 
 
 @dataclass
-class Bereaved:
-    """A retriever of several servers, one of which is killed while it answers the last of `left` searches."""
+class KillingRetriever:
+    """Retriever that kills one of its servers during a search.
+
+    Attributes:
+        pid: process id of the server.
+        searches_left: number of searches up to and including the one that is disturbed.
+    """
 
     client: RetrievalClient
     pid: int
-    left: int
+    searches_left: int
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
-        self.left -= 1
-        last, asked = self.left == 0, asyncio.ensure_future(self.client.search(query, k))
-        await asyncio.sleep(0)
-        if last:
+        self.searches_left -= 1
+        kills = self.searches_left == 0
+        search = asyncio.ensure_future(self.client.search(query, k))
+        await asyncio.sleep(0)  # lets the search start
+        if kills:
             os.kill(self.pid, signal.SIGKILL)
-        return await asked
+        return await search
 
 
 def teach(
@@ -269,21 +280,26 @@ def teach(
     sharing: str,
     model: str,
     urls: Sequence[str] = (),
-    dying: int = 0,
-    at: int = 0,
+    killed_pid: int = 0,
+    killed_at: int = 0,
 ) -> None:
-    """Play and train `team` for two steps; writes what came of it to `out`/{team}_{sharing}.json.
+    """Train `team` for two steps, and write the results to `out`/{team}_{sharing}.json.
 
-    With `urls` these retrieval servers are asked, of which the process `dying` is killed in search `at`.
+    Args:
+        urls: retrieval servers to search; () for a retriever in this process.
+        killed_pid: process id of the server that is killed.
+        killed_at: number of the search during which it is killed, from 1.
     """
     worlds.install()
     config = team_config(team, sharing, model, out)
-    retriever = Bereaved(RetrievalClient(*urls), dying, at) if urls else Library()
-    lessons = asyncio.run(_teach(config, model, retriever))
-    (out / f"{team}_{sharing}.json").write_text(json.dumps(lessons))
+    retriever: Retriever = Library()
+    if urls:
+        retriever = KillingRetriever(RetrievalClient(*urls), killed_pid, killed_at)
+    results = asyncio.run(_train_team(config, model, retriever))
+    (out / f"{team}_{sharing}.json").write_text(json.dumps(results))
 
 
-async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[dict[str, Any]]:
+async def _train_team(config: RunConfig, model: str, retriever: Retriever) -> list[dict[str, Any]]:
     spec = TrainerSpec(model=model, lr=1e-2, objective=Objective(loss="ppo_clip"))
     trainers = {policy: MegatronTrainer(spec) for policy in config.policies}
     engines = {
@@ -291,14 +307,13 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
         for policy in config.policies
     }
     renderer = Renderer(model)
-    voices = {
-        p: Interpreter(player=EngineClient(engine=e, renderer=renderer)) for p, e in engines.items()
+    players = {
+        policy: Interpreter(player=EngineClient(engine=engine, renderer=renderer))
+        for policy, engine in engines.items()
     }
-    team = build_team(config.agents, voices)  # type: ignore[arg-type]
-    team = replace(
-        team,
-        agents={name: introduced(agent, config.env.name) for name, agent in team.agents.items()},
-    )
+    team = build_team(config.agents, players)  # type: ignore[arg-type]
+    agents = {name: add_phrase_name(agent, config.env.name) for name, agent in team.agents.items()}
+    team = replace(team, agents=agents)
     tools = {"retriever": retriever} if config.env.name == "search" else {}
     env = EnvConfig(
         name=config.env.name, options={**config.env.options, **WORLDS.get(config.env.name, {})}
@@ -316,7 +331,7 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
         for name in ("one", "two")
     ]
     allocate = build_allocator(config.reward, config.agents)
-    lessons = []
+    results = []
     for step in range(STEPS):
         groups = await collect(
             tasks,
@@ -327,8 +342,9 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
             seed=config.seed,
             step=step,
         )
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failed = [
-            t.error for group in groups for t in group.trajectories if t.status is Status.FAILED
+            trajectory.error for trajectory in trajectories if trajectory.status is Status.FAILED
         ]
         samples = add_advantages(
             to_samples([allocate(group) for group in groups]),
@@ -336,43 +352,50 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
         )
         updates = {}
         for policy, trainer in trainers.items():
-            own = [sample for sample in samples if sample.policy == policy]
-            if own:  # its agents were asked in this step
-                updates[policy] = _update(config, trainer, own)
+            policy_samples = [sample for sample in samples if sample.policy == policy]
+            if policy_samples:  # the policy's agents had turns in this step
+                updates[policy] = _update(config, trainer, policy_samples)
                 await engines[policy].load_weights(trainer.model.weights(), step + 1)
-        lessons.append(
+        results.append(
             {
                 "failed": failed,
-                "lines": [
-                    [turn.agent for turn in t.turns] for group in groups for t in group.trajectories
+                "speakers": [
+                    [turn.agent for turn in trajectory.turns] for trajectory in trajectories
                 ],
                 "rewards_finite": all(math.isfinite(sample.reward) for sample in samples),
                 "updates": updates,
             }
         )
-    return lessons
+    return results
 
 
 def _update(
     config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sample]
 ) -> dict[str, float]:
-    """Train on the samples; how far engine and trainer were apart, and how much the weights changed."""
+    """Train on the samples.
+
+    Returns:
+        `gap`: largest difference of log-probabilities between engine and trainer. `change`: largest
+        change of a weight. `grad_norm`: norm of the gradients. `signal`: largest advantage.
+    """
     weights = dict.fromkeys(config.agents, 1.0)
     samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
     batches = pack(samples, 4096)
-    seen = unpack(batches, trainer.score(batches), samples)
-    before = {name: whole(rows).clone() for name, rows in trainer.model.weights()}
+    trainer_logprobs = unpack(batches, trainer.score(batches), samples)
+    gaps = []
+    for sample, row in zip(samples, trainer_logprobs, strict=True):
+        gaps += [abs(ours - theirs) for ours, theirs in zip(row, sample.behaviour, strict=True)]
+
+    before = {name: whole(blocks).clone() for name, blocks in trainer.model.weights()}
     metrics = trainer.update(batches)
+    changes = [
+        float((whole(blocks) - before[name]).abs().max())
+        for name, blocks in trainer.model.weights()
+    ]
+    advantages = [advantage for sample in samples for advantage in sample.advantages or (0.0,)]
     return {
-        "gap": max(
-            abs(a - b)
-            for sample, row in zip(samples, seen, strict=True)
-            for a, b in zip(sample.behaviour, row, strict=True)
-        ),
-        "change": max(
-            float((whole(rows) - before[name]).abs().max())
-            for name, rows in trainer.model.weights()
-        ),
+        "gap": max(gaps),
+        "change": max(changes),
         "grad_norm": metrics["grad_norm"],
-        "signal": max(abs(a) for sample in samples for a in sample.advantages or (0.0,)),
+        "signal": max(map(abs, advantages)),
     }

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process."""
+"""All-gather between ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 
 def meeting(ranks: int) -> list[Callable[[Any], list[Any]]]:
-    """The exchange of each of that many ranks, which are threads; one that waits for nobody fails."""
-    place: list[Any] = [None] * ranks
+    """Return the all-gather function of each rank.
+
+    A call fails after 10 s if another rank does not call its function.
+    """
+    values: list[Any] = [None] * ranks
     barrier = threading.Barrier(ranks, timeout=10)
 
     def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
         def exchange(value: Any) -> list[Any]:
-            place[rank] = value
+            values[rank] = value
             barrier.wait()
-            found = list(place)
+            gathered = list(values)
             barrier.wait()
-            return found
+            return gathered
 
         return exchange
 

@@ -1,6 +1,7 @@
-"""Reads which NCCL SGLang's torch needs from the metadata of a package index: `python -m tests.support.nccl_pins`.
+"""Update requirements/nccl.txt to the NCCL version that the pinned SGLang's torch requires.
 
-Nothing is installed, and of wheels only their metadata is fetched.
+`python -m tests.support.nccl_pins` reads it from the metadata of a package index. It installs nothing
+and downloads no wheels.
 """
 
 import json
@@ -12,8 +13,8 @@ from pathlib import Path
 FILES = Path(__file__).resolve().parents[2] / "requirements"
 
 
-def needed(pinned: str, name: str) -> str:
-    """What of `name` a pinned package asks for: a pin too."""
+def required_pin(pinned: str, name: str) -> str:
+    """Return the pin of distribution `name` (a pattern) in the requirements of a pinned package."""
     command = [
         sys.executable,
         "-m",
@@ -24,25 +25,26 @@ def needed(pinned: str, name: str) -> str:
         "--ignore-installed",
         "--no-deps",
     ]
-    said = subprocess.run(
+    done = subprocess.run(
         [*command, "--report", "-", pinned], capture_output=True, text=True, check=True
-    ).stdout
-    (found,) = json.loads(said)["install"]
+    )
+    (package,) = json.loads(done.stdout)["install"]
     (pin,) = {
-        r.partition(";")[0].strip()
-        for r in found["metadata"]["requires_dist"]
-        if re.match(rf"{name}==", r)
+        requirement.partition(";")[0].strip()
+        for requirement in package["metadata"]["requires_dist"]
+        if re.match(rf"{name}==", requirement)
     }
     return pin
 
 
 def chain(sglang: str) -> list[str]:
-    """A pin of SGLang, that of torch in it, and that of NCCL in this."""
-    torch = needed(sglang, "torch")
-    return [sglang, torch, needed(torch, r"nvidia-nccl-cu\d+")]
+    """Return the pins of SGLang, of the torch that it requires, and of the NCCL that torch requires."""
+    torch = required_pin(sglang, "torch")
+    return [sglang, torch, required_pin(torch, r"nvidia-nccl-cu\d+")]
 
 
 def main() -> None:
+    """Write the pins to requirements/nccl.txt, and print them."""
     sglang = re.search(r"^sglang==\S+", (FILES / "sglang.txt").read_text(), re.MULTILINE)
     assert sglang is not None
     pins = chain(sglang[0])

@@ -1,4 +1,4 @@
-"""Nodes of a Ray on one machine: namespaces with an address, a host name, processes and /dev/shm of their own."""
+"""Ray nodes on one machine: namespaces, each with its own address, host name, processes and /dev/shm."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ import psutil
 
 from tests.support.debian import NoPackages, program
 
-_SECONDS = 1800  # after which a node that was left behind ends by itself
-_INSIDE = "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; exec sleep {seconds}"
+_LIFETIME_S = 1800  # a node that was left behind ends after this time
+# Shell script of a node's first process
+_NODE_SCRIPT = (
+    "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; "
+    "exec sleep {seconds}"
+)
 _RAY = Path("/tmp/ray")
 
 
-def _have_ip() -> None:
-    """Put `ip` onto this process's PATH where there is none, from Debian's packages, until this process ends.
+def _install_ip() -> None:
+    """Put the program `ip` onto PATH if it is missing, from Debian's packages.
+
+    It is removed when this process ends.
 
     Raises:
-        NoPackages: they cannot be had.
+        NoPackages: the packages cannot be downloaded.
     """
     if shutil.which("ip"):
         return
     folder = Path(tempfile.mkdtemp(prefix="iproute2-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["PATH"] += (
-        f":{program(folder, 'iproute2', 'bin/ip', 'usr/bin/ip', 'sbin/ip').parent}"
-    )
+    ip = program(folder, "iproute2", "bin/ip", "usr/bin/ip", "sbin/ip")
+    os.environ["PATH"] += f":{ip.parent}"
 
 
 @cache
 def missing() -> str:
-    """Why there can be no nodes here; "" if there can."""
+    """Return why this machine cannot have nodes; "" if it can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     try:
-        _have_ip()
+        _install_ip()
     except NoPackages as error:
         return f"needs ip; {error}"
     for tool in ("unshare", "nsenter"):
@@ -53,41 +58,53 @@ def missing() -> str:
             return f"needs {tool} (util-linux)"
     probe = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False)
-    return (
-        "" if done.returncode == 0 else f"namespaces are not allowed here ({done.stderr.strip()})"
-    )
+    if done.returncode != 0:
+        return f"namespaces are not allowed here ({done.stderr.strip()})"
+    return ""
 
 
 class Nodes:
-    """Nodes in one network 10.77.0.0/24, the first of which can be the head of a Ray."""
+    """Nodes in one network 10.77.0.0/24; the first can be the head of a Ray cluster."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is where the token and logs of the nodes lie."""
-        self._folder, self._name = folder, f"mm{os.getpid()}"
-        self._shells: list[subprocess.Popen[bytes]] = []  # each ends its node with it
+        """Initialize without nodes; the token and the nodes' logs are written to `folder`."""
+        self._folder = folder
+        self._name = f"mm{os.getpid()}"
+        # A node ends when its shell ends.
+        self._shells: list[subprocess.Popen[bytes]] = []
         self._token = folder / "token"
         self._token.write_text(secrets.token_hex(32))
         self._token.chmod(0o600)
 
     def add(self) -> int:
-        """Make one more node, connected to all others; its number."""
+        """Add a node that is connected to all others; return its number, from 1."""
         number = len(self._shells) + 1
-        space = self._space(number)
-        _run("ip", "netns", "add", space)
-        _run("ip", "-n", space, "link", "set", "lo", "up")
-        if number == 1:  # the network's switch is in the first namespace
-            _run("ip", "-n", space, "link", "add", "net", "type", "bridge")
-            _run("ip", "-n", space, "link", "set", "net", "up")
-            _run("ip", "-n", space, "addr", "add", f"{self.address(1)}/24", "dev", "net")
+        namespace = self._namespace(number)
+        _run("ip", "netns", "add", namespace)
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        if number == 1:  # the first namespace has the network's bridge
+            _run("ip", "-n", namespace, "link", "add", "net", "type", "bridge")
+            _run("ip", "-n", namespace, "link", "set", "net", "up")
+            _run("ip", "-n", namespace, "addr", "add", f"{self.address(1)}/24", "dev", "net")
         else:
-            port = ["name", f"port{number}", "netns", self._space(1)]
-            _run("ip", "link", "add", "net", "netns", space, "type", "veth", "peer", *port)
-            _run("ip", "-n", self._space(1), "link", "set", f"port{number}", "master", "net", "up")
-            _run("ip", "-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "net")
-            _run("ip", "-n", space, "link", "set", "net", "up")
+            peer = ["name", f"port{number}", "netns", self._namespace(1)]
+            _run("ip", "link", "add", "net", "netns", namespace, "type", "veth", "peer", *peer)
+            _run(
+                "ip",
+                "-n",
+                self._namespace(1),
+                "link",
+                "set",
+                f"port{number}",
+                "master",
+                "net",
+                "up",
+            )
+            _run("ip", "-n", namespace, "addr", "add", f"{self.address(number)}/24", "dev", "net")
+            _run("ip", "-n", namespace, "link", "set", "net", "up")
         _RAY.mkdir(exist_ok=True)
-        script = _INSIDE.format(name=f"node{number}", ray=_RAY, seconds=_SECONDS)
-        own = [
+        script = _NODE_SCRIPT.format(name=f"node{number}", ray=_RAY, seconds=_LIFETIME_S)
+        node_command = [
             "unshare",
             "--mount",
             "--uts",
@@ -99,19 +116,20 @@ class Nodes:
             "-c",
             script,
         ]
-        self._shells.append(subprocess.Popen(["ip", "netns", "exec", space, *own]))
-        while not self._inside(number):
+        self._shells.append(subprocess.Popen(["ip", "netns", "exec", namespace, *node_command]))
+        while self._first_process(number) == 0:
             time.sleep(0.02)
         return number
 
     def start_ray(self, number: int, cpus: int, pool: str | None = None) -> None:
-        """Have a node start the Ray, or join that of the first, with a label `pool` where it has one."""
-        head = (
-            ["--head", "--port", "6379", "--include-dashboard=false"]
-            if number == 1
-            else ["--address", self.ray]
-        )
-        size = [
+        """Start Ray on a node: the first is the head, the others join it.
+
+        Args:
+            pool: value of the node's label `pool`; None for no label.
+        """
+        head = ["--head", "--port", "6379", "--include-dashboard=false"]
+        role = head if number == 1 else ["--address", self.ray]
+        resources = [
             "--num-cpus",
             str(cpus),
             "--object-store-memory",
@@ -119,9 +137,10 @@ class Nodes:
             "--disable-usage-stats",
         ]
         label = ["--labels", f"pool={pool}"] if pool else []
-        words = ["start", *head, "--node-ip-address", self.address(number), *size, *label]
+        node_address = ["--node-ip-address", self.address(number)]
+        ray_arguments = ["start", *role, *node_address, *resources, *label]
         with (self._folder / f"node{number}.log").open("wb") as log:
-            command = [sys.executable, "-m", "ray.scripts.scripts", *words]
+            command = [sys.executable, "-m", "ray.scripts.scripts", *ray_arguments]
             subprocess.run(
                 self.on(number, command, Path("/")),
                 stdout=log,
@@ -132,17 +151,17 @@ class Nodes:
 
     @property
     def ray(self) -> str:
-        """The Ray's address."""
+        """Address of the Ray cluster."""
         return f"{self.address(1)}:6379"
 
     def address(self, number: int) -> str:
-        """A node's address."""
+        """Return the IP address of a node."""
         return f"10.77.0.{number}"
 
     def start(
         self, number: int, command: Sequence[str], folder: Path, log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node, in `folder`; it writes to `log`."""
+        """Start a command on a node, in `folder`; its output goes to `log`."""
         with log.open("wb") as out:
             return subprocess.Popen(
                 self.on(number, command, folder),
@@ -152,28 +171,30 @@ class Nodes:
             )
 
     def on(self, number: int, command: Sequence[str], folder: Path) -> list[str]:
-        """`command` as it is run on a node, in `folder`."""
-        enter = ["nsenter", "-t", str(self._inside(number)), "-n", "-m", "-u", "-p"]
+        """Return the command that runs `command` on a node, in `folder`."""
+        enter = ["nsenter", "-t", str(self._first_process(number)), "-n", "-m", "-u", "-p"]
         return [*enter, "env", "-C", str(folder), *command]
 
     def running(self, number: int, name: str) -> list[int]:
-        """The processes of Ray's actors of class `name` on a node, as this machine numbers them."""
-        found = []
-        for process in psutil.Process(self._inside(number)).parent().children(recursive=True):
+        """Return the process ids, outside the node, of Ray's actors of class `name` on a node."""
+        pids = []
+        node = psutil.Process(self._first_process(number)).parent()
+        for process in node.children(recursive=True):
             with suppress(psutil.Error):
-                if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
-                    found.append(process.pid)
-        return sorted(found)
+                arguments = process.cmdline()
+                if arguments and arguments[0].startswith(f"ray::{name}"):
+                    pids.append(process.pid)
+        return sorted(pids)
 
     def cut(self, number: int) -> None:
-        """Take a node off the network; its processes go on and hear nothing."""
-        _run("ip", "-n", self._space(number), "link", "set", "net", "down")
+        """Disconnect a node from the network; its processes keep running."""
+        _run("ip", "-n", self._namespace(number), "link", "set", "net", "down")
 
     def kill(self, number: int) -> None:
-        """End a node with all its processes."""
+        """Kill a node with all its processes."""
         shell = self._shells[number - 1]
         with suppress(ProcessLookupError):
-            os.kill(self._inside(number) or shell.pid, 9)
+            os.kill(self._first_process(number) or shell.pid, 9)
         shell.kill()
         shell.wait()
 
@@ -182,17 +203,16 @@ class Nodes:
         for number in range(len(self._shells), 0, -1):
             self.kill(number)
             subprocess.run(
-                ["ip", "netns", "del", self._space(number)], check=False, capture_output=True
+                ["ip", "netns", "del", self._namespace(number)], check=False, capture_output=True
             )
 
-    def _space(self, number: int) -> str:
+    def _namespace(self, number: int) -> str:
         return f"{self._name}n{number}"
 
-    def _inside(self, number: int) -> int:
-        """The first process of a node, 0 before there is one."""
-        children = Path(
-            f"/proc/{self._shells[number - 1].pid}/task/{self._shells[number - 1].pid}/children"
-        )
+    def _first_process(self, number: int) -> int:
+        """Return the process id of a node's `sleep`, or 0 if it does not run yet."""
+        pid = self._shells[number - 1].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
         with suppress(OSError):
             for child in children.read_text().split():
                 if Path(f"/proc/{child}/comm").read_text().strip() == "sleep":
@@ -200,24 +220,23 @@ class Nodes:
         return 0
 
     def _environment(self) -> dict[str, str]:
-        own = {
+        return {
+            **os.environ,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        # a node that is cut off is given up after 20 s, and one whose machine is busy is not
-        health = {"RAY_health_check_timeout_ms": "6000", "RAY_health_check_failure_threshold": "3"}
-        # by default Ray's workers give up a machine that is busy
-        patient = {
+            # Ray drops a disconnected node after 20 s, but not a node whose machine is busy.
+            "RAY_health_check_timeout_ms": "6000",
+            "RAY_health_check_failure_threshold": "3",
+            # With Ray's defaults, workers fail to start on a busy machine.
             "RAY_worker_register_timeout_seconds": "300",
             "RAY_raylet_client_num_connect_attempts": "60",
         }
-        return {**os.environ, **own, **health, **patient}
 
 
 @contextmanager
 def nodes_of(folder: Path, cpus: Sequence[int]) -> Iterator[Nodes]:
-    """Nodes with that many CPUs each, in one Ray."""
+    """Yield nodes of one Ray cluster, with these numbers of CPUs; remove them afterwards."""
     with ExitStack() as stack:
         nodes = Nodes(folder)
         stack.callback(nodes.close)

@@ -1,4 +1,4 @@
-"""A team of agents who say numbers, and a world that adds them up."""
+"""Team whose agents reply with numbers, and an environment that adds them up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rollout.teams.roles import Agent, Role
 from rollout.teams.team import Team
 from tests.support.scripted_engine import ScriptedEngine
 
-SEED, STEP = 7, 3
+SEED = 7
+STEP = 3
 TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="sums", split="train")
 AGENTS = ("a", "b")
 
@@ -30,18 +31,22 @@ async def collect(
     group_size: int,
     seed: int,
     step: int,
-    **how: Any,
+    **options: Any,
 ) -> list[Group]:
-    """Groups of trajectories of the tasks; `how` are fields of `CollectOptions`."""
-    options = CollectOptions(**how)
-    own = Collector(
-        team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options
+    """Return the groups of trajectories of the tasks; `options` are fields of `CollectOptions`."""
+    collector = Collector(
+        team=team,
+        make_env=make_env,
+        orchestra=orchestra,
+        seed=seed,
+        step=step,
+        options=CollectOptions(**options),
     )
-    return await own.collect(tasks, group_size)
+    return await collector.collect(tasks, group_size)
 
 
 class Bytes:
-    """A renderer whose tokens are UTF-8 bytes; 0 ends a reply."""
+    """Renderer whose tokens are UTF-8 bytes; 0 ends a reply."""
 
     stop = (0,)
     tool_format: ToolFormat = "fenced"
@@ -54,11 +59,8 @@ class Bytes:
     def extend(
         self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
-        return (
-            before.prompt_ids
-            + before.completion_ids
-            + self.render(messages[len(before.messages) + 1 :])
-        )
+        new_messages = messages[len(before.messages) + 1 :]  # after the reply of `before`
+        return before.prompt_ids + before.completion_ids + self.render(new_messages)
 
     def next_prompt(
         self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
@@ -75,7 +77,7 @@ class Bytes:
 
 
 class Adder:
-    """Pays the number that it is told; `boom` breaks it, `look` is a tool call."""
+    """Environment that pays the number in an action; `boom` raises EnvError, `look` calls a tool."""
 
     def __init__(self, task: Task) -> None:
         self.total = 0.0
@@ -98,12 +100,12 @@ class Adder:
 
 
 def number(text: str) -> str | None:
-    """A parser that takes what is no word."""
+    """Return the text, or None if it is a word; the parser of the agents' roles."""
     return None if text.isalpha() else text
 
 
 def make_team(engine: object) -> Team:
-    """Agents `a` and `b` on one policy; they see the slot `said`."""
+    """Return a team of agents `a` and `b` on one policy; their prompts have the slot `said`."""
     agents = {
         name: Agent(
             name=name,
@@ -119,21 +121,28 @@ def make_team(engine: object) -> Team:
 def seeded(
     replies: Mapping[tuple[str, int, str], str], *, task: str = TASK.id, sample: int = 0
 ) -> tuple[ScriptedEngine, Callable[[], list[tuple[str, int, str]]]]:
-    """An engine that answers by (agent, turn, node), "" for the node of the first branches; and what it was asked.
+    """Return an engine that replies by (agent, turn, node), and a function that lists its calls.
 
-    It knows where it is by the seed of the call alone, so a wrong or repeated seed is a wrong reply.
+    The engine identifies a call by its seed alone, so that a wrong or repeated seed gets a wrong
+    reply.
+
+    Args:
+        replies: replies by (agent, turn, node); the node of first branches is "".
+        task: task id.
+        sample: number of the trajectory in its group.
     """
-    places = {
-        derive_seed(SEED, STEP, task, sample, agent, turn, *((node,) if node else ())): (
-            agent,
-            turn,
-            node,
-        )
-        for agent, turn, node in replies
-    }
+    calls_by_seed = {}
+    for agent, turn, node in replies:
+        keys = (agent, turn, node) if node else (agent, turn)
+        seed = derive_seed(SEED, STEP, task, sample, *keys)
+        calls_by_seed[seed] = (agent, turn, node)
 
     def reply(prompt: tuple[int, ...], call: int) -> tuple[int, ...]:
-        return (*replies[places[engine.calls[call][1].seed]].encode(), 0)
+        seed = engine.calls[call][1].seed
+        return (*replies[calls_by_seed[seed]].encode(), 0)
+
+    def calls() -> list[tuple[str, int, str]]:
+        return [calls_by_seed[sampling.seed] for _, sampling in engine.calls]
 
     engine = ScriptedEngine(reply)
-    return engine, lambda: [places[sampling.seed] for _, sampling in engine.calls]
+    return engine, calls

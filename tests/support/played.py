@@ -1,4 +1,4 @@
-"""Turns, trajectories and groups as a team would have left them, for tests of what reads them."""
+"""Recorded turns, trajectories and groups, for tests of their readers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ TASK = Task(id="t", prompt="?", answers=("1",), env="math", source="s", split="t
 def turn(
     index: int, agent: str = "solver", scores: Mapping[str, float] | None = None, **fields: Any
 ) -> Turn:
-    """A well-formed turn of one token, at the root."""
-    plain: dict[str, Any] = {
+    """Return a well-formed turn of one token at the root, with some fields changed."""
+    defaults: dict[str, Any] = {
         "policy": "p",
         "policy_version": 0,
         "node": "",
@@ -27,29 +27,29 @@ def turn(
         "valid": True,
         "seed": 0,
     }
-    return Turn(**plain | {"index": index, "agent": agent, "scores": scores or {}} | fields)
+    return Turn(**defaults | {"index": index, "agent": agent, "scores": scores or {}} | fields)
 
 
 def trajectory(
     *turns: Turn, sample: int = 0, outcome: float | None = 1.0, **fields: Any
 ) -> Trajectory:
-    """A completed trajectory of TASK."""
-    plain: dict[str, Any] = {"id": f"0/t/{sample}", "task_id": "t", "source": "s", "step": 0}
-    return Trajectory(**plain | {"sample": sample, "turns": turns, "outcome": outcome} | fields)
+    """Return a completed trajectory of `TASK`, with some fields changed."""
+    defaults: dict[str, Any] = {"id": f"0/t/{sample}", "task_id": "t", "source": "s", "step": 0}
+    return Trajectory(**defaults | {"sample": sample, "turns": turns, "outcome": outcome} | fields)
 
 
 def failed(*turns: Turn, sample: int = 0) -> Trajectory:
-    """A trajectory that an error ended."""
+    """Return a trajectory that failed with an EngineError."""
     return trajectory(
         *turns, sample=sample, outcome=None, status=Status.FAILED, error="EngineError"
     )
 
 
 def group(*trajectories: Trajectory) -> Group:
-    """Trajectories of TASK."""
+    """Return a group of trajectories of `TASK`."""
     return Group(task=TASK, trajectories=trajectories)
 
 
 def rewards(allocated: Group) -> list[list[float | None]]:
-    """The rewards by trajectory and turn."""
+    """Return the rewards by trajectory and turn."""
     return [[turn.reward for turn in trajectory.turns] for trajectory in allocated.trajectories]

@@ -1,4 +1,4 @@
-"""Games that a scripted team plays."""
+"""Games played by a scripted team."""
 
 from __future__ import annotations
 

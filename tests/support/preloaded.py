@@ -1,4 +1,4 @@
-"""What a process has imported from which ranks and programs of tests are forked."""
+"""Imports of the process from which ranks and programs of tests are forked."""
 
 import gc
 
@@ -7,4 +7,4 @@ import snakemake.cli  # noqa: F401
 import tests.support.in_process
 import tests.support.ranks  # noqa: F401
 
-gc.freeze()  # no fork looks for garbage among modules
+gc.freeze()  # excludes the modules from the garbage collections of forks

@@ -1,4 +1,7 @@
-"""What each rank of a multi-process test runs; importable, so that spawned processes find it."""
+"""Jobs of multi-process tests: groups of ranks, and the functions that each rank runs.
+
+The functions lie in a module of their own so that the processes of the ranks can import them.
+"""
 
 import gc
 import itertools
@@ -27,10 +30,9 @@ from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.layout import ParallelLayout
-from rollout.models.tensors import WeightStream
-from rollout.models.tensors import whole as whole_of
+from rollout.models.tensors import WeightStream, whole
 from rollout.sync.transport import SyncRoute, make_sender
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.starts import preload
 
 LR = 1e-3
@@ -39,7 +41,11 @@ EPS = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One group of ranks that comes up, calls `function(rank, **arguments)` and goes down again."""
+    """A function that every rank of a layout calls as `function(rank, **arguments)`.
+
+    Attributes:
+        store_file: file through which the ranks find each other.
+    """
 
     function: Callable[..., None]
     arguments: dict[str, Any]
@@ -49,7 +55,7 @@ class Job:
     cp: int = 1
     dp: int = 1
     ep: int = 1
-    meeting: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "store")
+    store_file: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "store")
 
     @property
     def layout(self) -> ParallelLayout:
@@ -62,77 +68,79 @@ class Job:
         return self.layout.ranks
 
 
-def play(jobs: Sequence[Job]) -> list[list[int]]:
-    """The jobs one after the other, in one set of processes, forked from one that has imported what they need.
+def run_jobs(jobs: Sequence[Job]) -> list[list[int]]:
+    """Run the jobs one after another in one set of processes.
 
-    Jobs of one layout that follow each other share their process groups.
+    The processes are forks of a server that has imported their modules. Consecutive jobs of one
+    layout share their process groups.
 
     Returns:
-        By rank, how many threads it had after each layout it took part in.
+        For each rank, its number of threads after each layout that it was part of.
     """
     preload()
     with tempfile.TemporaryDirectory() as folder:
         processes = max(job.ranks for job in jobs)
         start_processes(
-            _play, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver"
+            _run_rank, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver"
         )
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
 
-def _play(rank: int, jobs: Sequence[Job], folder: Path) -> None:
-    P2PCommunicator._communicate_shapes = (
-        _refuse  # pipeline stages know what comes, and do not wait to be told
-    )
-    gc.freeze()  # the modules: what jobs leave behind is then found at once
-    threads = []
-    for layout, same in itertools.groupby(jobs, key=lambda job: job.layout):
-        own = list(same)
+def _run_rank(rank: int, jobs: Sequence[Job], folder: Path) -> None:
+    # Stages know the shapes of their inputs, so no stage may wait to receive shapes.
+    P2PCommunicator._communicate_shapes = _refuse_to_send_shapes
+    gc.freeze()  # excludes the modules from collections, so that the jobs' garbage is found fast
+
+    thread_counts = []
+    for layout, group in itertools.groupby(jobs, key=lambda job: job.layout):
+        jobs_of_layout = list(group)
         if rank < layout.ranks:
-            store = dist.FileStore(str(own[0].meeting), layout.ranks)
+            store = dist.FileStore(str(jobs_of_layout[0].store_file), layout.ranks)
             init_process_groups(layout, rank=rank, threads=1, store=store)
-            for job in own:
+            for job in jobs_of_layout:
                 job.function(rank, **job.arguments)
-                _free()
+                _free_trainers()
             destroy_process_groups()
             gc.collect()
-            threads.append(psutil.Process().num_threads())
-    (folder / str(rank)).write_text(json.dumps(threads))
+            thread_counts.append(psutil.Process().num_threads())
+    (folder / str(rank)).write_text(json.dumps(thread_counts))
 
 
-def _refuse(*_: object) -> None:
-    raise AssertionError("a pipeline stage waits for the other's shapes")
+def _refuse_to_send_shapes(*_: object) -> None:
+    raise AssertionError("a pipeline stage waits for the shapes of another stage")
 
 
-def _free() -> None:
-    """Let go of what trainers held: buffers, and process groups, each with threads that wake a hundred times a second.
+def _free_trainers() -> None:
+    """Free the buffers and process groups of a job's trainers.
 
-    Hooks of parameters hold Megatron's wrapper from autograd's nodes, where the collector does not see them; with the
-    distributed optimizer that closes a cycle.
+    Each process group has threads that wake a hundred times a second. With the distributed
+    optimizer, Megatron's wrapper is part of a reference cycle through hooks of autograd nodes,
+    which the garbage collector does not see. Emptying the wrapper breaks the cycle.
     """
-    for found in gc.get_objects():
-        if type(found) is DistributedDataParallel:
-            vars(found).clear()
+    for candidate in gc.get_objects():
+        if type(candidate) is DistributedDataParallel:
+            vars(candidate).clear()
     gc.collect()
 
 
-def spec_of(model: str, **changes: Any) -> TrainerSpec:
-    return replace(
-        TrainerSpec(model=model, lr=LR, eps=EPS, objective=Objective(loss="cross_entropy")),
-        **changes,
-    )
+def make_spec(model: str, **changes: Any) -> TrainerSpec:
+    """Return the specification of a trainer with cross-entropy loss, with some fields changed."""
+    spec = TrainerSpec(model=model, lr=LR, eps=EPS, objective=Objective(loss="cross_entropy"))
+    return replace(spec, **changes)
 
 
-def copied(stream: WeightStream) -> dict[str, torch.Tensor]:
-    """Full tensors of a trainer's stream, in memory of their own."""
-    return {name: whole_of(rows).clone() for name, rows in stream}
+def copy_stream(stream: WeightStream) -> dict[str, torch.Tensor]:
+    """Return copies of the full tensors of a weight stream."""
+    return {name: whole(blocks).clone() for name, blocks in stream}
 
 
 def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return copied(trainer.model.weights())
+    """Return copies of a trainer's full weights. Every rank must call it."""
+    return copy_stream(trainer.model.weights())
 
 
 def save(trainer: MegatronTrainer, folder: Path) -> None:
-    """Save, and wait until every rank's files are there."""
+    """Save a checkpoint, and wait until the files of every rank are written."""
     trainer.save(folder)
     trainer.written()
     dist.barrier()
@@ -141,7 +149,11 @@ def save(trainer: MegatronTrainer, folder: Path) -> None:
 def train(
     rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int, max_tokens: int
 ) -> None:
-    """`steps` updates; rank 0 writes metrics, the weights after every step, and a checkpoint after the first."""
+    """Update `steps` times.
+
+    Rank 0 writes the metrics and the weights after every step. All ranks write a checkpoint after
+    the first step.
+    """
     trainer = MegatronTrainer(spec)
     history = []
     for step in range(steps):
@@ -157,33 +169,34 @@ def train(
 
 
 def export(rank: int, spec: TrainerSpec, routes: dict[str, SyncRoute]) -> None:
-    """Send the weights as version 1 over every route; rank 0 writes the update to the route's file."""
+    """Send the weights as version 1 over every route; rank 0 writes the update to the route's file.
+
+    Also assert that buckets of other sizes export the same weights.
+    """
     trainer = MegatronTrainer(spec)
     for file, route in routes.items():
         sender = make_sender(route, rank=rank, all_gather=all_gather_json)
         update = sender.send(trainer.model.weights(), 1, route.half)
         if rank == 0:
             Path(file).write_text(json.dumps(asdict(update)))
-    whole, local = copy_weights(trainer), trainer._parameters
+
+    weights = copy_weights(trainer)
+    parameters = trainer._parameters
+    architecture = trainer.model.architecture
     for bucket_bytes in (1, 20_000):
-        plan = plan_export(local, trainer.model.architecture, bucket_bytes)
-        again = {
-            name: whole_of(rows)
-            for name, rows in export_weights(local.__getitem__, trainer.model.architecture, plan)
-        }
-        assert again.keys() == whole.keys() and all(
-            torch.equal(again[name], whole[name]) for name in whole
-        )
-        assert (
-            len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan)
-            or bucket_bytes == 1
-        )
+        plan = plan_export(parameters, architecture, bucket_bytes)
+        exported = copy_stream(export_weights(parameters.__getitem__, architecture, plan))
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(exported[name], weights[name]) for name in weights)
+        exported_parameters = {entry.parameter for bucket in plan for entry, _ in bucket.shards}
+        if bucket_bytes > 1:  # large buckets hold several parameters
+            assert len(exported_parameters) > len(plan)
 
 
 def resume(
     rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int
 ) -> None:
-    """Continue from `checkpoint` for `steps` updates; rank 0 writes the weights at the end."""
+    """Update `steps` times from `checkpoint`; rank 0 writes the weights at the end."""
     trainer = MegatronTrainer(spec)
     trainer.restore(checkpoint)
     for _ in range(steps):
@@ -195,90 +208,106 @@ def resume(
 
 
 def score(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """Scores at the start, after an update and after a restore, by the trained and by the reference weights."""
+    """Write the scores at the start, after an update, and after restoring a checkpoint.
+
+    After the update and after the restore, the reference weights score too. The weights before and
+    after the reference's scores are written as well.
+    """
     trainer = MegatronTrainer(spec)
     batches = pack(samples, 12)
     scores = {"start": trainer.score(batches)}
     trainer.update(batches)
     save(trainer, out / "checkpoint")
+
     before = copy_weights(trainer)
-    scores |= {
-        "trained": trainer.score(batches),
-        "reference": trainer.score(batches, reference=True),
-    }
+    scores["trained"] = trainer.score(batches)
+    scores["reference"] = trainer.score(batches, reference=True)
     after = copy_weights(trainer)
-    again = MegatronTrainer(spec)
-    again.restore(out / "checkpoint")
-    scores |= {
-        "restored": again.score(batches),
-        "restored_reference": again.score(batches, reference=True),
-    }
+
+    restored = MegatronTrainer(spec)
+    restored.restore(out / "checkpoint")
+    scores["restored"] = restored.score(batches)
+    scores["restored_reference"] = restored.score(batches, reference=True)
     torch.save({"scores": scores, "before": before, "after": after}, out / f"rank{rank}.pt")
 
 
-def gather_late(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """Two updates; after each, the parameters of whose gathering nobody has waited for the end."""
-    trainer, late = MegatronTrainer(spec), list[str]()
+def find_pending_gathers(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Update twice; write the parameters whose all-gather was not waited for after an update."""
+    trainer = MegatronTrainer(spec)
+    pending: list[str] = []
     for _ in range(2):
         trainer.update(pack(samples, 12))
         for stage in trainer._stages:
-            groups = stage.param_to_bucket_group
-            late += [
-                name
-                for name, p in stage.named_parameters()
-                if groups[p].param_gather_handle is not None
-            ]
-    (out / f"rank{rank}.json").write_text(json.dumps(late))
+            bucket_groups = stage.param_to_bucket_group
+            for name, parameter in stage.named_parameters():
+                if bucket_groups[parameter].param_gather_handle is not None:
+                    pending.append(name)
+    (out / f"rank{rank}.json").write_text(json.dumps(pending))
 
 
-def criticise(
+def train_critic(
     rank: int, spec: TrainerSpec, policy: str, out: Path, samples: list[Sample], steps: int
 ) -> None:
-    """Train a critic from a folder with a head, then score; and start one from a policy's folder."""
-    critic = replace(spec, head="value", objective=ValueObjective())
-    train(rank, critic, out, samples, steps, 12)
-    trainer = MegatronTrainer(critic)
+    """Train a critic from a folder with a value head, and score; start another from a policy."""
+    critic_spec = replace(spec, head="value", objective=ValueObjective())
+    train(rank, critic_spec, out, samples, steps, 12)
+    trainer = MegatronTrainer(critic_spec)
     scores = trainer.score(pack(samples, 12))
-    fresh = MegatronTrainer(replace(critic, model=policy))
+
+    fresh = MegatronTrainer(replace(critic_spec, model=policy))
     torch.save({"scores": scores, "fresh": copy_weights(fresh)}, out / f"rank{rank}.pt")
     fresh.model.write(out / "exported")
 
 
-def skip(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """Six updates, one with a NaN advantage in one micro-batch, one with a million times the loss, one more."""
+def train_with_spikes(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Update six times; then with a NaN advantage, with a million times the loss, and once more.
+
+    Write the metrics, weights and optimizer moments after every update.
+    """
     trainer = MegatronTrainer(
         replace(spec, skip_spikes=True, spike_factor=10.0, objective=Objective(loss="ppo_clip"))
     )
-    rows: dict[str, list] = {"metrics": [], "weights": [], "moments": []}
+    history: dict[str, list] = {"metrics": [], "weights": [], "moments": []}
 
-    def signal(
+    def with_signal(
         sample: Sample, advantage: float, scale: float, behaviour: tuple[float, ...]
     ) -> Sample:
-        advantages = (advantage,) * len(sample.completion_ids)
         return replace(
-            sample, advantages=advantages, weight=sample.weight * scale, behaviour=behaviour
+            sample,
+            advantages=(advantage,) * len(sample.completion_ids),
+            weight=sample.weight * scale,
+            behaviour=behaviour,
         )
 
     for advantage, scale in [(1.0, 1.0)] * 6 + [(float("nan"), 1.0), (1.0, 1e6), (1.0, 1.0)]:
         batches = pack(samples, 12)
         behaviour = unpack(batches, trainer.score(batches), samples)
-        batch = [
-            signal(s, 1.0, scale if s.agent == "a" else 1.0, b)
-            for s, b in zip(samples, behaviour, strict=True)
-        ]
-        batch[0] = signal(samples[0], advantage, scale, behaviour[0])
-        rows["metrics"].append(trainer.update(pack(batch, 12)))
-        rows["weights"].append(copy_weights(trainer))
+        signalled = []
+        for sample, logprobs in zip(samples, behaviour, strict=True):
+            agent_scale = scale if sample.agent == "a" else 1.0
+            signalled.append(with_signal(sample, 1.0, agent_scale, logprobs))
+        # only one micro-batch gets the advantage
+        signalled[0] = with_signal(samples[0], advantage, scale, behaviour[0])
+
+        history["metrics"].append(trainer.update(pack(signalled, 12)))
+        history["weights"].append(copy_weights(trainer))
         states = trainer._optimizer.chained_optimizers[0].optimizer.state
-        rows["moments"].append(
-            {i: {k: v.clone() for k, v in state.items()} for i, state in enumerate(states.values())}
+        history["moments"].append(
+            {
+                index: {key: value.clone() for key, value in state.items()}
+                for index, state in enumerate(states.values())
+            }
         )
-    torch.save(rows, out / f"rank{rank}.pt")
+    torch.save(history, out / f"rank{rank}.pt")
 
 
-def live_long(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int) -> None:
-    """All that a trainer is asked for in a step, again and again; how many threads its rank has after each."""
-    trainer, batches, threads = MegatronTrainer(spec), pack(samples, 12), []
+def repeat_steps(
+    rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int
+) -> None:
+    """Repeat all calls of a training step; write the rank's number of threads after each step."""
+    trainer = MegatronTrainer(spec)
+    batches = pack(samples, 12)
+    thread_counts = []
     for step in range(steps):
         trainer.score(batches)
         trainer.score(batches, reference=True)
@@ -287,118 +316,131 @@ def live_long(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], st
         save(trainer, out / f"step_{step}")
         trainer.sleep()
         trainer.wake()
-        threads.append(psutil.Process().num_threads())
-    (out / f"threads_{rank}.json").write_text(json.dumps(threads))
+        thread_counts.append(psutil.Process().num_threads())
+    (out / f"threads_{rank}.json").write_text(json.dumps(thread_counts))
 
 
-def sequence_level(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """Two updates under a loss whose ratio is of whole replies, in micro-batches of several."""
+def train_sequence_loss(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Update twice with GSPO, whose ratio is of whole replies; each micro-batch has several."""
     trainer = MegatronTrainer(
         replace(spec, objective=Objective(loss="gspo", options={"clip_low": 0.9, "clip_high": 9.0}))
     )
     batches = pack(samples, 1000)
-    behaviour = unpack(batches, trainer.score(batches), samples)
-    drawn = [
+    logprobs = unpack(batches, trainer.score(batches), samples)
+    sampled = [
         replace(
             sample,
-            behaviour=tuple(x - 0.1 * i for i, x in enumerate(row)),
+            behaviour=tuple(logprob - 0.1 * position for position, logprob in enumerate(row)),
             advantages=(1.0,) * len(row),
         )
-        for sample, row in zip(samples, behaviour, strict=True)
+        for sample, row in zip(samples, logprobs, strict=True)
     ]
-    metrics = [trainer.update(pack(drawn, 1000)) for _ in range(2)]
+    metrics = [trainer.update(pack(sampled, 1000)) for _ in range(2)]
     torch.save({"metrics": metrics, "weights": copy_weights(trainer)}, out / f"{rank}.pt")
 
 
-def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """Three updates with a sleep after each, and three without; what was freed, and how resident memory changed."""
-    process, batches, found = psutil.Process(), pack(samples, 12), {}
+def train_with_sleep(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Update three times with a sleep after each, and three times without.
+
+    Write the metrics, scores and weights of both, the bytes that each sleep returned as freed, and
+    by how much it changed the resident memory.
+    """
+    process = psutil.Process()
+    batches = pack(samples, 12)
+    results: dict[str, Any] = {}
     for kind in ("rested", "unbroken"):
         trainer = MegatronTrainer(spec)
-        found[kind] = {"metrics": [], "freed": [], "resident": []}
+        result: dict[str, Any] = {"metrics": [], "freed": [], "resident": []}
         for _ in range(3):
-            found[kind]["metrics"].append(trainer.update(batches))
+            result["metrics"].append(trainer.update(batches))
             if kind == "rested":
                 before = process.memory_info().rss
-                found[kind]["freed"].append(trainer.sleep())
-                found[kind]["resident"].append(process.memory_info().rss - before)
+                result["freed"].append(trainer.sleep())
+                result["resident"].append(process.memory_info().rss - before)
                 with pytest.raises(RuntimeError, match=r"offloaded .* call wake\(\) first"):
                     trainer.update(batches)
                 trainer.wake()
-        found[kind]["scores"] = trainer.score(batches)
-        found[kind]["weights"] = copy_weights(trainer)
-        found["parameters"] = sum(p.numel() for p in trainer._parameters.values())
-    torch.save(found, out / f"{rank}.pt")
+        result["scores"] = trainer.score(batches)
+        result["weights"] = copy_weights(trainer)
+        results[kind] = result
+        results["parameters"] = sum(p.numel() for p in trainer._parameters.values())
+    torch.save(results, out / f"{rank}.pt")
 
 
-def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """An update; bytes of this rank's weights, gradients and optimizer, and of what the forward pass saved.
+def measure_trainer_memory(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Write the bytes of this rank's weights, gradients, optimizer state and activations.
 
     All tokens pass through the last layer, as on a GPU, whose memory is planned.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "rank_device", lambda: torch.device("cuda"))
         trainer = MegatronTrainer(spec)
-    saved, sizes = {}, []
-    weights = {
+    saved: dict[int, torch.UntypedStorage] = {}
+    activation_bytes: list[int] = []
+    weight_pointers = {
         tensor.untyped_storage().data_ptr() for tensor in trainer.model.all_parameters.values()
     }
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def on_save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in weight_pointers:
             saved[storage._cdata] = storage
         return tensor
 
-    def use(tensor: torch.Tensor) -> torch.Tensor:
-        if not sizes:  # the forward pass is over, and what it let go of is empty
-            sizes.append(sum(storage.nbytes() for storage in saved.values()))
+    def on_use(tensor: torch.Tensor) -> torch.Tensor:
+        # At the first use the forward pass is over, and storages that it freed have no bytes.
+        if not activation_bytes:
+            activation_bytes.append(sum(storage.nbytes() for storage in saved.values()))
         return tensor
 
     (batch,) = pack([sample for sample in samples if sample.agent == "a"], 4096)
     trainer.update([batch])
-    shared = {
+    # updates may have moved the weights
+    weight_pointers_now = {
         tensor.untyped_storage().data_ptr() for tensor in trainer.model.all_parameters.values()
     }
-    own = [
-        t
-        for t in trainer._state.tensors()
-        if t.dim() and t.untyped_storage().data_ptr() not in shared
+    optimizer_tensors = [
+        tensor
+        for tensor in trainer._state.tensors()
+        if tensor.dim() and tensor.untyped_storage().data_ptr() not in weight_pointers_now
     ]
-    found = {
-        "weights": sum(t.numel() * t.element_size() for t in trainer.model.all_parameters.values()),
-        "gradients": sum(
-            b.grad_data.nbytes
-            for s in trainer._stages
-            for b in (*s.buffers, *s.expert_parallel_buffers)
-        ),
-        "optimizer": sum(t.numel() * t.element_size() for t in own),
+    gradient_buffers = [
+        buffer
+        for stage in trainer._stages
+        for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
+    ]
+    measured = {
+        "weights": sum(tensor.nbytes for tensor in trainer.model.all_parameters.values()),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in gradient_buffers),
+        "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors),
         "tokens": len(batch.token_ids),
     }
-    with torch.autograd.graph.saved_tensors_hooks(keep, use):
+    with torch.autograd.graph.saved_tensors_hooks(on_save, on_use):
         trainer.update([batch])
-    found["activations"] = sizes[0]
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    measured["activations"] = activation_bytes[0]
+    (out / f"{rank}.json").write_text(json.dumps(measured))
 
 
-def resident(rank: int, spec: TrainerSpec, out: Path, batches: list[Microbatch]) -> None:
-    """Bytes by which this process grows with a trainer, and at the peak of its second update."""
-    process, status = psutil.Process(), Path("/proc/self/status")
+def measure_process_memory(
+    rank: int, spec: TrainerSpec, out: Path, batches: list[Microbatch]
+) -> None:
+    """Write by how many bytes a trainer enlarges this process: after an update, and at its peak."""
+    process = psutil.Process()
     before = process.memory_info().rss
     trainer = MegatronTrainer(spec)
     trainer.update(batches)
-    kept = process.memory_info().rss - before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    persistent = process.memory_info().rss - before
+
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     trainer.update(batches)
-    peak = next(
-        int(line.split()[1]) << 10
-        for line in status.read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    (out / f"{rank}.json").write_text(json.dumps({"kept": kept, "peak": peak - before}))
+    status_lines = Path("/proc/self/status").read_text().splitlines()
+    (peak_line,) = [line for line in status_lines if line.startswith("VmHWM")]
+    peak = int(peak_line.split()[1]) << 10
+    measured = {"kept": persistent, "peak": peak - before}
+    (out / f"{rank}.json").write_text(json.dumps(measured))
 
 
-def entropy(
+def differentiate_entropy(
     rank: int,
     out: Path,
     hidden: torch.Tensor,
@@ -406,47 +448,50 @@ def entropy(
     labels: torch.Tensor,
     temperatures: torch.Tensor,
 ) -> None:
-    """Gradients of Σ (n + 1) (log p_n + 2 H_n) in the hidden states and this rank's weights, and both values.
+    """Write log p and H, and the gradients of Σ (n + 1) (log p_n + 2 H_n).
 
-    In chunks of two rows, then all rows at once.
+    The gradients are those of the hidden states and of this rank's shard of the weight. The head
+    computes in chunks of two rows, and then all rows at once.
     """
     vocab = len(weight)
+    ranks = dist.get_world_size()
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
-    default = head.CHUNK_BYTES["cpu"]
-    for name, size in (
-        ("chunks", 2 * 4 * len(padded) // dist.get_world_size()),
-        ("whole", default),
-    ):
+    chunk_bytes = {
+        "chunks": 2 * 4 * len(padded) // ranks,
+        "whole": head.CHUNK_BYTES["cpu"],
+    }
+    for name, size in chunk_bytes.items():
         head.CHUNK_BYTES["cpu"] = size
-        mine, shard = (
-            hidden.clone().requires_grad_(),
-            padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),
-        )
-        found, entropies = head.logprobs_and_entropy(
-            mine, shard, labels, temperatures, vocab, embeds=False, exact=False
+        local_hidden = hidden.clone().requires_grad_()
+        shard = padded.chunk(ranks)[rank].clone().requires_grad_()
+        logprobs, entropies = head.logprobs_and_entropy(
+            local_hidden, shard, labels, temperatures, vocab, embeds=False, exact=False
         )
         factor = torch.arange(1.0, len(labels) + 1)
-        (factor * (found + 2 * entropies)).sum().backward()
-        numbers = {
-            "hidden": mine.grad,
+        (factor * (logprobs + 2 * entropies)).sum().backward()
+        results = {
+            "hidden": local_hidden.grad,
             "weight": shard.grad,
-            "logprobs": found.detach(),
+            "logprobs": logprobs.detach(),
             "entropy": entropies.detach(),
         }
-        torch.save(numbers, out / f"{name}_{rank}.pt")
+        torch.save(results, out / f"{name}_{rank}.pt")
 
 
-def both_ways(
+def compare_tree_gradients(
     rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], max_tokens: int
 ) -> None:
-    """How far apart the gradients of an update are on trees and on whole sequences, relative to the latter."""
-    found = []
+    """Write the relative difference between the gradients on prefix trees and on whole sequences.
+
+    Also write the norm of the latter.
+    """
+    gradients = []
     for share in (True, False):
         trainer = MegatronTrainer(spec)
         trainer.update(pack(samples, max_tokens, share=share))
-        found.append(
-            torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)])
-        )
-    tree, whole = found
-    apart = {"relative": float((tree - whole).norm() / whole.norm()), "norm": float(whole.norm())}
-    out.write_text(json.dumps(apart))
+        flat = [gradient.double().flatten() for _, gradient in full_gradients(trainer)]
+        gradients.append(torch.cat(flat))
+    on_trees, on_sequences = gradients
+    norm = on_sequences.norm()
+    difference = (on_trees - on_sequences).norm() / norm
+    out.write_text(json.dumps({"relative": float(difference), "norm": float(norm)}))

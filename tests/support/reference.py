@@ -1,4 +1,4 @@
-"""A Hugging Face model trained by plain torch: what every Megatron layout must reproduce."""
+"""Training of a Hugging Face model in plain torch, which every Megatron layout must reproduce."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +28,15 @@ LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
     "factor": 32.0,
-    "low_freq_factor": 2.0,  # not the released models' 1, 4 and 8192, which Megatron takes for granted
+    # The released models have 1, 4 and 8192 in the next three lines, which are Megatron's defaults.
+    # Other values show that the configuration is read.
+    "low_freq_factor": 2.0,
     "high_freq_factor": 8.0,
     "original_max_position_embeddings": 64,
 }
 MIXTURES = ("qwen3_moe",)
-MIXTURE = {  # the second layer is dense
+# The second layer is dense.
+MIXTURE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
@@ -62,139 +65,160 @@ FAMILIES = {
 def make_model(
     family: str, folder: Path, *, critic: bool = False, layers: int = 2, **sizes: Any
 ) -> transformers.PreTrainedModel:
-    """A tiny random model with non-trivial norms and biases, saved to `folder`; a critic has one label.
+    """Return a tiny random model with non-trivial norms and biases, and save it to `folder`.
 
-    `sizes` take the place of those in BASE and MIXTURE.
+    Args:
+        critic: True for a model with a value head.
+        sizes: replacements of those in BASE and MIXTURE.
     """
     torch.manual_seed(0)
     config = FAMILIES[family](num_hidden_layers=layers, **sizes)
-    config._experts_implementation = (
-        "eager"  # the plain definition, not the fastest kernel there is
-    )
-    config.num_labels = 1 if critic else 2
-    kind = (
-        transformers.AutoModelForSequenceClassification
-        if critic
-        else transformers.AutoModelForCausalLM
-    )
-    model = kind.from_config(config).float()
+    config._experts_implementation = "eager"  # the plain definition instead of the fastest kernel
+    if critic:
+        config.num_labels = 1
+        model_class = transformers.AutoModelForSequenceClassification
+    else:
+        config.num_labels = 2
+        model_class = transformers.AutoModelForCausalLM
+    model = model_class.from_config(config).float()
+
+    # The more sharply experts are chosen, the more digits are lost.
+    weight_scale = 2.0 if family in MIXTURES else 3.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
-                parameter.mul_(
-                    2.0 if family in MIXTURES else 3.0
-                )  # experts chosen more sharply lose digits to it
+                parameter.mul_(weight_scale)
     model.save_pretrained(folder)
     return model
 
 
 def on_disk(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What transformers writes a parameter as: the stack of a layer's experts by expert, all else as it is."""
-    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+    """Yield the (name, tensor) pairs that transformers writes for a parameter.
+
+    The stacked experts of a layer are written one by one; other parameters stay as they are.
+    """
+    prefix = name.rpartition(".")[0]
+    if name.endswith("experts.down_proj"):
+        for expert, down in enumerate(tensor):
+            yield f"{prefix}.{expert}.down_proj.weight", down
+    elif name.endswith("experts.gate_up_proj"):
+        for expert, gate_up in enumerate(tensor):
+            gate, up = gate_up.chunk(2)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.{expert}.up_proj.weight", up
+    else:
         yield name, tensor
-        return
-    stack = name[: name.rindex(".")]
-    for expert, matrix in enumerate(tensor):
-        parts = (
-            {"down": matrix}
-            if "down" in name
-            else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-        )
-        yield from (
-            (f"{stack}.{expert}.{which}_proj.weight", part) for which, part in parts.items()
-        )
 
 
 def tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's weights as they are on disk, adapters merged, and the adapters by PEFT name."""
-    return {
-        n: part.clone()
-        for name, whole in lora.tensors_of(model).items()
-        for n, part in on_disk(name, whole)
-    }
+    """Return the weights by their names on disk, adapters merged, and the adapters by PEFT name."""
+    on_disk_tensors = {}
+    for name, whole in lora.tensors_of(model).items():
+        for file_name, part in on_disk(name, whole):
+            on_disk_tensors[file_name] = part.clone()
+    return on_disk_tensors
 
 
 def make_samples() -> list[Sample]:
-    """Two agents; a prompt with three ragged replies, two prompts with one reply, a dialogue with untrained tokens."""
-    generator = torch.Generator().manual_seed(2)
+    """Return samples of two agents.
 
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, 101, (n,), generator=generator).tolist())
-
+    Agent a has a prompt with three replies of different lengths, and a prompt with one. Agent b has
+    a prompt with one reply, and a dialogue without a prompt, some of whose tokens are not trained.
+    """
+    ids = _random_ids(seed=2)
     prompt = ids(7)
     rows = [
         ("a", prompt, ids(3)),
         ("a", prompt, ids(6)),
         ("a", prompt, ids(1)),
         ("a", ids(4), ids(5)),
+        ("b", ids(9), ids(4)),
+        ("b", (), ids(8)),
     ]
-    rows += [("b", ids(9), ids(4)), ("b", (), ids(8))]
     samples = []
-    for i, (agent, head, reply) in enumerate(rows):
-        trained = tuple(j % 3 != 0 for j in range(len(reply))) if not head else None
-        weight = (i + 1) / 100
+    for number, (agent, head, reply) in enumerate(rows):
+        mask = None if head else tuple(position % 3 != 0 for position in range(len(reply)))
         samples.append(
-            Sample(
-                policy="p",
-                agent=agent,
-                task="t",
-                trajectory=str(i),
-                turn=0,
-                prompt_ids=head,
-                completion_ids=reply,
-                trained=trained,
-                temperature=0.7 if agent == "b" else 1.0,
-                weight=weight,
-            )
+            _make_sample(agent, number, head, reply, trained=mask, weight=(number + 1) / 100)
         )
     return samples
 
 
 def make_deep_samples() -> list[Sample]:
-    """Two agents' trees three segments deep: ragged replies, a single token, turns that go on from others, twins."""
-    generator = torch.Generator().manual_seed(4)
+    """Return samples that are prefix trees of two agents, three segments deep.
 
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, 101, (n,), generator=generator).tolist())
-
+    They have replies of different lengths, a reply of one token, turns that continue others, and
+    two equal samples.
+    """
+    ids = _random_ids(seed=4)
     rows = []
     for agent in ("a", "b"):
         stem = ids(20)
-        first, second = ids(9), ids(12)
-        limbs = [
-            stem + first + ids(4),
-            stem + second + ids(2),
-        ]  # what was said and observed after the stem
+        first = ids(9)
+        second = ids(12)
+        # dialogues: the stem, a reply, and the observation after the reply
+        dialogues = [stem + first + ids(4), stem + second + ids(2)]
         rows += [
             (agent, stem, first),
             (agent, stem, second),
             (agent, stem, ids(1)),
             (agent, stem, first),
         ]
-        rows += [(agent, limb, ids(n)) for limb in limbs for n in (3, 7, 2)]
-        rows += [(agent, limbs[0] + rows[-4][2], ids(5)), (agent, ids(6), ids(3))]
-    return [
-        Sample(
-            policy="p",
-            agent=agent,
-            task="t",
-            trajectory=str(number),
-            turn=0,
-            prompt_ids=prompt,
-            completion_ids=reply,
-            trained=tuple(j % 3 != 1 for j in range(len(reply))) if number % 4 == 1 else None,
-            temperature=0.7 if agent == "b" else 1.0,
-            weight=(number + 1) / 200,
+        for dialogue in dialogues:
+            rows += [(agent, dialogue, ids(length)) for length in (3, 7, 2)]
+        last_reply_to_first = rows[-4][2]
+        rows.append((agent, dialogues[0] + last_reply_to_first, ids(5)))
+        rows.append((agent, ids(6), ids(3)))
+
+    samples = []
+    for number, (agent, prompt, reply) in enumerate(rows):
+        mask = None
+        if number % 4 == 1:
+            mask = tuple(position % 3 != 1 for position in range(len(reply)))
+        samples.append(
+            _make_sample(agent, number, prompt, reply, trained=mask, weight=(number + 1) / 200)
         )
-        for number, (agent, prompt, reply) in enumerate(rows)
-    ]
+    return samples
+
+
+def _random_ids(seed: int) -> Callable[[int], tuple[int, ...]]:
+    """Return a function that draws so many random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 101, (count,), generator=generator).tolist())
+
+    return ids
+
+
+def _make_sample(
+    agent: str,
+    number: int,
+    prompt_ids: tuple[int, ...],
+    completion_ids: tuple[int, ...],
+    *,
+    trained: tuple[bool, ...] | None,
+    weight: float,
+) -> Sample:
+    return Sample(
+        policy="p",
+        agent=agent,
+        task="t",
+        trajectory=str(number),
+        turn=0,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        trained=trained,
+        temperature=0.7 if agent == "b" else 1.0,
+        weight=weight,
+    )
 
 
 def loss_of(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Σ weight · −log p(token) over the trained tokens of one sample, computed alone and unpacked."""
+    """Return Σ weight · −log p(token) over the trained tokens of one sample, which is not packed."""
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
     logits = model(input_ids=ids[None]).logits[0] / sample.temperature
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
@@ -204,7 +228,10 @@ def loss_of(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor
 
 
 def make_critic_samples() -> list[Sample]:
-    """The same samples with old values and returns on every token, some too far apart for the clip of 0.2."""
+    """Return `make_samples()` with old values and returns for every token.
+
+    Some differ by more than the clip of 0.2.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def column(n: int) -> tuple[float, ...]:
@@ -221,7 +248,10 @@ def make_critic_samples() -> list[Sample]:
 
 
 def logprobs_of(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """[C] log-probabilities of a sample's completion, NaN for a first token without anything before it."""
+    """Return the [C] log-probabilities of a sample's completion.
+
+    The first token of a sample without a prompt has none, and gets NaN.
+    """
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
     logits = model(input_ids=ids[None]).logits[0] / sample.temperature
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
@@ -229,7 +259,10 @@ def logprobs_of(model: transformers.PreTrainedModel, sample: Sample) -> torch.Te
 
 
 def values_of(critic: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """[C] values before each token of a sample's completion, NaN for a first token without anything before it."""
+    """Return the [C] values before each token of a sample's completion.
+
+    The first token of a sample without a prompt has none, and gets NaN.
+    """
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
     hidden = critic.model(input_ids=ids[None]).last_hidden_state[0]
     values = (hidden @ critic.score.weight.t())[:, 0]
@@ -237,12 +270,14 @@ def values_of(critic: transformers.PreTrainedModel, sample: Sample) -> torch.Ten
 
 
 def value_loss_of(critic: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Σ weight · ½ max((v − R)², (clip(v, old ± 0.2) − R)²) over the trained tokens of one sample."""
+    """Return Σ weight · ½ max((v − R)², (clip(v, old ± 0.2) − R)²) over a sample's trained tokens."""
     trained = torch.tensor(sample.trained or (True,) * len(sample.completion_ids))
-    v = values_of(critic, sample)[trained]
-    old, target = (torch.tensor(column)[trained] for column in (sample.values, sample.returns))
-    clipped = torch.minimum(torch.maximum(v, old - 0.2), old + 0.2)
-    return 0.5 * torch.maximum((v - target) ** 2, (clipped - target) ** 2).sum() * sample.weight
+    values = values_of(critic, sample)[trained]
+    old_values = torch.tensor(sample.values)[trained]
+    returns = torch.tensor(sample.returns)[trained]
+    clipped = torch.minimum(torch.maximum(values, old_values - 0.2), old_values + 0.2)
+    errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * errors.sum() * sample.weight
 
 
 def train(
@@ -252,7 +287,12 @@ def train(
     lr: float,
     loss_of: Callable[[transformers.PreTrainedModel, Sample], torch.Tensor] = loss_of,
 ) -> list[dict]:
-    """Plain AdamW with clipping at 1; per step the loss, the gradient norm (also per agent) and the parameters."""
+    """Train with plain AdamW and gradient clipping at 1.
+
+    Returns:
+        For each step: `loss`, `norm` of the gradients, `agent_norm` by agent, `gradients` after
+        clipping, and `parameters`.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0
     )
@@ -260,33 +300,35 @@ def train(
     for _ in range(steps):
         row: dict = {"agent_norm": {}, "loss": 0.0}
         total: dict[str, torch.Tensor] = {}
-        for agent in sorted({s.agent for s in samples}):
+        for agent in sorted({sample.agent for sample in samples}):
             model.zero_grad()
-            loss = sum(loss_of(model, s) for s in samples if s.agent == agent)
+            loss = sum(loss_of(model, sample) for sample in samples if sample.agent == agent)
             loss.backward()
-            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            row["agent_norm"][agent] = float(
-                torch.stack([gradient.norm() for gradient in own.values()]).norm()
-            )
+            gradients = {
+                name: parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+            norms = torch.stack([gradient.norm() for gradient in gradients.values()])
+            row["agent_norm"][agent] = float(norms.norm())
             row["loss"] += float(loss.detach())
-            total = {name: gradient + total.get(name, 0.0) for name, gradient in own.items()}
+            total = {name: gradient + total.get(name, 0.0) for name, gradient in gradients.items()}
         for name, gradient in total.items():
             model.get_parameter(name).grad = gradient
         row["norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
-        row["gradients"] = {
-            n: part.clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-            for n, part in on_disk(lora.name_of(name), p.grad)
-        }
+        row["gradients"] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                for file_name, part in on_disk(lora.name_of(name), parameter.grad):
+                    row["gradients"][file_name] = part.clone()
         row["parameters"] = tensors(model)
         history.append(row)
     return history
 
 
-class _Wide(TorchFunctionMode):
-    """What asks for float32 gets float64."""
+class _Float64(TorchFunctionMode):
+    """Mode in which functions compute in float64 where they ask for float32."""
 
     def __torch_function__(
         self,
@@ -295,27 +337,28 @@ class _Wide(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        def widened(value: Any) -> Any:
+        def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
         if func is torch.Tensor.float:
             return args[0].double()
-        return func(
-            *map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()}
-        )
+        wide_args = [widen(value) for value in args]
+        wide_kwargs = {name: widen(value) for name, value in (kwargs or {}).items()}
+        return func(*wide_args, **wide_kwargs)
 
 
 def to_double(model: transformers.PreTrainedModel) -> None:
-    """Have a model compute in float64, its norms and routers too, which cast to float32 whatever the model's type is.
+    """Make a model compute in float64.
 
-    Rotary angles stay float32: they are part of what a model is.
+    Its norms and routers compute in float64 too, although their code casts to float32. Rotary
+    angles stay float32, because they are part of the model's definition.
     """
     model.double()
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "Router")):
-            module.forward = functools.partial(_widely, module.forward)
+            module.forward = functools.partial(_forward_in_float64, module.forward)
 
 
-def _widely(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Wide():
+def _forward_in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Float64():
         return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A recorded turn, sampled again from what was written down of it."""
+"""Sampling of a recorded turn again, from its record."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from rollout.records.trajectory import Sampling, Turn
 def sample_again(
     engine: EmbeddedEngine, turn: Turn, weights: Callable[[int], Iterable[tuple[str, Any]]]
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Tokens and log-probabilities of a turn from its prompt and seed, by the weights that sampled which of its tokens.
+    """Return the tokens and log-probabilities that a turn's prompt, seed and weights give.
 
-    Nothing else may run on `engine`; `weights` gives those of a version.
+    Args:
+        engine: engine without other requests.
+        turn: a turn, which records the version of the weights that sampled each token.
+        weights: returns the weights of a version.
     """
     first, *later = turn.versions
-    changes = {span.start: span.version for span in later}
+    updates = {span.start: span.version for span in later}
     engine.load_weights(weights(first.version), first.version)
     sampling = Sampling(
         temperature=turn.temperature, max_tokens=len(turn.completion_ids), seed=turn.seed
     )
     engine.submit(0, turn.prompt_ids, sampling)
-    began, done = engine.stats.decode_tokens, []
-    while not done:
-        version = changes.get(engine.stats.decode_tokens - began)
+    tokens_before = engine.stats.decode_tokens
+    outcomes = []
+    while not outcomes:
+        version = updates.get(engine.stats.decode_tokens - tokens_before)
         if version is not None:
             engine.load_weights(weights(version), version)
-        done = engine.step()
-    [(_, completion)] = done
+        outcomes = engine.step()
+    [(_, completion)] = outcomes
     return completion.token_ids, completion.logprobs

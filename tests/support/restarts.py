@@ -72,7 +72,7 @@ def restarted_session(
 
     for engine in engines_of(run).values():
         asyncio.run(engine.commit_update(handed_over(found.step)))
-        engine._handed = [(0.0, found.step)]
+        engine._updates = [(0.0, found.step)]
     syncs = {
         name: WeightSync(run.groups[name], engine, versions=found.state["versions"][name])  # type: ignore[arg-type]
         for name, engine in engines_of(run).items()

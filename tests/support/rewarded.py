@@ -1,4 +1,4 @@
-"""A run's file of rewarded trajectories, with the config whose estimator gives them credit."""
+"""Rewarded trajectories of a run, and the run's config, which names the advantage estimator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def write_rewarded_step(run: Path) -> Path:
     """Write two trajectories of one task with rewards 1 and 0, of a run trained with GRPO."""
     values = resolve(["experiment=demo_math", "advantage={name: grpo}", f"results={run}"])
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    played = [
+    trajectories = [
         trajectory(
             turn(0, policy="solver", text=f"it is {sample}", reward=1.0 - sample), sample=sample
         )
         for sample in (0, 1)
     ]
     path = run / "train" / "trajectories" / "step_000000.parquet"
-    write_trajectories(path, played)
+    write_trajectories(path, trajectories)
     return path

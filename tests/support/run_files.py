@@ -1,4 +1,4 @@
-"""Files of small runs, whole and damaged, for tests of the code that reads them."""
+"""Files of small runs, whole and damaged, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def write_small_run(folder: Path, scores: dict[str, float], **changed: object) -
     """Write a run of two steps with one evaluation; return its folder.
 
     Args:
-        folder: of the run, whose name is the run's.
+        folder: run folder; the run gets its name.
         scores: avg@2 of the trained team by task.
-        changed: values of the config.
+        changed: values of the config that differ from `CONFIG`.
     """
     (folder / "train").mkdir(parents=True)
     (folder / "evaluation").mkdir()

@@ -1,4 +1,4 @@
-"""A run folder with tasks and a random model, ready to train."""
+"""Run folders with tasks and a random model, ready to train."""
 
 import json
 import shutil
@@ -14,12 +14,15 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
 from mcore_mas.pipeline.prepare import prepare_tasks
 
-_made = tempfile.TemporaryDirectory()
-_bases: dict[str, Path] = {}  # random models that this process has made, by what decides them
+_models_folder = tempfile.TemporaryDirectory()
+_models: dict[str, Path] = {}  # random models of this process, by the config that determines them
 
 
 def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> Path:
-    """A demo's team on a random model of one layer, two tasks and two trajectories a step."""
+    """Make the run folder of a demo on a random one-layer model; return it.
+
+    A step has two tasks with two trajectories each.
+    """
     folder = results / experiment
     policies = ("solver", "verifier") if experiment == "demo_math" else ("shared",)
     settings = [
@@ -35,23 +38,25 @@ def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> P
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(folder / "config.yaml", folder / "tasks")
-    decides = json.dumps(
-        [values[name] for name in ("seed", "data", "agents", "cold_start")], sort_keys=True
-    )
-    if decides not in _bases:
-        _bases[decides] = Path(_made.name, str(len(_bases)))
-        make_base_model(folder / "config.yaml", folder / "tasks", _bases[decides])
-    shutil.copytree(_bases[decides], folder / "base")
+    sections = [values[name] for name in ("seed", "data", "agents", "cold_start")]
+    key = json.dumps(sections, sort_keys=True)
+    if key not in _models:
+        _models[key] = Path(_models_folder.name, str(len(_models)))
+        make_base_model(folder / "config.yaml", folder / "tasks", _models[key])
+    shutil.copytree(_models[key], folder / "base")
     return folder
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that has trained, step by step; the first are of validation before training, step -1."""
+    """Return the rows of a run's metrics.jsonl.
+
+    The first row, step -1, is of the validation before training.
+    """
     return [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
 
 
 def describe_model(folder: Path) -> Path:
-    """A folder with as much of a model as a plan looks at: sizes, a chat template, and that weights are there."""
+    """Write what a plan reads of a model: sizes, a chat template and a file of weights."""
     sizes = {
         "hidden_size": 192,
         "intermediate_size": 576,

@@ -1,4 +1,4 @@
-"""A run without trainers whose agents say what a script says."""
+"""Runs without trainers, whose agents' replies are scripted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.simulated import Log, make_session, with_engines
 
 
 class Bytes:
-    """A renderer whose tokens are UTF-8 bytes; 0 ends a reply."""
+    """Renderer whose tokens are UTF-8 bytes; 0 ends a reply."""
 
     stop = (0,)
 
@@ -25,7 +25,7 @@ class Bytes:
 
 
 def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession:
-    """A run of the math team whose agents say what `script` says; the answer of task n is n."""
+    """Return a run of the math team with scripted replies; the answer of task n is n."""
     settings = [
         "trainer.tasks_per_step=2",
         "trainer.group_size=2",
@@ -36,9 +36,14 @@ def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession
     config = RunConfig.check(values, "test")
     tasks = [
         Task(
-            id=str(n), prompt=f"task {n}", answers=(str(n),), env="math", source="s", split="train"
+            id=str(number),
+            prompt=f"task {number}",
+            answers=(str(number),),
+            env="math",
+            source="s",
+            split="train",
         )
-        for n in range(8)
+        for number in range(8)
     ]
     engines = dict.fromkeys(config.policies, ScriptedEngine(script))
     session = with_engines(
@@ -49,8 +54,10 @@ def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession
 
 
 def box(answer: object) -> bytes:
+    """Return the reply that gives this answer."""
     return b"\\boxed{%s}\0" % str(answer).encode()
 
 
 def task_of(prompt) -> int:
+    """Return the number of the task in a prompt."""
     return int(bytes(prompt).decode().rpartition("task ")[2].split()[0])

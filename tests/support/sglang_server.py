@@ -1,4 +1,4 @@
-"""How tests start SGLang's own server, or reach one."""
+"""Engines on real SGLang servers, for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.settings import SGLangSettings
 from tests.support.tiny import MAX_LENGTH
 
-IN_FLOAT32 = {  # kernels of its own compute in half precision only
+# SGLang's own attention and sampling kernels compute in half precision only.
+IN_FLOAT32 = {
     "dtype": "float32",
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
@@ -21,17 +22,17 @@ IN_FLOAT32 = {  # kernels of its own compute in half precision only
     "disable-cuda-graph": True,
     "max-total-tokens": 16384,
     "random-seed": 1,
-    "sleep-on-idle": True,  # else it looks for requests without a pause, on a core of its own
+    "sleep-on-idle": True,  # otherwise an idle server polls, and occupies a core
 }
 ON_A_CPU = {"device": "cpu", "disable-overlap-schedule": True}
 
 
 def server_settings(tp: int = 1) -> dict[str, Any]:
-    """`options` and `environment` of servers on this machine, as an engine's config has them."""
+    """Return the `options` and `environment` of an engine's config for servers on this machine."""
     if torch.cuda.is_available():
         return {"options": IN_FLOAT32, "environment": {}}
     environment = {"SGLANG_USE_CPU_ENGINE": "1"}
-    if tp > 1:  # else each rank wants a NUMA node of its own
+    if tp > 1:  # by default SGLang binds each rank to another NUMA node
         cores = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(cores[rank % len(cores)]) for rank in range(tp)
@@ -40,21 +41,21 @@ def server_settings(tp: int = 1) -> dict[str, Any]:
 
 
 async def pid_of(replica: Replica) -> int | None:
-    """A server's process, None where it is not ours."""
+    """Return the process id of a server; None if this process did not start it."""
     if replica.host is None:
         return None
-    pid: int | None = (
-        replica.host.pid() if replica.actors is None else await replica.host.pid.remote()
-    )
-    return pid
+    if replica.actors is None:
+        return replica.host.pid()
+    return await replica.host.pid.remote()
 
 
-def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLangEngine:
-    """Return an engine on `model`, with servers of the interpreter `given`, or one at the URL `given`.
+def make_engine(server: str, model: Path, folder: Path, **settings: Any) -> SGLangEngine:
+    """Return an engine on `model`; weights and logs are written below `folder`.
 
-    Weights and logs are kept below `folder`.
+    Args:
+        server: URL of a server, or a Python interpreter that starts servers.
     """
-    where: dict[str, Any] = {"urls": [given]} if "://" in given else {"python": given}
+    source: dict[str, Any] = {"urls": [server]} if "://" in server else {"python": server}
     return SGLangEngine(
         SGLangSettings(
             folder=model,
@@ -64,7 +65,7 @@ def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLan
             log=folder / "server.log",
             start_s=1500.0,
             **server_settings(int(settings.get("tp", 1))),
-            **where,
+            **source,
             **settings,
         )
     )

@@ -1,4 +1,7 @@
-"""A shipped team, played from its config on scripted replies: its prompts, its environment, its rewards."""
+"""Trajectories of shipped teams with scripted replies.
+
+Prompts, environment and rewards are those of the team's config.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,21 @@ TEAMS = {
 
 
 def sharings(team: str) -> list[str]:
-    """How the agents of a shipped team may share policies; a lone one has nobody to share with."""
-    several = ["separate"] if len(TEAMS[team]["agents"]) > 1 else []
-    return ["shared", *several, *(["partly"] if "partly" in TEAMS[team] else [])]
+    """Return the names of the ways in which the agents of a shipped team may share policies."""
+    names = ["shared"]
+    if len(TEAMS[team]["agents"]) > 1:
+        names.append("separate")
+    if "partly" in TEAMS[team]:
+        names.append("partly")
+    return names
 
 
 class Library:
-    """A retriever that finds `k` passages about any query, and nothing about `nothing`."""
+    """Retriever that finds `k` passages for any query except "nothing".
+
+    Attributes:
+        asked: query and `k` of each search.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -52,9 +63,14 @@ def play_shipped(
     sections: dict[str, Any] | None = None,
     **tools: Any,
 ) -> Trajectory:
-    """The rewarded trajectory of the shipped team `name` on `task`, whose calls are answered by `replies` in order.
+    """Return the rewarded trajectory of a shipped team on a task.
 
-    Every reply is used. `sections` replace options of the team by section, as `{"env": {"style": "text"}}`.
+    Args:
+        name: name of the team.
+        replies: replies of the agents in order. The team must use all of them.
+        sections: options that replace those of the team, by section; for example
+            `{"env": {"style": "text"}}`.
+        tools: arguments of the environment, such as a retriever.
     """
     values = copy.deepcopy(TEAMS[name])
     for section, options in (sections or {}).items():
@@ -68,8 +84,8 @@ def play_shipped(
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
     team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
     env = build_env(EnvConfig(**values["env"]), **tools)
-    played = collect([task], team, env, orchestra.call, group_size=1, seed=1, step=0)
-    (group,) = asyncio.run(played)
+    collection = collect([task], team, env, orchestra.call, group_size=1, seed=1, step=0)
+    (group,) = asyncio.run(collection)
     (trajectory,) = build_allocator(reward, agents)(group).trajectories
     assert trajectory.error == ""
     assert len(engine.calls) == len(replies)
@@ -77,5 +93,5 @@ def play_shipped(
 
 
 def seen(trajectory: Trajectory, turn: int) -> str:
-    """What the agent of a turn was told, without the system prompt."""
+    """Return the last message of a turn's prompt."""
     return trajectory.turns[turn].messages[-1].content

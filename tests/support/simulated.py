@@ -1,4 +1,4 @@
-"""A training whose engines and trainers only take time: everything between them is real."""
+"""Training with simulated engines and trainers, which only take time; everything else is real."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
-TOKEN_S = 0.1  # of decoding one token
+TOKEN_S = 0.1  # seconds to decode one token
 
 
-def share(*place: int | str) -> float:
-    """A number in (0, 1), by place."""
-    return (derive_seed(*place) % 10**9 + 0.5) / 10**9
+def pseudo_uniform(*keys: int | str) -> float:
+    """Return a number in (0, 1) that is derived from the keys."""
+    return (derive_seed(*keys) % 10**9 + 0.5) / 10**9
 
 
 def long_tailed(seed: int, *, median: int = 24, sigma: float = 0.8, longest: int = 240) -> int:
-    """Tokens of a reply: log-normal, so that the mean of a few dozen is far from the longest."""
-    return min(
-        longest, math.ceil(median * math.exp(sigma * NormalDist().inv_cdf(share(seed, "tokens"))))
-    )
+    """Return a number of tokens of a reply from a log-normal distribution.
+
+    The longest of a few dozen replies is far longer than their mean.
+    """
+    quantile = NormalDist().inv_cdf(pseudo_uniform(seed, "tokens"))
+    return min(longest, math.ceil(median * math.exp(sigma * quantile)))
 
 
 class Text:
-    """A renderer whose tokens are UTF-8 bytes; 0 ends a reply and 1 is silence."""
+    """Renderer whose tokens are UTF-8 bytes; 0 ends a reply, and 1 is padding without text."""
 
     stop = (0,)
 
@@ -59,19 +61,26 @@ class Text:
 
 
 class SimulatedEngine:
-    """Replies take `TOKEN_S` a token, whatever else runs; weights that arrive meanwhile sample the rest.
+    """Engine whose replies take `TOKEN_S` seconds a token, however many run at once.
 
-    A reply is a guess at one of two answers, by the call's seed, in as many tokens as `tokens` says of the seed.
+    Weights that arrive during a reply sample the rest of it. The seed of the call decides which of
+    two answers a reply guesses.
     """
 
     def __init__(self, tokens: Callable[[int], int], *, hand_over_s: float = 0.0) -> None:
+        """Initialize an engine.
+
+        Args:
+            tokens: returns the number of tokens of a reply, by the seed of the call.
+            hand_over_s: seconds that an update of the weights takes.
+        """
         self.version = 0
         self.pause_s = 0.0
         self.starts = 1
         self.running = 0
         self._tokens = tokens
         self._hand_over_s = hand_over_s
-        self._handed: list[tuple[float, int]] = [(0.0, 0)]  # time, version
+        self._updates: list[tuple[float, int]] = [(0.0, 0)]  # time and version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self.stream(prompt_ids, sampling, None)
@@ -82,8 +91,8 @@ class SimulatedEngine:
         reply = b"\\boxed{%d}\0" % (sampling.seed % 2)
         size = max(len(reply), self._tokens(sampling.seed))
         tokens = (1,) * (size - len(reply)) + tuple(reply)
-        began = asyncio.get_running_loop().time()
-        starts = {0: self.version}  # version by the first token that it samples
+        start_s = asyncio.get_running_loop().time()
+        version_starts = {0: self.version}  # version by the first token that it sampled
 
         self.running += 1
         try:
@@ -91,17 +100,17 @@ class SimulatedEngine:
         finally:
             self.running -= 1
 
-        for at, version in self._handed:
-            if began < at < began + size * TOKEN_S:
-                starts[math.ceil((at - began) / TOKEN_S)] = version
-        ends = [*list(starts)[1:], size]
+        for update_s, version in self._updates:
+            if start_s < update_s < start_s + size * TOKEN_S:
+                version_starts[math.ceil((update_s - start_s) / TOKEN_S)] = version
+        version_ends = [*list(version_starts)[1:], size]
         return Completion(
             token_ids=tokens,
             logprobs=(-0.5,) * size,
             finish_reason="stop",
             versions=tuple(
                 VersionSpan(version=version, start=start, end=end)
-                for (start, version), end in zip(starts.items(), ends, strict=True)
+                for (start, version), end in zip(version_starts.items(), version_ends, strict=True)
             ),
         )
 
@@ -111,7 +120,7 @@ class SimulatedEngine:
     async def commit_update(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._hand_over_s)
         self.version = update.version
-        self._handed.append((asyncio.get_running_loop().time(), update.version))
+        self._updates.append((asyncio.get_running_loop().time(), update.version))
 
     def abort_update(self, error: Exception) -> None:
         pass
@@ -121,18 +130,24 @@ class SimulatedEngine:
 
 
 def handed_over(version: int) -> WeightUpdate:
-    """Weights without bytes."""
+    """Return an update of the weights without tensors."""
     return WeightUpdate(version=version, transport="simulated", location="", checksums={}, bytes=0)
 
 
 class SimulatedGang:
-    """A trainer that takes `seconds` of the number of its updates so far."""
+    """Trainer group whose updates only take time.
+
+    Attributes:
+        updates: micro-batches of each update.
+        schedule_positions: position in the learning rate schedule of each update.
+    """
 
     cost_model = CostModel()
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
-        self.updates: list[list] = []  # micro-batches of each update
-        self.schedule_positions: list[int | None] = []  # of each update
+        """Initialize a group; `seconds` returns the duration of an update, by its number."""
+        self.updates: list[list] = []
+        self.schedule_positions: list[int | None] = []
         self._seconds = seconds
 
     async def update(self, microbatches, schedule_position=None):
@@ -152,7 +167,7 @@ class SimulatedGang:
 
 
 class Log:
-    """A logbook that keeps what it is told, or tells `report`."""
+    """Logbook that keeps notes in memory and passes metrics to `report`."""
 
     tracking_run = ""
 
@@ -177,7 +192,7 @@ def simulated_run(
     hand_over_s: float = 0.0,
     report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
 ) -> TrainingSession:
-    """A run of the math team in which `solver` and `verifier` have an engine and a trainer each."""
+    """Return a run of the math team; policies `solver` and `verifier` have simulated engines."""
     settings = [
         f"results={folder}",
         "trainer.checkpoint_every=1000",
@@ -187,14 +202,14 @@ def simulated_run(
     config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "simulated")
     tasks = [
         Task(
-            id=str(n),
-            prompt=f"task {n}",
-            answers=(str(n % 2),),
+            id=str(number),
+            prompt=f"task {number}",
+            answers=(str(number % 2),),
             env="math",
             source="s",
             split="train",
         )
-        for n in range(4 * config.trainer.tasks_per_step)
+        for number in range(4 * config.trainer.tasks_per_step)
     ]
     engines = {name: SimulatedEngine(tokens, hand_over_s=hand_over_s) for name in config.policies}
     return make_session(
@@ -216,7 +231,7 @@ def make_session(
     log: Log,
     first_step: int = 0,
 ) -> TrainingSession:
-    """A session whose trainers' ranks are `groups`."""
+    """Return a session with these engines and trainer groups, by policy."""
     rollouts = AsyncRollouts(
         config=config,
         team=build_team(config.agents, players_of(config, engines, Text())),
@@ -239,6 +254,7 @@ def make_session(
 
 
 def players_of(config: RunConfig, engines: Mapping[str, Any], renderer: Any) -> dict[str, Any]:
+    """Return a client of each engine, by policy."""
     return {
         name: build_player(
             engine,
@@ -251,14 +267,14 @@ def players_of(config: RunConfig, engines: Mapping[str, Any], renderer: Any) -> 
 
 
 def engines_of(session: TrainingSession) -> dict[str, Any]:
-    """The engines that the team plays on."""
+    """Return the engines of a session's team, by policy."""
     return {name: player.engine for name, player in session.rollouts.team.policies.items()}  # type: ignore[attr-defined]
 
 
 def with_engines(
     session: TrainingSession, engines: Mapping[str, Any], renderer: Any
 ) -> TrainingSession:
-    """The same run with other engines, before it begins."""
+    """Return the session with other engines, before its first step."""
     team = build_team(session.config.agents, players_of(session.config, engines, renderer))
     return replace(
         session,

@@ -15,10 +15,13 @@ class Sleeper:
     """
 
     def __init__(self, name: str, log: list[str], *, is_busy: bool = False) -> None:
-        """Begin.
+        """Initialize a sleeper.
 
-        Args: name: in the log. log: of all sleepers of a test. is_busy: `sleep` raises an error
-            after its work, as an engine with running requests does.
+        Args:
+            name: name in the log.
+            log: log of all sleepers of a test.
+            is_busy: `sleep` raises an error after its work, as an engine with running requests
+                does.
         """
         self._name = name
         self._log = log

@@ -1,4 +1,4 @@
-"""Collections in virtual time, on an engine whose replies take as long as they are told to."""
+"""Collections in virtual time, on an engine whose prompts say how long the replies take."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from tests.support.virtual_time import run_virtually
 
 
 class Slow:
-    """An engine that answers `1` after as many seconds as the prompt says; it counts those it is at."""
+    """Engine that replies `1` after the number of seconds in the prompt.
+
+    Attributes:
+        busy: number of requests in progress.
+        busiest: largest number of requests at a time.
+        began: prompt and start time of each request.
+    """
 
     def __init__(self) -> None:
-        self.busy = self.busiest = 0
-        self.began: list[tuple[str, float]] = []  # prompt, time
+        self.busy = 0
+        self.busiest = 0
+        self.began: list[tuple[str, float]] = []
         self._scripted = ScriptedEngine(lambda *_: (*b"1", 0))
 
     async def generate(self, prompt_ids, sampling):
@@ -32,11 +39,15 @@ class Slow:
 
 
 def team_of(engine, **settings):
+    """Return the team of `play` on an engine; `settings` are those of `build_player`."""
     return replace(make_team(engine), policies={"p": build_player(engine, Bytes(), **settings)})
 
 
 def play(orchestra, engine, *, tasks=(TASK,), make_env=Adder, settings=None, **options):
-    """The groups of one collection, and when it ended; the engine must be left idle, and no task behind."""
+    """Return the groups of one collection, and the time at which it ended.
+
+    Afterwards the engine must be idle, and no asyncio task may be left.
+    """
 
     async def run():
         options.setdefault("group_size", 1)
@@ -50,14 +61,19 @@ def play(orchestra, engine, *, tasks=(TASK,), make_env=Adder, settings=None, **o
 
 
 def tasks(*seconds):
-    return [replace(TASK, id=str(n), prompt=str(s)) for n, s in enumerate(seconds)]
+    """Return tasks whose replies take these numbers of seconds."""
+    return [
+        replace(TASK, id=str(number), prompt=str(duration_s))
+        for number, duration_s in enumerate(seconds)
+    ]
 
 
 async def ask(task, team, env):
-    """`a` is asked once, for as long as the task says."""
+    """Orchestra: one turn of agent a, which takes as long as the task says."""
     await team.act("a", said=env.reset(task))
     await env.step("1")
 
 
 def statuses(groups):
+    """Return the status of every trajectory."""
     return [trajectory.status for group in groups for trajectory in group.trajectories]

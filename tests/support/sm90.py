@@ -1,7 +1,7 @@
-"""Compile the Triton kernels for an H200 without one, as they are launched, and say what ptxas says of them.
+"""Compilation of the Triton kernels for an H200 on a machine without one, with figures of ptxas.
 
-Triton takes the arguments of a launch, specialises the kernel to them and compiles it, for a driver that is not there;
-then it does not launch. So this runs all of a launch but the launch, in a process whose Triton does not interpret.
+Triton specialises a kernel to the arguments of a launch and compiles it for a fake driver, but does
+not launch it. This needs a process in which Triton does not interpret its kernels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 
 
-class Absent:
-    """The driver of an H200, or of a GPU of another capability, that is not there."""
+class FakeDriver:
+    """Triton driver of a GPU with this compute capability, which the machine lacks."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton has a compiler for each device
+        return self.capability  # Triton caches compiled kernels by device
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -44,22 +44,24 @@ class Absent:
 
 
 def compiled(work: Callable[[], object], capability: int = 90) -> list[dict[str, int]]:
-    """Of each launch of `work`: registers, bytes spilled, KiB of shared memory, wgmma instructions."""
-    triton.runtime.driver.set_active(Absent(capability))
-    found: list[Any] = []
+    """Return the figures of each kernel that `work` would launch.
+
+    They are registers, bytes spilled, KiB of shared memory, and wgmma instructions.
+    """
+    triton.runtime.driver.set_active(FakeDriver(capability))
+    kernels: list[Any] = []
     run = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
+        kernels.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
     try:
         work()
     finally:
         JITFunction.run = run
-    return [
-        _figures(kernel, "sm_90a" if capability == 90 else f"sm_{capability}") for kernel in found
-    ]
+    gpu = "sm_90a" if capability == 90 else f"sm_{capability}"
+    return [_figures(kernel, gpu) for kernel in kernels]
 
 
 def _figures(kernel: Any, gpu: str) -> dict[str, int]:
@@ -77,25 +79,27 @@ def _figures(kernel: Any, gpu: str) -> dict[str, int]:
             "-o",
             str(path.with_suffix(".cubin")),
         ]
-        said = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=300
-        ).stderr
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
-        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
+        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
+        "spilled": sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)),
         "shared": -(-kernel.metadata.shared // 1024),
         "wgmma": ptx.count("wgmma.mma_async"),
     }
 
 
 def tree_kernels(
-    group: int, head_dim: int, capability: int = 90, room: int = 227
+    group: int, head_dim: int, capability: int = 90, shared_memory_kib: int = 227
 ) -> list[dict[str, int]]:
-    """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
-    sizes = TileSizes.of(group, head_dim, bf16=True, shared_memory_kib=room)
-    plan = PackedTrees.of(
-        [Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes
-    ).block_plan
+    """Compile tree attention in bfloat16: forward, gradient of queries, gradients of keys and values.
+
+    Args:
+        group: query heads per key/value head.
+        shared_memory_kib: shared memory of the GPU for a block.
+    """
+    sizes = TileSizes.of(group, head_dim, bf16=True, shared_memory_kib=shared_memory_kib)
+    segments = [Segment(tokens=300), Segment(tokens=77, parent=0)]
+    plan = PackedTrees.of(segments, sizes=sizes).block_plan
 
     def attend() -> None:
         whole = torch.zeros(377, 2 * (group + 2), head_dim, dtype=torch.bfloat16)
@@ -107,14 +111,12 @@ def tree_kernels(
 
 
 def head_kernels() -> list[dict[str, int]]:
-    """The two kernels of the head, of bfloat16 weights."""
+    """Compile the two kernels of the head, for bfloat16 weights."""
 
     def rows() -> None:
-        logits, labels, numbers = (
-            torch.zeros(8, 151_936),
-            torch.zeros(8, dtype=torch.int64),
-            torch.zeros(5, 8),
-        )
+        logits = torch.zeros(8, 151_936)
+        labels = torch.zeros(8, dtype=torch.int64)
+        numbers = torch.zeros(5, 8)
         layer_ops.head_row_statistics(logits, labels, numbers[0], 151_669)
         layer_ops.head_logits_gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
@@ -125,23 +127,23 @@ def layer_kernels() -> list[dict[str, int]]:
     """Compile, in bfloat16, SwiGLU and the rotation of queries of Qwen3 4B, each with its gradient."""
 
     def compute() -> None:
-        angles, given = torch.zeros(8, 1, 1, 128), {"dtype": torch.bfloat16, "requires_grad": True}
-        for out in (
-            swiglu(torch.zeros(8, 1, 2 * 9728, **given)),
-            rotate_with_kernel(torch.zeros(8, 1, 32, 128, **given), angles),
-        ):
-            out.backward(torch.zeros_like(out))
+        options = {"dtype": torch.bfloat16, "requires_grad": True}
+        angles = torch.zeros(8, 1, 1, 128)
+        mixed = swiglu(torch.zeros(8, 1, 2 * 9728, **options))
+        queries = rotate_with_kernel(torch.zeros(8, 1, 32, 128, **options), angles)
+        mixed.backward(torch.zeros_like(mixed))
+        queries.backward(torch.zeros_like(queries))
 
     return compiled(compute)
 
 
 def norm_kernels(width: int) -> list[dict[str, int]]:
-    """A norm in bfloat16 and its gradient, of an x that lies between others; then the gradient of a frozen weight."""
+    """Compile a norm in bfloat16 of a strided input and its gradients, then with a frozen weight."""
 
     def compute() -> None:
-        given = {"dtype": torch.bfloat16, "requires_grad": True}
-        for weight in (torch.ones(width, **given), torch.ones(width, dtype=torch.bfloat16)):
-            x = torch.zeros(64, 2, width, **given)[:, :1]
+        options = {"dtype": torch.bfloat16, "requires_grad": True}
+        for weight in (torch.ones(width, **options), torch.ones(width, dtype=torch.bfloat16)):
+            x = torch.zeros(64, 2, width, **options)[:, :1]
             out: Tensor = KernelNorm.apply(x, weight, 1e-6)
             out.backward(torch.zeros_like(out))
 
@@ -149,22 +151,22 @@ def norm_kernels(width: int) -> list[dict[str, int]]:
 
 
 def expert_kernels() -> list[dict[str, int]]:
-    """Of Qwen3 30B-A3B the gradient of its experts' first weights, weighed SwiGLU and its gradient; then float32's."""
+    """Compile kernels of the experts of Qwen3 30B-A3B.
+
+    They are the gradient of the experts' first weights in bfloat16, weighted SwiGLU, its gradient,
+    and the gradient of the first weights in float32.
+    """
 
     def compute() -> None:
-        ends, given = torch.tensor([3, 8], dtype=torch.int32), {"dtype": torch.bfloat16}
-        add_grouped(
-            torch.zeros(2, 1536, 2048),
-            torch.zeros(8, 1536, **given),
-            torch.zeros(8, 2048, **given),
-            ends,
-        )
-        wide, scale = (
-            torch.zeros(8, 1536, **given, requires_grad=True),
-            torch.zeros(8, requires_grad=True),
-        )
-        out: Tensor = swiglu(wide, scale)
+        ends = torch.tensor([3, 8], dtype=torch.int32)
+        total = torch.zeros(2, 1536, 2048)
+        left = torch.zeros(8, 1536, dtype=torch.bfloat16)
+        right = torch.zeros(8, 2048, dtype=torch.bfloat16)
+        add_grouped(total, left, right, ends)
+        gate_up = torch.zeros(8, 1536, dtype=torch.bfloat16, requires_grad=True)
+        scale = torch.zeros(8, requires_grad=True)
+        out: Tensor = swiglu(gate_up, scale)
         out.backward(torch.zeros_like(out))
-        add_grouped(torch.zeros(2, 1536, 2048), torch.zeros(8, 1536), torch.zeros(8, 2048), ends)
+        add_grouped(total, left.float(), right.float(), ends)
 
     return compiled(compute)

@@ -1,8 +1,11 @@
-"""Programs that start as forks of a process which has imported what they need: in tenths of a second, not in five.
+"""Python programs that start as forks of a server process, which has imported their modules.
 
-Such a program is a process like another: a child of the test, with its own streams, environment and signals. It has
-the modules of `tests.support.preloaded`, and what those read of the environment when they were imported. What it
-starts in its turn, such as the jobs of a workflow, starts in the same way: as forks of a child that it has for that.
+They start in tenths of a second instead of five seconds. Otherwise such a program is like any other:
+it is a child of the test, with its own streams, environment and signals. It has the modules of
+`tests.support.preloaded`, with the values that they read from the environment at their import.
+
+Programs that it starts in its turn, such as the jobs of a workflow, start in the same way: as forks
+of a helper process that the program keeps for them.
 """
 
 from __future__ import annotations
@@ -27,142 +30,171 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_JOB = re.compile(
-    r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*"
-)  # a script of a workflow, as Snakemake starts it
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Command line by which Snakemake runs a script of a workflow
+_SNAKEMAKE_JOB = re.compile(r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*")
 _libc = ctypes.CDLL(None, use_errno=True)
-_NAMES = re.compile("HF_|TRITON_|TRANSFORMERS_")  # of what libraries read when they are imported
-_READ = {name: value for name, value in os.environ.items() if _NAMES.match(name)}
-_one_by_one = (
-    threading.Lock()
-)  # threads start processes; whose parent is this process while it says so
-_forks_of: Connection | None = None  # in a fork: the child of which all are forks that it starts
+
+# Variables that libraries read at their import
+_IMPORT_VARIABLES = re.compile("HF_|TRITON_|TRANSFORMERS_")
+_ENVIRONMENT_AT_IMPORT = {
+    name: value for name, value in os.environ.items() if _IMPORT_VARIABLES.match(name)
+}
+
+# While a process starts, this process adopts all orphans; so only one thread at a time starts one.
+_start_lock = threading.Lock()
+# In a fork: connection to the helper process that forks this process's programs
+_fork_helper: Connection | None = None
 
 
 def preload() -> None:
-    """Have the process that all forks are of import what they need."""
+    """Let multiprocessing's fork server import the modules of the forks."""
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 
 
-class _Given:
-    """A descriptor that is handed to the process which is being started."""
+class _SentDescriptor:
+    """File descriptor that is sent to a process when it starts; unpickled, it is a number there."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _taken, (reduction.DupFd(self._number),)
+        return _receive_descriptor, (reduction.DupFd(self._number),)
 
 
-def _taken(given: Any) -> int:
-    return int(given.detach())
+def _receive_descriptor(duplicate: Any) -> int:
+    return int(duplicate.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """What a process is started with."""
+    """Arguments of a process's start; calling it in a fork runs the program.
 
-    words: list[
-        str
-    ]  # an interpreter, its options, and a script, `-m` a module or `-c` a program with its arguments
+    Attributes:
+        words: an interpreter, its options, and a script, `-m MODULE` or `-c PROGRAM`, with its
+            arguments.
+        streams: stdin, stdout and stderr; each a `_SentDescriptor`, and a number in the fork.
+        pid_pipe: likewise; pipe that the process writes its id to.
+        new_session: True if the process leads a new session.
+        process_group: group of processes that it joins; 0 for a new one, -1 for its parent's.
+        preexec: function that is called before the program runs.
+    """
+
+    words: list[str]
     cwd: str
     env: dict[str, str]
-    streams: list[Any]  # stdin, stdout and stderr; each a `_Given`, and a descriptor in the process
-    told: Any  # likewise: gets the process's id
-    session: bool  # of its own
-    group: int  # of processes, which it joins; 0: makes, -1: its parent's
-    before: Callable[[], object] | None = None
+    streams: list[Any]
+    pid_pipe: Any
+    new_session: bool
+    process_group: int
+    preexec: Callable[[], object] | None = None
 
     def __call__(self) -> None:
-        """Become the program: a fork of this process, whose parent ends at once, so that it is the test's child."""
-        between = os.getpid()
+        """Fork and exit; in the fork, which the test's process adopts, run the program."""
+        parent = os.getpid()
         if os.fork():
             os._exit(0)
-        while os.getppid() == between:
+        while os.getppid() == parent:
             time.sleep(0.001)
-        if self.session:
+
+        if self.new_session:
             os.setsid()
-        elif self.group >= 0:
-            os.setpgid(0, self.group)
-        os.write(self.told, str(os.getpid()).encode())
-        for number, given in enumerate(self.streams):  # all of which lie above them
-            os.dup2(given, number)
-        kept = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # all have the test's
-        os.closerange(len(self.streams), kept)
-        os.closerange(kept + 1, 1 << 16)
+        elif self.process_group >= 0:
+            os.setpgid(0, self.process_group)
+        os.write(self.pid_pipe, str(os.getpid()).encode())
+        for number, stream in enumerate(self.streams):  # their numbers are above 2
+            os.dup2(stream, number)
+        # All processes share the resource tracker of the test.
+        tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
+        os.closerange(len(self.streams), tracker)
+        os.closerange(tracker + 1, 1 << 16)
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
-        if self.before:
-            self.before()
-        _fork_in_turn()
-        _end(_status(self.words))
+        if self.preexec is not None:
+            self.preexec()
+        _start_fork_helper()
+        _exit(_run_program(self.words))
 
 
-def _fork_in_turn() -> None:
-    """Have this process, as it is now, a child of which all are forks that it starts."""
-    global _forks_of
-    _forks_of, asked = multiprocessing.Pipe()
+def _start_fork_helper() -> None:
+    """Fork a helper process from this one, and let `subprocess.Popen` start programs from it."""
+    global _fork_helper
+    _fork_helper, requests = multiprocessing.Pipe()
     subprocess.Popen = Forked  # type: ignore[misc]
     if os.fork():
-        asked.close()
+        requests.close()
         return
-    _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    _forks_of.close()
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # else who reads them waits for this process, too
-        os.dup2(nothing, number)
-    heard = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _fork_helper.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    # If the helper kept the streams open, their readers would wait for its end too.
+    for number in range(3):
+        os.dup2(null, number)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
     while True:
         try:
-            start = asked.recv()
+            start = requests.recv()
         except EOFError:
             os._exit(0)
-        *streams, told = given = [reduction.recv_handle(asked) for _ in range(4)]
+        descriptors = [reduction.recv_handle(requests) for _ in range(4)]
         if not os.fork():
-            for number, handler in heard.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
-            _Start(**start, streams=streams, told=told)()
+            _Start(**start, streams=descriptors[:3], pid_pipe=descriptors[3])()
         os.wait()
-        for number in given:
-            os.close(number)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def _streams() -> None:
+def _open_streams() -> None:
+    """Open Python's standard streams anew, as an interpreter does at its start."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False, buffering=1 if os.isatty(1) else -1)  # noqa: SIM115
     sys.stdout.reconfigure(write_through=unbuffered)
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.__stdin__ = sys.stdin
+    sys.__stdout__ = sys.stdout
+    sys.__stderr__ = sys.stderr
 
 
-def _status(words: Sequence[str]) -> int:
-    """Run the program; its exit status."""
-    _streams()
-    at = _program(words)
-    assert at is not None
-    if "ignore" in words[:at]:
+def _run_program(words: Sequence[str]) -> int:
+    """Run the program of a command in this process; return its exit status."""
+    _open_streams()
+    position = _program_position(words)
+    assert position is not None
+    options = words[:position]
+    if "ignore" in options:
         warnings.simplefilter("ignore")
-    script = words[at].endswith(".py")
-    name, sys.argv = (
-        (words[at], words[at:]) if script else (words[at + 1], [words[at], *words[at + 2 :]])
-    )
-    if "-P" not in words[:at]:
-        sys.path.insert(0, str(Path(name).resolve().parent if script else Path.cwd()))
+
+    is_script = words[position].endswith(".py")
+    if is_script:
+        name = words[position]
+        sys.argv = list(words[position:])
+        folder = Path(name).resolve().parent
+    else:
+        name = words[position + 1]
+        sys.argv = [words[position], *words[position + 2 :]]
+        folder = Path.cwd()
+    if "-P" not in options:
+        sys.path.insert(0, str(folder))
+
     try:
-        if script:
+        if is_script:
             runpy.run_path(name, run_name="__main__")
-        elif words[at] == "-c":
+        elif words[position] == "-c":
             program = os.memfd_create("program")
             os.write(program, name.encode())
             runpy.run_path(f"/proc/self/fd/{program}", run_name="__main__")
         else:
             spec = importlib.util.find_spec(name)
-            package = spec is not None and spec.submodule_search_locations is not None
-            sys.modules.pop(f"{name}.__main__" if package else name, None)  # it runs as `__main__`
+            is_package = spec is not None and spec.submodule_search_locations is not None
+            # The module may have been imported; it must run anew as `__main__`.
+            sys.modules.pop(f"{name}.__main__" if is_package else name, None)
             runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -175,7 +207,8 @@ def _status(words: Sequence[str]) -> int:
     return 0
 
 
-def _end(status: int) -> None:
+def _exit(status: int) -> None:
+    """End this process as an interpreter does, without the exit functions of its ancestors."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -184,96 +217,106 @@ def _end(status: int) -> None:
 
 
 class Forked(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks what this interpreter runs; any other command starts as ever."""
+    """`subprocess.Popen` that forks commands of this Python interpreter; it starts others as usual."""
 
     def _execute_child(  # type: ignore[no-untyped-def]
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
     ) -> None:
-        """As `subprocess.Popen._execute_child`, whose other arguments `rest` has in their order."""
-        words = _words(args, line=bool(rest[2]))
-        start: dict[str, Any] = {
-            "words": words,
-            "session": bool(rest[14]),
-            "group": rest[15],
-            "before": preexec_fn,
-        }
-        start |= {
-            "cwd": os.fspath(cwd or Path.cwd()),
-            "env": dict(os.environ if env is None else env),
-        }
+        """Start the process; `rest` are more arguments of `subprocess.Popen._execute_child`."""
+        shell = bool(rest[2])
+        pipes = rest[3:9]
+        words = _command_words(args, shell=shell)
+        environment = dict(os.environ if env is None else env)
         if (
-            _program(words) is None
+            _program_position(words) is None
             or pass_fds
-            or not _can_be_told(preexec_fn)
-            or _imports_apart(start["env"])
+            or not _can_be_pickled(preexec_fn)
+            or _import_variables_differ(environment)
         ):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )  # type: ignore[misc]
             return
-        pipes = rest[3:9]
-        own = (pipes[0], pipes[3], pipes[5])  # its ends of stdin, stdout and stderr
-        given = [pipe if pipe != -1 else number for number, pipe in enumerate(own)]
-        self.pid = _started(start, given)
+
+        start: dict[str, Any] = {
+            "words": words,
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "env": environment,
+            "new_session": bool(rest[14]),
+            "process_group": rest[15],
+            "preexec": preexec_fn,
+        }
+        child_ends = (pipes[0], pipes[3], pipes[5])  # of stdin, stdout and stderr; -1 to inherit
+        streams = [number if end == -1 else end for number, end in enumerate(child_ends)]
+        with _start_lock:
+            self.pid = _start_process(start, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _imports_apart(env: Mapping[str, str]) -> bool:
-    """Whether what has been imported would have read other values of an environment."""
-    return {name: value for name, value in env.items() if _NAMES.match(name)} != _READ
+def _import_variables_differ(environment: Mapping[str, str]) -> bool:
+    """Return True if the imported modules would have read other values from this environment."""
+    values = {name: value for name, value in environment.items() if _IMPORT_VARIABLES.match(name)}
+    return values != _ENVIRONMENT_AT_IMPORT
 
 
-def _can_be_told(before: object) -> bool:
-    """Whether another process can find what is to be called: a function of a module, not one within another."""
+def _can_be_pickled(preexec: object) -> bool:
+    """Return True if another process can get the function; nested functions cannot be sent."""
     try:
-        reduction.ForkingPickler.dumps(before)
+        reduction.ForkingPickler.dumps(preexec)
     except (AttributeError, TypeError):
         return False
     return True
 
 
-def _words(args: object, *, line: bool) -> list[str]:
+def _command_words(args: object, *, shell: bool) -> list[str]:
+    """Return the words of a command; [] for shell commands other than Snakemake's jobs."""
     if isinstance(args, list | tuple):
-        return [] if line else [os.fspath(word) for word in args]
-    job = _JOB.fullmatch(args) if isinstance(args, str) and line else None
-    return [*job.groups()] if job else []
+        return [] if shell else [os.fspath(word) for word in args]
+    if shell and isinstance(args, str):
+        job = _SNAKEMAKE_JOB.fullmatch(args)
+        if job is not None:
+            return [*job.groups()]
+    return []
 
 
-def _program(words: Sequence[str]) -> int | None:
-    """Where a command names its program; None where it is not this interpreter's, or has options unknown here."""
-    at = next(
-        (n for n, word in enumerate(words[1:], 1) if word in ("-m", "-c") or word.endswith(".py")),
-        None,
-    )
-    if at is None or words[0] != sys.executable:
+def _program_position(words: Sequence[str]) -> int | None:
+    """Return the index of the script, `-m` or `-c` of a command.
+
+    Return None if the command is not of this interpreter, or has options that a fork ignores.
+    """
+    if not words or words[0] != sys.executable:
         return None
-    known = {"-W", "ignore", "-u"} | (set() if words[at].endswith(".py") else {"-P"})
-    return at if {*words[1:at]} <= known else None
+    for position, word in enumerate(words[1:], 1):
+        is_script = word.endswith(".py")
+        if is_script or word in ("-m", "-c"):
+            supported = {"-W", "ignore", "-u"}
+            if not is_script:
+                supported.add("-P")
+            return position if {*words[1:position]} <= supported else None
+    return None
 
 
-def _started(start: Mapping[str, Any], streams: Sequence[int]) -> int:
-    """The id of a new process."""
-    with _one_by_one:
-        return _started_alone(start, streams)
-
-
-def _started_alone(start: Mapping[str, Any], streams: Sequence[int]) -> int:
-    heard, told = os.pipe()
-    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # of the forks, whose parents end
+def _start_process(start: Mapping[str, Any], streams: Sequence[int]) -> int:
+    """Start a fork with these arguments of `_Start`; return its process id."""
+    pid_reader, pid_writer = os.pipe()
+    # Adopts the fork, whose parent exits.
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        if _forks_of:
-            _forks_of.send(start)
-            for number in (*streams, told):
-                reduction.send_handle(_forks_of, number, None)
+        if _fork_helper is not None:
+            _fork_helper.send(start)
+            for descriptor in (*streams, pid_writer):
+                reduction.send_handle(_fork_helper, descriptor, None)
         else:
             preload()
             target = _Start(
-                **start, streams=[_Given(stream) for stream in streams], told=_Given(told)
+                **start,
+                streams=[_SentDescriptor(stream) for stream in streams],
+                pid_pipe=_SentDescriptor(pid_writer),
             )
             multiprocessing.get_context("forkserver").Process(target=target).start()
-        os.close(told)
-        return int(os.read(heard, 20))
+        os.close(pid_writer)
+        return int(os.read(pid_reader, 20))
     finally:
-        _libc.prctl(_SUBREAPER, 0, 0, 0, 0)
-        os.close(heard)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        os.close(pid_reader)

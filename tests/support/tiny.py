@@ -1,14 +1,16 @@
-"""A Qwen2 small enough to be anybody's test subject."""
+"""Tiny random Qwen2 model for tests."""
 
 from __future__ import annotations
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-VOCAB, MAX_LENGTH = 96, 160
+VOCAB = 96
+MAX_LENGTH = 160
 
 
 def make_model(seed: int) -> Qwen2ForCausalLM:
+    """Return a model of three layers whose biases are not zero."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,

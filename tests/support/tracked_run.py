@@ -1,4 +1,4 @@
-"""The folder of a run whose metrics a test sends to MLflow."""
+"""Folder of a run whose metrics a test sends to MLflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_mas.tracking.mlflow_training import MlflowWriter, start_training_reco
 
 
 def write_run(results: Path, uri: str, *overrides: str) -> RunConfig:
-    """Write the config of the run `r`, tracked in the experiment `e` of the store `uri`."""
+    """Write the folder of run `r`, tracked in experiment `e` of the store `uri`; return its config."""
     values = resolve(
         [
             "experiment=demo_math",
@@ -43,7 +43,7 @@ def metrics_path_of(config: RunConfig) -> Path:
 
 
 def step_row(step: int) -> dict[str, float]:
-    """The row of a step, whose metric `x` is the step."""
+    """Return the metrics of a step; metric `x` is the step's number."""
     return {"step": step, "x": float(step), STEP_TIME: 1e9 + step}
 
 
@@ -54,6 +54,6 @@ def append_steps(config: RunConfig, steps: Iterable[int]) -> None:
 
 
 def open_writer(config: RunConfig, first_step: int = 0) -> MlflowWriter:
-    """Connect to MLflow as a training that starts, or resumes, at `first_step`."""
+    """Connect to MLflow as a training that starts or resumes at `first_step`."""
     record = start_training_record(config, config_path_of(config), first_step)
     return MlflowWriter(open_store(config), config, record)

@@ -1,4 +1,4 @@
-"""Trees grown from scripted replies."""
+"""Trees of trajectories with scripted replies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 
 def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:
-    """One trajectory, whose collection must leave no task behind."""
+    """Return one tree; its collection must leave no asyncio task."""
 
     async def run():
         [group] = await collect(
@@ -30,18 +30,22 @@ def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:
 
 
 def rows(trajectory):
-    """(node, turn, agent, text, score of the branch) of every turn."""
-    return [(t.node, t.index, t.agent, t.text, t.scores.get("branch")) for t in trajectory.turns]
+    """Return (node, index, agent, text, score of the branch) of every turn."""
+    return [
+        (turn.node, turn.index, turn.agent, turn.text, turn.scores.get("branch"))
+        for turn in trajectory.turns
+    ]
 
 
 async def duet(task, team, env):
-    """a, step, b, step."""
+    """Orchestra: a turn of agent a, a step, a turn of agent b, a step."""
     reply = await team.act("a", said=env.reset(task))
     step = await env.step(reply.text)
     reply = await team.act("b", said=step.observation)
     await env.step(reply.text)
 
 
+# replies of `duet`; see `play.seeded`
 DUET = {
     ("a", 0, ""): "1",
     ("a", 0, "1"): "5",

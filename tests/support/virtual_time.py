@@ -1,7 +1,6 @@
-"""An event loop whose clock jumps to the next timer: what sleeps for an hour takes no time, in the right order.
+"""Event loop with a virtual clock, which jumps to the next timer: sleeping for an hour takes no time.
 
-What runs in a thread takes no virtual time: until it is done the clock stands still, so that nothing of the machine's
-speed, or of what else it does, is seen in a result.
+The clock stops while a thread works, so that results do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -15,15 +14,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Jumping(selectors.DefaultSelector):
-    """Waits for nothing but threads: the time that it is asked to wait has passed."""
+class _JumpingSelector(selectors.DefaultSelector):
+    """Selector that advances the virtual time instead of waiting; only for threads does it wait.
+
+    Attributes:
+        now: virtual time in seconds.
+        threads: number of threads that work.
+    """
 
     now = 0.0
-    threads = 0  # that are at work
+    threads = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or (timeout > 0 and self.threads):  # something outside must happen first
-            return super().select(None)
+        if timeout is None or (timeout > 0 and self.threads):
+            return super().select(None)  # until a thread or another process acts
         events = super().select(0)
         if not events:
             self.now += timeout
@@ -31,29 +35,29 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its `time()` is in virtual seconds from 0."""
+    """Event loop whose `time()` is in virtual seconds from 0."""
 
     def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
+        self._selector_clock = _JumpingSelector()
+        super().__init__(self._selector_clock)
 
     def time(self) -> float:
-        return self._jumping.now
+        return self._selector_clock.now
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """As the base class does, with the clock stopped until the thread is done."""
-        self._jumping.threads += 1
-        done = super().run_in_executor(executor, func, *arguments)
-        done.add_done_callback(self._came_back)
-        return done
+        """Run a function in a thread; the clock stops until it returns."""
+        self._selector_clock.threads += 1
+        future = super().run_in_executor(executor, func, *arguments)
+        future.add_done_callback(self._thread_ended)
+        return future
 
-    def _came_back(self, _: asyncio.Future[Any]) -> None:
-        self._jumping.threads -= 1
+    def _thread_ended(self, _: asyncio.Future[Any]) -> None:
+        self._selector_clock.threads -= 1
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time."""
+    """Run a coroutine in virtual time, as `asyncio.run`; return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Stand-ins for ALFWorld and WebShop with the interfaces of their classes, as their sources have them."""
+"""Fakes of ALFWorld and WebShop with the interfaces of their classes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,53 @@ from typing import Any
 
 
 class FakeHouse:
-    """What `AlfredTWEnv.init_env(batch_size=1)` returns: a batch of one TextWorld game."""
+    """Batch of one TextWorld game, as `AlfredTWEnv.init_env(batch_size=1)` returns it."""
 
     def __init__(self, game: str) -> None:
         self.game = game
-        self.at = "fridge" if "near" in game else "table"
+        self.position = "fridge" if "near" in game else "table"
 
     def _infos(self, won: bool) -> dict[str, Any]:
         commands = ["go to fridge 1", "take apple 1 from fridge 1", "look"]
         return {"won": [won], "admissible_commands": [commands], "extra.gamefile": [self.game]}
 
     def reset(self) -> tuple[Sequence[str], Mapping[str, Any]]:
-        return [
-            "-= Welcome to TextWorld, ALFRED! =-\n\nYour task is to: take the apple.\n"
-        ], self._infos(False)
+        text = "-= Welcome to TextWorld, ALFRED! =-\n\nYour task is to: take the apple.\n"
+        return [text], self._infos(False)
 
     def step(
         self, actions: Sequence[str]
     ) -> tuple[Sequence[str], Sequence[float], Sequence[bool], Mapping[str, Any]]:
         [action] = actions
-        won = action.startswith("take") and self.at == "fridge"
-        known = action == "go to fridge 1" or won
-        self.at = "fridge" if known else self.at
-        text = "You win." if won else "You are at the fridge." if known else "Nothing happens."
+        won = action.startswith("take") and self.position == "fridge"
+        if won:
+            text = "You win."
+        elif action == "go to fridge 1":
+            self.position = "fridge"
+            text = "You are at the fridge."
+        else:
+            text = "Nothing happens."
         return [text], (float(won),), (won,), self._infos(won)
 
     def close(self) -> None:
-        self.at = "closed"
+        self.position = "closed"
 
 
 class FakeAlfred:
-    """The part of `AlfredTWEnv` that init_env reads: its config and its list of games."""
+    """Fake of `AlfredTWEnv` with a config and a list of games.
+
+    Attributes:
+        made: number of instances.
+    """
 
     made = 0
 
     def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
         type(self).made += 1
         assert config["env"]["type"] == "AlfredTWEnv" and train_eval == "eval_out_of_distribution"
-        self.config, self.game_files, self.num_games = config, ["all", "of", "them"], 3
+        self.config = config
+        self.game_files = ["all", "of", "them"]
+        self.num_games = 3
 
     def init_env(self, batch_size: int) -> FakeHouse:
         assert batch_size == 1 and self.num_games == 1
@@ -56,7 +65,11 @@ class FakeAlfred:
 
 
 class FakeShop:
-    """The interface of `WebAgentTextEnv` in text mode: (observation, reward, done, info) and no info."""
+    """Fake of `WebAgentTextEnv` in text mode.
+
+    Attributes:
+        loaded: number of instances that loaded the shop's data.
+    """
 
     loaded = 0
 
@@ -76,8 +89,12 @@ class FakeShop:
         self.session = f"{self.prefix or ''}{session}"
         assert session is None or self.session not in self.server.sessions
         self.server.sessions[self.session] = self.goal = self.server.goals[number]
-        # a gift has been chosen already
-        self.page, self.chosen = ("item", self.goal) if self.goal == "a gift" else ("search", "")
+        if self.goal == "a gift":  # already chosen
+            self.page = "item"
+            self.chosen = self.goal
+        else:
+            self.page = "search"
+            self.chosen = ""
         return f"WebShop [SEP] Instruction: [SEP] i need {self.goal} [SEP] Search", None
 
     def get_available_actions(self) -> dict[str, Any]:
@@ -89,21 +106,25 @@ class FakeShop:
         return {"has_search_bar": self.page == "search", "clickables": clickables[self.page]}
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
-        reward, done = 0.0, False
+        reward = 0.0
+        done = False
         if action.startswith("search["):
             self.page = "results"
         elif action == "click[buy now]" and self.page == "item":
-            reward, done = 1.0 if self.chosen == self.goal else 0.5, True
+            reward = 1.0 if self.chosen == self.goal else 0.5
+            done = True
         elif self.page == "results":
-            self.page, self.chosen = "item", action[6:-1]
+            self.page = "item"
+            self.chosen = action.removeprefix("click[").removesuffix("]")
         return f"{self.page} [SEP] {self.goal}", reward, done, None
 
     def close(self) -> None: ...
 
 
 def modules() -> dict[str, ModuleType]:
-    """Both packages as they would be imported, by name."""
-    environment, envs = ModuleType("alfworld.agents.environment"), ModuleType("web_agent_site.envs")
+    """Return the modules of both packages, by name."""
+    environment = ModuleType("alfworld.agents.environment")
+    envs = ModuleType("web_agent_site.envs")
     environment.get_environment = {"AlfredTWEnv": FakeAlfred}.__getitem__  # type: ignore[attr-defined]
     envs.WebAgentTextEnv = FakeShop  # type: ignore[attr-defined]
     parents = [ModuleType(name) for name in ("alfworld", "alfworld.agents", "web_agent_site")]
@@ -111,5 +132,5 @@ def modules() -> dict[str, ModuleType]:
 
 
 def install() -> None:
-    """Put both packages where imports find them, for the rest of this process."""
+    """Make both packages importable for the rest of this process."""
     sys.modules.update(modules())

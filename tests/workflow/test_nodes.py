@@ -154,7 +154,7 @@ with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
         RunDevices(device_type="CPU", pool="split", worker_groups=[workers], nodes=devices, driver_node=driver)
     )
     placement.fill()
-    spec = ranks.spec_of(str(folder / "model"), dp=2)
+    spec = ranks.make_spec(str(folder / "model"), dp=2)
     group = TrainerGroup("p", spec, threads=1, actor_options=placement.options["p", "trainer"])
 
     async def play():
@@ -197,7 +197,7 @@ def test_a_gang_across_two_nodes_updates_as_one_process_would(tmp_path: Path) ->
     assert said["heard"] == [first]  # gloo and the store: nothing listens everywhere
     expected = precision.expect(model, reference.make_samples(), 1, ranks.LR)
     assert said["norm"] == pytest.approx(
-        expected.steps[0]["norm"], rel=precision.bound(expected.own.norm)
+        expected.steps[0]["norm"], rel=precision.bound(expected.float32.norm)
     )
 
 

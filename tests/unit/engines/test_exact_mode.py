@@ -26,7 +26,7 @@ from rollout.models.exact import (
 )
 from rollout.records.trajectory import Sampling
 from tests.support.embedded import drain
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.reference import make_model
 
 LENGTH = 2 * MAX_TERMS + 100  # so that attention sums over more than one product
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_other_mode(tmp_path: Path) -> None:
         )
         trainer = MegatronTrainer(spec)
         metrics = trainer.update(pack(said(tmp_path, prompts()), 900))
-        found.append((metrics["grad_norm"], dict(gradients_of(trainer))))
+        found.append((metrics["grad_norm"], dict(full_gradients(trainer))))
     (norm, plain), (exact_norm, exact) = found
     assert exact_norm == pytest.approx(norm, rel=1e-5)
     assert norm > 0

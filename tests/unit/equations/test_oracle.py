@@ -1,4 +1,4 @@
-"""Every estimator, with every choice of its options, against an independent one in numpy."""
+"""Every estimator, with every choice of its options, against a second implementation in NumPy."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.credit_oracle import largest_differences
 
 
 @pytest.mark.slow
-def test_every_estimator_is_what_numpy_says() -> None:
+def test_estimators_agree_with_the_second_implementation() -> None:
     differences = largest_differences(25)
     for name, largest in sorted(differences.items()):
         print(f"{name:24s} {largest:.1e}")

@@ -37,9 +37,9 @@ def test_every_token_of_a_chat_is_stored_once() -> None:
 def test_gradients_are_those_of_whole_turns(turns: int, tmp_path: Path) -> None:
     model = tmp_path / "model"
     reference.make_model("qwen2", model)
-    spec, out = ranks.spec_of(str(model)), tmp_path / "apart.json"
+    spec, out = ranks.make_spec(str(model)), tmp_path / "apart.json"
     arguments = {"spec": spec, "out": out, "samples": trace(90, turns), "max_tokens": 2000}
-    ranks.play([ranks.Job(function=ranks.both_ways, arguments=arguments)])
+    ranks.run_jobs([ranks.Job(function=ranks.compare_tree_gradients, arguments=arguments)])
     apart = json.loads(out.read_text())
     print(f"{turns} turns: gradients {apart['relative']:.1e} apart")
     assert apart["norm"] > 0

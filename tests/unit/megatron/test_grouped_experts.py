@@ -19,7 +19,7 @@ from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, swiglu
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -106,10 +106,10 @@ def test_an_update_by_kernels_is_that_by_expert(
             monkeypatch.setattr(
                 experts, "add_grouped", lambda *given: (launched.append(""), add_grouped(*given))
             )
-        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path), recompute=recompute))
+        trainer = MegatronTrainer(ranks.make_spec(str(tmp_path), recompute=recompute))
         scores = trainer.score([batch])[0]
         gradient_norm = trainer.update([batch])["grad_norm"]
-        found.append((scores, gradient_norm, dict(gradients_of(trainer))))
+        found.append((scores, gradient_norm, dict(full_gradients(trainer))))
         assert len(launched) == 2 * kernels  # of one sparse layer
     (scores, gradient_norm, gradients), (same_scores, same_norm, same_gradients) = found
     assert float((scores - same_scores).abs().max()) <= 1e-5
@@ -125,7 +125,7 @@ def test_a_mixture_that_nobody_holds_is_gone(
 ) -> None:
     reference.make_model("qwen3_moe", tmp_path)
     monkeypatch.setattr(experts, "use_triton", lambda _: kernels)
-    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    trainer = MegatronTrainer(ranks.make_spec(str(tmp_path)))
     trainer.update([make_batch([(3, -1, 3)], vocab=64)])
     held = [weakref.ref(parameter) for parameter in trainer.model.trained_parameters.values()]
     del trainer

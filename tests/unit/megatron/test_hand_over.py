@@ -49,10 +49,10 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
                 )
                 for transport, target in targets.items()
             }
-            spec = ranks.spec_of(str(tmp_path / "model"), tp=tp, pp=pp, dp=dp)
+            spec = ranks.make_spec(str(tmp_path / "model"), tp=tp, pp=pp, dp=dp)
             arguments = {"spec": spec, "routes": routes}
             jobs.append(ranks.Job(function=ranks.export, arguments=arguments, tp=tp, pp=pp, dp=dp))
-        ranks.play(jobs)
+        ranks.run_jobs(jobs)
         for number, shared in enumerate(mapped.values()):
             half = shared.halves[number % 2]
             said = json.loads((tmp_path / f"{number}_shared.json").read_text())

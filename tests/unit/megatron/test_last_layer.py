@@ -31,7 +31,7 @@ def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(
     ]
     (batch,) = pack(samples, 100, share=False)
     assert len(batch.token_ids) == 14 and len(batch.labels) == 6
-    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    trainer = MegatronTrainer(ranks.make_spec(str(tmp_path)))
     seen: list[int] = []
     for layer in trainer.model.stages[0].decoder.layers:
         layer.mlp.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))

@@ -50,7 +50,7 @@ def train_adapters(rank: int, spec: TrainerSpec, out: Path) -> None:
     batches = pack(reference.make_samples(), 12)
     result: dict[str, Any] = {
         "initial_scores": trainer.score(batches),
-        "initial_adapter": ranks.copied(trainer.model.adapter()),
+        "initial_adapter": ranks.copy_stream(trainer.model.adapter()),
         "initial_weights": ranks.copy_weights(trainer),
     }
     trainer.update(batches)
@@ -90,10 +90,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for name, layout in LAYOUTS.items():
         (folder / name).mkdir()
-        spec = ranks.spec_of(str(model), lora=LORA, lora_seed=3, **layout)
+        spec = ranks.make_spec(str(model), lora=LORA, lora_seed=3, **layout)
         arguments = {"spec": spec, "out": folder / name}
         jobs.append(ranks.Job(function=train_adapters, arguments=arguments, tp=layout.get("tp", 1)))
-    ranks.play(jobs)
+    ranks.run_jobs(jobs)
     return folder
 
 

@@ -79,8 +79,8 @@ def decay(rank: int, spec: TrainerSpec, out: str) -> None:
 @pytest.mark.slow
 def test_weight_decay_leaves_norms_and_biases_alone(tmp_path) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    spec = ranks.spec_of(str(tmp_path / "model"), lr=0.5, weight_decay=1.0)
-    ranks.play(
+    spec = ranks.make_spec(str(tmp_path / "model"), lr=0.5, weight_decay=1.0)
+    ranks.run_jobs(
         [ranks.Job(function=decay, arguments={"spec": spec, "out": str(tmp_path / "out.pt")})]
     )
     got = torch.load(tmp_path / "out.pt", weights_only=True)

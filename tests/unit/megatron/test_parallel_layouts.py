@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reference.make_model("qwen3_moe", folder / "mixture")
 
     def job(function, layout: dict, out: str, *, model: str = "model", **arguments: object) -> None:
-        spec = ranks.spec_of(str(folder / model), **layout)
+        spec = ranks.make_spec(str(folder / model), **layout)
         sizes = {name: layout[name] for name in ("tp", "pp", "dp", "ep") if name in layout}
         arguments = {
             "spec": spec,
@@ -72,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint=checkpoint,
             steps=STEPS - 1,
         )
-    ranks.play(jobs)
+    ranks.run_jobs(jobs)
     return folder
 
 
@@ -87,7 +87,7 @@ def bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
         n: precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
         for n, model in models.items()
     }
-    return {name: precision.bound(expected.own.parameters) for name, expected in plain.items()}
+    return {name: precision.bound(expected.float32.parameters) for name, expected in plain.items()}
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def job(
         function: Callable[..., None], family: str, tp: int, out: str, **arguments: object
     ) -> None:
-        spec = ranks.spec_of(str(folder / family), tp=tp)
+        spec = ranks.make_spec(str(folder / family), tp=tp)
         arguments = {"spec": spec, "out": folder / out, "samples": samples, **arguments}
         jobs.append(ranks.Job(function=function, arguments=arguments, tp=tp))
 
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint=folder / "unbroken/checkpoint",
             steps=STEPS - 1,
         )
-    ranks.play(jobs)
+    ranks.run_jobs(jobs)
     return folder
 
 
@@ -70,14 +70,14 @@ def test_trains_like_hugging_face(
 @pytest.mark.slow
 def test_checkpoint_of_tp2_continues_at_tp1_and_tp2(runs: Path, tmp_path: Path) -> None:
     model = reference.make_model("qwen2", tmp_path)
-    own = precision.expect(model, reference.make_samples(), STEPS, ranks.LR).own
+    float32_errors = precision.expect(model, reference.make_samples(), STEPS, ranks.LR).float32
     unbroken = torch.load(runs / f"unbroken/weights_{STEPS - 1}.pt", weights_only=True)
     for tp in (1, 2):
         resumed = torch.load(runs / f"resumed_{tp}/weights.pt", weights_only=True)
         if tp == 2:
             assert precision.gap(resumed, unbroken) == 0  # the same layout resumes to the bit
         else:
-            assert precision.gap(resumed, unbroken) <= precision.bound(own.parameters)
+            assert precision.gap(resumed, unbroken) <= precision.bound(float32_errors.parameters)
 
 
 def test_layouts_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model import mlp
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 WAYS = {
@@ -41,13 +41,15 @@ def test_gradients_are_the_same_whatever_is_computed_again(
     found, calls = {}, {}
     for way in ("none", "selective", "full"):
         trainer = MegatronTrainer(
-            ranks.spec_of(str(tmp_path / family), recompute=way, **WAYS[family])
+            ranks.make_spec(str(tmp_path / family), recompute=way, **WAYS[family])
         )
         scores = trainer.score([batch])[0]
         products.clear()
         norm = trainer.update([batch])["grad_norm"]
         calls[way] = len(products)
-        gradient = torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)])
+        gradient = torch.cat(
+            [gradient.double().flatten() for _, gradient in full_gradients(trainer)]
+        )
         found[way] = scores, norm, gradient
     assert calls["none"] > 0 and calls["selective"] == calls["full"] == 2 * calls["none"]
     scores, norm, gradient = found["none"]
@@ -73,6 +75,6 @@ def test_selective_recomputation_needs_no_compiler(
     reference.make_model("qwen2", tmp_path / "model")
     batch, norms = make_batch(LAYOUTS["small"], vocab=64), []
     for way in ("none", "selective"):
-        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model"), recompute=way))
+        trainer = MegatronTrainer(ranks.make_spec(str(tmp_path / "model"), recompute=way))
         norms.append(trainer.update([batch])["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)

@@ -18,7 +18,7 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Sampling
 from tests.support import ranks, reference
 from tests.support.embedded import drain
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 
 torch.set_num_threads(1)
 
@@ -200,12 +200,12 @@ def test_what_is_computed_again_goes_the_same_way(tmp_path: Path) -> None:
     routed = [replace(own, weight=0.1, trajectory=str(i)) for i, own in enumerate(routed)]
     found = {}
     for way in ("none", "selective", "full"):
-        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path), recompute=way))
+        trainer = MegatronTrainer(ranks.make_spec(str(tmp_path), recompute=way))
         batches = pack(routed, 12)
         assert len(batches) == 3
         trainer.update(batches)
         found[way] = torch.cat(
-            [gradient.double().flatten() for _, gradient in gradients_of(trainer)]
+            [gradient.double().flatten() for _, gradient in full_gradients(trainer)]
         )
     for way in ("selective", "full"):
         assert float((found[way] - found["none"]).norm() / found["none"].norm()) <= 1e-6
@@ -242,7 +242,7 @@ def test_layouts_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
     ]
     jobs = []
     for name, layout in (LAYOUTS | {"not on record": {}}).items():
-        spec = ranks.spec_of(str(tmp_path / "model"), **layout)
+        spec = ranks.make_spec(str(tmp_path / "model"), **layout)
         samples = unrouted(routed) if name == "not on record" else routed
         arguments = {
             "spec": spec,
@@ -253,7 +253,7 @@ def test_layouts_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
         }
         sizes = {size: layout[size] for size in ("tp", "pp", "cp", "dp", "ep") if size in layout}
         jobs.append(ranks.Job(function=ranks.train, arguments=arguments, **sizes))
-    ranks.play(jobs)
+    ranks.run_jobs(jobs)
     trained = {
         name: torch.load(tmp_path / name / "weights_0.pt", weights_only=True)
         for name in (*LAYOUTS, "not on record")

@@ -47,7 +47,7 @@ def specs_of(spec: TrainerSpec) -> dict[str, TrainerSpec]:
 
 
 def state_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return ranks.copied(trainer.model.adapter()) | ranks.copy_weights(trainer)
+    return ranks.copy_stream(trainer.model.adapter()) | ranks.copy_weights(trainer)
 
 
 def act(trainers: dict[str, MegatronTrainer], out: Path) -> dict[str, Any]:
@@ -112,10 +112,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for name, layout in LAYOUTS.items():
         (folder / name).mkdir()
-        arguments = {"spec": ranks.spec_of(str(folder / "model"), **layout), "out": folder / name}
+        arguments = {"spec": ranks.make_spec(str(folder / "model"), **layout), "out": folder / name}
         sizes = {size: layout[size] for size in ("tp", "pp", "dp") if size in layout}
         jobs.append(ranks.Job(function=beside, arguments=arguments, **sizes))
-    ranks.play(jobs)
+    ranks.run_jobs(jobs)
     return folder
 
 
@@ -150,7 +150,7 @@ def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(
     running_ray: None, tmp_path: Path
 ) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    specs = specs_of(ranks.spec_of(str(tmp_path / "model"), tp=2))
+    specs = specs_of(ranks.make_spec(str(tmp_path / "model"), tp=2))
     batches = pack(reference.make_samples(), 12)
 
     async def play(turns: TrainerTurns | None) -> list[Any]:

@@ -42,7 +42,7 @@ def entropy_inputs() -> dict[str, Tensor]:
 
 
 def plain_entropy(dtype: torch.dtype) -> dict[str, Tensor]:
-    """What `ranks.entropy` computes, in plain torch: both values and both gradients."""
+    """What `ranks.differentiate_entropy` computes, in plain torch: both values and both gradients."""
     given = entropy_inputs()
     hidden, weight = (given[name].to(dtype).requires_grad_() for name in ("hidden", "weight"))
     logp = torch.log_softmax(hidden @ weight.t() / given["temperatures"][:, None], dim=-1)
@@ -73,34 +73,47 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append(ranks.Job(function=function, arguments={"out": out, **arguments}, **sizes))
 
     for name, layout in LAYOUTS.items():
-        job(ranks.score, name, spec=ranks.spec_of(policy, **layout), samples=samples)
-        job(ranks.skip, name, spec=ranks.spec_of(policy, **layout), samples=samples)
+        job(ranks.score, name, spec=ranks.make_spec(policy, **layout), samples=samples)
+        job(ranks.train_with_spikes, name, spec=ranks.make_spec(policy, **layout), samples=samples)
     for name in ("one", "tp2"):
-        job(ranks.entropy, name, **entropy_inputs())
-        spec = ranks.spec_of(critic, **LAYOUTS[name])
-        job(ranks.criticise, name, spec=spec, policy=policy, samples=valued, steps=STEPS)
+        job(ranks.differentiate_entropy, name, **entropy_inputs())
+        spec = ranks.make_spec(critic, **LAYOUTS[name])
+        job(ranks.train_critic, name, spec=spec, policy=policy, samples=valued, steps=STEPS)
     for name in ("one", "cp2"):
         job(
-            ranks.sequence_level, name, spec=ranks.spec_of(policy, **LAYOUTS[name]), samples=samples
+            ranks.train_sequence_loss,
+            name,
+            spec=ranks.make_spec(policy, **LAYOUTS[name]),
+            samples=samples,
         )
     for family, layout in LATE.items():
         reference.make_model(family, folder / family)
         out = folder / f"late_{family}"
         out.mkdir()
-        spec = ranks.spec_of(
+        spec = ranks.make_spec(
             str(folder / family), distributed_optimizer=True, overlap=True, **layout
         )
         arguments = {"spec": spec, "out": out, "samples": samples}
         jobs.append(
-            ranks.Job(function=ranks.gather_late, arguments=arguments, dp=2, pp=layout.get("pp", 1))
+            ranks.Job(
+                function=ranks.find_pending_gathers,
+                arguments=arguments,
+                dp=2,
+                pp=layout.get("pp", 1),
+            )
         )
     large = (
         folder / "large"
     )  # more than the 32 MiB from which the system gets freed memory back in any case
     reference.make_model("qwen2", large, layers=1, vocab_size=150_000)
     for name, layout in REST.items():
-        job(ranks.rest, name, spec=ranks.spec_of(str(large), **layout), samples=samples)
-    ranks.play(jobs)
+        job(
+            ranks.train_with_sleep,
+            name,
+            spec=ranks.make_spec(str(large), **layout),
+            samples=samples,
+        )
+    ranks.run_jobs(jobs)
     return folder
 
 
@@ -118,7 +131,10 @@ def test_entropy_and_its_gradient_are_those_of_plain_torch(
     runs: Path, name: str, chunks: str
 ) -> None:
     own, exact = (plain_entropy(dtype) for dtype in (torch.float32, torch.float64))
-    parts = [load(path) for path in sorted((runs / f"entropy_{name}").glob(f"{chunks}_*.pt"))]
+    parts = [
+        load(path)
+        for path in sorted((runs / f"differentiate_entropy_{name}").glob(f"{chunks}_*.pt"))
+    ]
     for part in parts:
         for key in ("logprobs", "entropy", "hidden"):  # whole on every rank
             precision.assert_close(part[key], own[key], exact[key])
@@ -175,38 +191,38 @@ def test_a_critic_trains_like_a_linear_head_on_a_hugging_face_backbone(
     critic = reference.make_model("qwen2", tmp_path, critic=True)
     samples = reference.make_critic_samples()
     expected = precision.expect(critic, samples, STEPS, ranks.LR, reference.value_loss_of)
-    precision.compare(runs / f"criticise_{name}", expected)
-    scores = by_token(load(runs / f"criticise_{name}/rank0.pt")["scores"], samples)
+    precision.compare(runs / f"train_critic_{name}", expected)
+    scores = by_token(load(runs / f"train_critic_{name}/rank0.pt")["scores"], samples)
     precision.assert_scores(scores, critic, samples, reference.values_of)
 
 
 def test_a_critic_starts_afresh_and_small_on_a_policy(runs: Path) -> None:
-    ran = ("criticise_one/rank0.pt", "criticise_tp2/rank0.pt", "criticise_tp2/rank1.pt")
+    ran = ("train_critic_one/rank0.pt", "train_critic_tp2/rank0.pt", "train_critic_tp2/rank1.pt")
     heads = [load(runs / rank)["fresh"]["score.weight"] for rank in ran]
     assert all(torch.equal(head, heads[0]) for head in heads)
     assert heads[0].shape == (1, 64)
     assert 0.5 < float(heads[0].std()) * 65 < 1.5  # 1 / (hidden + 1)
-    backbone = load(runs / "criticise_tp2/rank0.pt")["fresh"]
+    backbone = load(runs / "train_critic_tp2/rank0.pt")["fresh"]
     policy = transformers.AutoModelForCausalLM.from_pretrained(runs / "policy").state_dict()
     assert torch.equal(backbone["model.norm.weight"], policy["model.norm.weight"])
     assert "lm_head.weight" not in backbone
 
 
 def test_an_exported_critic_is_a_model_for_sequence_classification(runs: Path) -> None:
-    folder = runs / "criticise_tp2/exported"
+    folder = runs / "train_critic_tp2/exported"
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert type(model).__name__ == "Qwen2ForSequenceClassification"
     assert torch.equal(
-        model.score.weight, load(runs / "criticise_tp2/rank0.pt")["fresh"]["score.weight"]
+        model.score.weight, load(runs / "train_critic_tp2/rank0.pt")["fresh"]["score.weight"]
     )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_skipped_step_touches_nothing_on_any_rank(runs: Path, name: str) -> None:
-    for path in (runs / f"skip_{name}").iterdir():
+    for path in (runs / f"train_with_spikes_{name}").iterdir():
         rows = load(path)
         flags = [
             (row["skipped_updates"], row["grad_spikes"], row["agent/a/grad_spikes"])
@@ -234,13 +250,14 @@ def assert_same(one: dict, other: dict) -> None:
 
 def test_a_reply_that_is_cut_over_ranks_has_one_ratio(runs: Path, tmp_path: Path) -> None:
     model = reference.make_model("qwen2", tmp_path)
-    own = precision.expect(model, reference.make_samples(), 2, ranks.LR).own
-    one = load(runs / "sequence_level_one/0.pt")
+    float32_errors = precision.expect(model, reference.make_samples(), 2, ranks.LR).float32
+    one = load(runs / "train_sequence_loss_one/0.pt")
     for rank in (0, 1):
-        cut = load(runs / f"sequence_level_cp2/{rank}.pt")
+        cut = load(runs / f"train_sequence_loss_cp2/{rank}.pt")
         for got, want in zip(cut["metrics"], one["metrics"], strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
-        assert precision.gap(cut["weights"], one["weights"]) <= precision.bound(own.parameters)
+        gap = precision.gap(cut["weights"], one["weights"])
+        assert gap <= precision.bound(float32_errors.parameters)
 
 
 def test_spike_monitors_are_saved(runs: Path) -> None:
@@ -251,7 +268,7 @@ def test_spike_monitors_are_saved(runs: Path) -> None:
 
 @pytest.mark.parametrize("name", REST)
 def test_a_step_after_sleep_is_the_same_to_the_bit(runs: Path, name: str) -> None:
-    for path in (runs / f"rest_{name}").iterdir():
+    for path in (runs / f"train_with_sleep_{name}").iterdir():
         found = load(path)
         slept, unbroken = found["rested"], found["unbroken"]
         assert slept["metrics"] == unbroken["metrics"]
@@ -266,7 +283,7 @@ def test_memory_is_given_back_to_the_system(runs: Path) -> None:
     # embedding 150,000 · 64; norms 3 · 64; queries 64 · 64 + 64, keys and values 2 · (64 · 32 + 32), output 64 · 64;
     # gate, up and down 3 · 64 · 96
     count = 150_000 * 64 + 3 * 64 + 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96
-    found = load(runs / "rest_one/0.pt")
+    found = load(runs / "train_with_sleep_one/0.pt")
     assert found["parameters"] == count
     assert found["rested"]["freed"] == [4 * count] * 3  # float32 gradients
     assert all(change < -0.9 * 4 * count for change in found["rested"]["resident"])

@@ -261,7 +261,7 @@ def test_kernels_for_an_h200_fit_its_registers_and_memory(model: str) -> None:
 
 @pytest.mark.slow
 def test_heads_of_256_fit_an_l40s() -> None:
-    kernels = compile_for_gpu("tree_kernels(2, 256, capability=89, room=99)")
+    kernels = compile_for_gpu("tree_kernels(2, 256, capability=89, shared_memory_kib=99)")
     required_kib = TileSizes.min_shared_memory_kib(256, bf16=True)
     assert max(kernel["shared"] for kernel in kernels) <= required_kib <= 99
     assert [kernel["spilled"] for kernel in kernels] == [0, 0, 0]

@@ -103,7 +103,7 @@ def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
 @pytest.mark.parametrize("family", reference.FAMILIES)
 def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Path) -> None:
     reference.make_model(family, tmp_path / "model")
-    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model")))
+    trainer = MegatronTrainer(ranks.make_spec(str(tmp_path / "model")))
     trainer.model.write(tmp_path / "again")
     loaded, written = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again")
@@ -138,7 +138,7 @@ def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stacked = load_file(tmp_path / "stacked/model.safetensors")
     assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 2 * 48, 64)
-    weights = ranks.copy_weights(MegatronTrainer(ranks.spec_of(str(tmp_path / "stacked"))))
+    weights = ranks.copy_weights(MegatronTrainer(ranks.make_spec(str(tmp_path / "stacked"))))
     single = load_file(tmp_path / "single/model.safetensors")
     assert set(weights) == set(single)
     assert all(torch.equal(weights[name], tensor) for name, tensor in single.items())
@@ -162,7 +162,7 @@ def test_tensors_of_another_model_are_refused(alone: None, tmp_path: Path) -> No
     with pytest.raises(
         ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"
     ):
-        MegatronTrainer(ranks.spec_of(str(tmp_path)))
+        MegatronTrainer(ranks.make_spec(str(tmp_path)))
     with pytest.raises(
         ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"
     ):
@@ -174,7 +174,7 @@ def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(
 ) -> None:
     reference.make_model("qwen2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    spec = ranks.spec_of(str(tmp_path))
+    spec = ranks.make_spec(str(tmp_path))
     with pytest.raises(ModelError, match=r"no \*.safetensors file"):
         MegatronTrainer(spec)
     first, again, other = (

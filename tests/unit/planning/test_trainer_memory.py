@@ -42,7 +42,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for name, layout in LAYOUTS.items():
         (folder / f"held_{name}").mkdir()
-        spec = ranks.spec_of(
+        spec = ranks.make_spec(
             str(folder / (name if name in reference.FAMILIES else "qwen2")), **layout
         )
         sizes = {size: layout[size] for size in ("tp", "pp", "dp") if size in layout}
@@ -51,8 +51,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "out": folder / f"held_{name}",
             "samples": reference.make_samples(),
         }
-        jobs.append(ranks.Job(function=ranks.held, arguments=arguments, **sizes))
-    ranks.play(jobs)
+        jobs.append(ranks.Job(function=ranks.measure_trainer_memory, arguments=arguments, **sizes))
+    ranks.run_jobs(jobs)
     return folder
 
 
@@ -117,10 +117,16 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         batch = make_batch([(tokens, -1, 100)], vocab=256)
         for name, layout in RESIDENT.items():
             (folder / str(layers) / name).mkdir()
-            spec = ranks.spec_of(str(folder / str(layers)), init="random", **layout)
+            spec = ranks.make_spec(str(folder / str(layers)), init="random", **layout)
             arguments = {"spec": spec, "out": folder / str(layers) / name, "batches": [batch]}
-            ranks.play(
-                [ranks.Job(function=ranks.resident, arguments=arguments, tp=layout.get("tp", 1))]
+            ranks.run_jobs(
+                [
+                    ranks.Job(
+                        function=ranks.measure_process_memory,
+                        arguments=arguments,
+                        tp=layout.get("tp", 1),
+                    )
+                ]
             )
     return folder
 

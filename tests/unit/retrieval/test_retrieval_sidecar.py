@@ -18,7 +18,7 @@ from retrieval.client import Passage, RetrievalClient, RetrievalError, Retrieval
 from retrieval.sidecar import RetrieverSidecar
 from tests.support.lessons import teach
 from tests.support.ranks import Job
-from tests.support.ranks import play as play_ranks
+from tests.support.ranks import run_jobs as run_rank_jobs
 from tests.support.run_folder import make_run
 
 pytestmark = [pytest.mark.usefixtures("forked_programs"), pytest.mark.slow]
@@ -164,9 +164,9 @@ def test_a_training_loses_nothing_when_one_of_two_servers_is_killed(
     with dying as url:
         servers = {
             "undisturbed": {"urls": (server_url,)},
-            "disturbed": {"urls": (url, server_url), "dying": dying.pid, "at": 5},
+            "disturbed": {"urls": (url, server_url), "killed_pid": dying.pid, "killed_at": 5},
         }
-        play_ranks(
+        run_rank_jobs(
             [
                 Job(function=teach, arguments={"out": tmp_path / name, **team, **settings})
                 for name, settings in servers.items()
@@ -179,5 +179,5 @@ def test_a_training_loses_nothing_when_one_of_two_servers_is_killed(
     )
     assert undisturbed == disturbed
     assert [step["failed"] for step in undisturbed] == [[], []]
-    assert sum(line.count("searcher") for step in undisturbed for line in step["lines"]) > 5
+    assert sum(line.count("searcher") for step in undisturbed for line in step["speakers"]) > 5
     assert any(update["change"] > 0 for step in undisturbed for update in step["updates"].values())

@@ -26,7 +26,7 @@ def test_nccl_is_configured_before_ranks_meet_unless_the_user_has(
     value: str | None,
 ) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    spec = replace(ranks.spec_of(str(tmp_path / "model")), cumem=cumem)
+    spec = replace(ranks.make_spec(str(tmp_path / "model")), cumem=cumem)
     values: list[str | None] = []
     monkeypatch.setattr(
         trainer_rank,
