@@ -1,4 +1,4 @@
-"""A search environment that asks its retriever whatever is said: for a model that says nothing of sense."""
+"""Search environment that always searches, for random models, whose replies are no searches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.environments.search import SearchEnv
 
 @dataclass(eq=False, kw_only=True)
 class AskingEnv(SearchEnv):
-    """Searches for the question, and how often it has asked, where no answer is given."""
+    """Environment that searches for the question, with a number, unless a reply gives an answer."""
 
     async def step(self, action: str) -> Step:
         if last_tag(action, "answer") is None:

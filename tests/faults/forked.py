@@ -1,4 +1,7 @@
-"""Trainings in forks of a process that has imported everything: a start takes a second, a kill hits no one else."""
+"""Trainings in forks of a process that has imported everything.
+
+A start takes a second, and killing a fork does not affect the test.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +44,26 @@ SETTINGS = (
     "agents.verifier.max_tokens=8",
     "orchestra.options.max_loops=1",
     "+engine.deterministic=true",
-    "reward.name=tests.support.rewards:by_first_token",  # a random model gets some of it: every step is an update
+    # A random model earns this reward sometimes, so that every step has an update.
+    "reward.name=tests.support.rewards:by_first_token",
     "~reward.penalties",
 )
 PASSAGES = [Passage.compose(str(n), f"Title {n}", f"text {n}") for n in range(40)]
 
 
 def forked(work: Callable[[], object], log: Path, orders: str = "") -> int:
-    """Exit status of a fork of this process that works with failpoints `orders`, minus the signal that ended it."""
+    """Do `work` in a fork of this process; return its exit status, or minus the signal that ended it.
+
+    Args:
+        log: file that gets the output of the fork.
+        orders: orders of failpoints.
+    """
     child = os.fork()
-    if not child:
+    if child == 0:
         try:
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.environ[FAILPOINTS] = orders
             work()
             status = 0
@@ -63,28 +72,32 @@ def forked(work: Callable[[], object], log: Path, orders: str = "") -> int:
             status = 1
         sys.stderr.flush()
         os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
-def trained(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A training in a process of its own: a fork cannot train after tests that have left threads of torch."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.forked", str(config), *words]
+def train_in_process(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Train in another process.
+
+    A fork of this process cannot train if earlier tests have left threads of torch.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.forked", str(config), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def run_folder(results: Path, *settings: str) -> Path:
-    """A run, ready for `pipeline`."""
+    """Make a run folder for `pipeline`; return it."""
     return make_run(results, *SETTINGS, *settings)
 
 
 def bare_folder(results: Path) -> Path:
-    """A folder with an encoder, ready for `preparation`."""
+    """Make a folder with an encoder for `preparation`; return it."""
     write_bert(results / "bare" / "bert", [passage.contents for passage in PASSAGES], seed=1)
     return results / "bare"
 
 
 def pipeline(run: Path) -> None:
-    """Train a run, evaluate it two trajectories a file, and make its table."""
+    """Train a run, evaluate it with two trajectories in a file, and make its table."""
     with pytest.MonkeyPatch.context() as patch:
         with training_here(patch):
             train.train(run / "config.yaml")
@@ -99,7 +112,7 @@ def pipeline(run: Path) -> None:
 
 
 def preparation(folder: Path) -> None:
-    """Generate tasks and index passages, in vectors and in words."""
+    """Generate tasks, and build a dense and a lexical index of passages."""
     for split in ("train", "test"):
         write_tasks(folder / f"{split}.parquet", arithmetic_tasks(1, {split: 8}))
     write_corpus(folder / "passages.jsonl", PASSAGES)
@@ -112,46 +125,46 @@ def preparation(folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """What a folder holds, by file: of metrics, scores and trajectories all but when and where they were made."""
-    found = {}
-    logs = {folder / "train" / name for name in ("lock.json", "mlflow.json")}
-    logs |= set((folder / "logs").glob("*.json"))  # when stages began and ended
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in logs):
-        name = str(path.relative_to(folder))
+    """Return a digest or the content of every file, without times and other values of one start."""
+    fingerprints = {}
+    left_out = {folder / "train" / "lock.json", folder / "train" / "mlflow.json"}
+    left_out |= set((folder / "logs").glob("*.json"))  # start and end times of stages
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path in left_out:
+            continue
+        if fnmatch(path.name, ".*.sha256"):  # has the modification time of its file
+            continue
         if path.suffix == ".parquet":
-            found[name] = json.dumps(_timeless(pq.read_table(path).to_pylist()), default=bytes.hex)
+            content = json.dumps(_comparable(pq.read_table(path).to_pylist()), default=bytes.hex)
         elif path.name == "metrics.jsonl":
-            found[name] = json.dumps(
-                [_timeless(json.loads(line)) for line in path.read_text().splitlines() if line]
-            )
+            lines = path.read_text().splitlines()
+            content = json.dumps([_comparable(json.loads(line)) for line in lines if line])
         elif path.suffix == ".json":
-            found[name] = json.dumps(_timeless(json.loads(path.read_text() or "0")))
-        elif not fnmatch(path.name, ".*.sha256"):  # which have when files were written
-            found[name] = sha256(path)
-    return found
+            content = json.dumps(_comparable(json.loads(path.read_text() or "0")))
+        else:
+            content = sha256(path)
+        fingerprints[str(path.relative_to(folder))] = content
+    return fingerprints
 
 
-# a start's; by when models were written; of what has one of these
-_RUNS_OWN = ("epoch", "identity", "sha256")
+def _comparable(value: object) -> object:
+    """Return a JSON value without the fields that differ between equal runs."""
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _comparable(item) for key, item in value.items() if not _varies(key, value)}
 
 
-def _timeless(value: object) -> object:
-    """Without seconds, and what is a second's."""
-    if isinstance(value, dict):
-        own = {
-            k: v
-            for k, v in value.items()
-            if k not in _RUNS_OWN or ("bytes" in value and k == "sha256")
-        }
-        own = {
-            k: v for k, v in own.items() if not k.startswith("restarts/")
-        }  # of trainers, after faults
-        return {
-            k: _timeless(v)
-            for k, v in own.items()
-            if not k.endswith(("_s", "/tokens_per_s", "/tflops"))
-        }
-    return [_timeless(item) for item in value] if isinstance(value, list) else value
+def _varies(key: str, fields: dict[str, object]) -> bool:
+    """Return True if a field differs between equal runs."""
+    if key == "sha256":
+        # The digest of a file stays. Those of manifests include the epoch.
+        return "bytes" not in fields
+    if key in ("epoch", "identity"):  # of a start; of model files, with their modification times
+        return True
+    is_time = key.endswith(("_s", "/tokens_per_s", "/tflops"))
+    return is_time or key.startswith("restarts/")  # restarts of trainers after faults
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""SIGKILL at every write boundary of a pipeline, which then starts again and has to come to the same bits.
+"""SIGKILL at every write boundary of a pipeline, which must give the same bits after a restart.
 
-`python -m tests.faults.kills [sample | K/N]` kills at every boundary, at one of every kind where something is written
-and not in place, or at the K-th of every N; the disk is full, too, where something begins to be written. At last
-everything is written slowly.
+`python -m tests.faults.kills [sample | K/N]` kills at every boundary; with `sample` at one boundary of
+every kind, and with K/N at the K-th of every N boundaries. It also fills the disk where a write
+begins. At the end it slows all writes down.
 """
 
 from __future__ import annotations
@@ -12,70 +12,84 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.forked import bare_folder, fingerprint, forked, pipeline, preparation, run_folder
 
+_VARIABLE_PARTS = r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html"
+# Write boundaries at which `sample` fills the disk
+_SAMPLED_FULL = r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:(step|part|manifest)"
+
 
 def main(
-    sample: bool, share: tuple[int, int], make: Callable[[Path], Path], work: Callable[[Path], None]
+    *,
+    sample: bool,
+    first: int,
+    stride: int,
+    make: Callable[[Path], Path],
+    work: Callable[[Path], None],
 ) -> None:
-    """Raises AssertionError if what was killed comes to something else than what was not."""
+    """Disturb `work` and run it again; assert that its files are those of undisturbed work.
+
+    Args:
+        sample: disturb one boundary of every kind only.
+        first, stride: disturb the boundaries first, first + stride, ...; counted from 1.
+        make: makes the folder of the work in another folder.
+        work: does the work in its folder.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         results = Path(temporary)
-        pristine, passed, log = results / "pristine", results / "passed", results / "log"
+        pristine = results / "pristine"
+        passed_file = results / "passed"
+        log = results / "log"
 
-        def done(orders: str = "") -> int:
+        def run(orders: str = "") -> int:
             return forked(lambda: work(folder), log, orders)
 
         assert forked(lambda: make(results), log) == 0, log.read_text()
         (folder,) = (path for path in results.iterdir() if path.is_dir())
         shutil.copytree(folder, pristine)
-        assert done(f"*=list:{passed}") == 0, log.read_text()
-        expected, places = fingerprint(folder), passed.read_text().splitlines()
+        assert run(f"*=list:{passed_file}") == 0, log.read_text()
+        expected = fingerprint(folder)
+        boundaries = passed_file.read_text().splitlines()
 
-        def check(orders: str, fault: str, ends: tuple[int, ...]) -> None:
-            """The work ends with one of these statuses, and started again comes to the same."""
+        def check(orders: str, fault: str, statuses: tuple[int, ...]) -> None:
+            """Assert that the work ends with one of the statuses, and gives the same files later."""
             shutil.rmtree(folder)
             shutil.copytree(pristine, folder)
             log.unlink()
-            status = done(orders)
-            assert status in ends, f"{fault}: status {status}\n{log.read_text()}"
+            status = run(orders)
+            assert status in statuses, f"{fault}: status {status}\n{log.read_text()}"
             if status == 1:
                 assert "No space left on device" in log.read_text().splitlines()[-1]
-            assert done() == 0, log.read_text()
-            found = fingerprint(folder)
-            differ = sorted(
-                name for name in {*expected, *found} if expected.get(name) != found.get(name)
-            )
-            assert not differ, f"{fault}: {differ} differ"
-            print(f"{fault}: the same {len(found)} files", flush=True)
+            assert run() == 0, log.read_text()
+            digests = fingerprint(folder)
+            names = {*expected, *digests}
+            differing = sorted(name for name in names if expected.get(name) != digests.get(name))
+            assert not differing, f"{fault}: {differing} differ"
+            print(f"{fault}: the same {len(digests)} files", flush=True)
 
-        kinds = Counter[str]()
-        for number, place in enumerate(places, 1):
-            kind = re.sub(
-                r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html", "N", place
-            )
-            kinds[kind] += 1
-            if number % share[1] != share[0] % share[1]:
+        seen_kinds: set[str] = set()
+        for number, boundary in enumerate(boundaries, 1):
+            kind = re.sub(_VARIABLE_PARTS, "N", boundary)
+            is_first = kind not in seen_kinds
+            seen_kinds.add(kind)
+            if number % stride != first % stride:
                 continue
-            at = f"pass {number} of {len(places)}, {place}"
-            if not sample or (kinds[kind] == 1 and not re.match("file.there|.*begun", place)):
-                check(f"*=kill@{number}", f"killed at {at}", (-signal.SIGKILL,))
-            full = (
-                r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:(step|part|manifest)"
-                if sample
-                else ".*begun"
-            )
-            if kinds[kind] == 1 and re.match(full, place):
-                check(f"*=full@{number}", f"disk full at {at}", (0, 1))
-        check("*=sleep:0.05", f"50 ms more for each of {len(places)} writes", (0,))
+            description = f"pass {number} of {len(boundaries)}, {boundary}"
+            # In a sample, boundaries before a write begins and after its end are left out.
+            is_sampled = is_first and not re.match("file.there|.*begun", boundary)
+            if is_sampled or not sample:
+                check(f"*=kill@{number}", f"killed at {description}", (-signal.SIGKILL,))
+            if is_first and re.match(_SAMPLED_FULL if sample else ".*begun", boundary):
+                check(f"*=full@{number}", f"disk full at {description}", (0, 1))
+        check("*=sleep:0.05", f"50 ms more for each of {len(boundaries)} writes", (0,))
 
 
 if __name__ == "__main__":
-    which = sys.argv[1] if sys.argv[1:] else "1/1"
-    first, of = (1, 1) if which == "sample" else map(int, which.split("/"))
-    for made, worked in ((bare_folder, preparation), (run_folder, pipeline)):
-        main(which == "sample", (first, of), made, worked)
+    selection = sys.argv[1] if sys.argv[1:] else "1/1"
+    is_sample = selection == "sample"
+    first, stride = (1, 1) if is_sample else map(int, selection.split("/"))
+    for make, work in ((bare_folder, preparation), (run_folder, pipeline)):
+        main(sample=is_sample, first=first, stride=stride, make=make, work=work)

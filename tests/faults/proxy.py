@@ -1,4 +1,4 @@
-"""A proxy between an HTTP client and a server that does to answers what networks and servers do to them."""
+"""HTTP proxy that delays, drops, cuts or replaces answers, as networks and servers do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DELAY_S = 0.5
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
-    """The head and the body of an HTTP message whose length is given; None at the end of a connection."""
+    """Return the head and the body of an HTTP message; None at the end of the connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -43,7 +43,13 @@ NAMES = ("delay", "drop", *FAULTS)
 
 
 class FaultProxy:
-    """Answers of `target` with a fault while `faulty` says how many more shall have one, and which."""
+    """Proxy of the server `target`, some of whose answers have a fault.
+
+    Attributes:
+        faulty: name of the fault, and number of further POST requests that get it.
+        done: number of faults so far, by name.
+        url: URL of the running proxy.
+    """
 
     def __init__(self, target: str) -> None:
         self._target = urlsplit(target)
@@ -53,10 +59,13 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while asked := await read_message(reader):
-                name, left = self.faulty
-                if left and asked[0].startswith(b"POST"):
-                    self.faulty = (name, left - 1)
+            while True:
+                request = await read_message(reader)
+                if request is None:
+                    return
+                name, remaining = self.faulty
+                if remaining and request[0].startswith(b"POST"):
+                    self.faulty = (name, remaining - 1)
                     self.done[name] += 1
                 else:
                     name = ""
@@ -64,20 +73,22 @@ class FaultProxy:
                     return
                 if name == "delay":
                     await asyncio.sleep(DELAY_S)
-                head, body = await self._asked(asked)
-                writer.writelines(FAULTS[name](head, body) if name in FAULTS else (head, body))
+                head, body = await self._forward(request)
+                if name in FAULTS:
+                    head, body = FAULTS[name](head, body)
+                writer.writelines((head, body))
                 await writer.drain()
                 if name == "cut":
                     return
         except (OSError, asyncio.IncompleteReadError):
-            pass  # as when the server is gone: so is the client's connection
+            pass  # if the server is gone, the client's connection is closed too
         finally:
             writer.close()
 
-    async def _asked(self, message: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    async def _forward(self, request: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(self._target.hostname, self._target.port)
         try:
-            writer.writelines((message[0], message[1]))
+            writer.writelines(request)
             answer = await read_message(reader)
             if answer is None:
                 raise ConnectionResetError
@@ -87,7 +98,7 @@ class FaultProxy:
 
     @contextmanager
     def running(self) -> Iterator[FaultProxy]:
-        """Inside the block it serves at `url`, on a thread of its own."""
+        """Run the proxy in a thread for this block."""
         loop = asyncio.new_event_loop()
         server = loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

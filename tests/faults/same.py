@@ -1,7 +1,8 @@
-"""Trainings of a recipe in forks: `python -m tests.faults.same FOLDER WAY...` prints a line of JSON of each.
+"""Trainings of one recipe: `python -m tests.faults.same FOLDER WAY...` trains each way in a fork.
 
-A way is failpoints' orders, `=` for none; one that kills is trained again. With `ahead:` before it a step is collected
-ahead of training. What is printed are digests by file.
+A way is the orders of failpoints, or `=` for none. A training that the orders kill is started again.
+With the prefix `ahead:`, rollouts are collected one step ahead of training. For each way the program
+prints the digests of the run's files as a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ def work(run: Path) -> None:
         train.train(run / "config.yaml")
 
 
-def trained(base: Path, way: str) -> dict[str, str]:
-    """What the run's folder holds after a training of it."""
-    results, log = base / "results", base / "log"
+def train_way(base: Path, way: str) -> dict[str, str]:
+    """Train in one of the ways; return the digests of the run's files."""
+    results = base / "results"
+    log = base / "log"
     results.mkdir()
     orders = way.removeprefix("ahead:").removeprefix("=")
-    assert (
-        forked(lambda: run_folder(results, *(AHEAD if way.startswith("ahead:") else ())), log) == 0
-    ), log.read_text()
+    settings = AHEAD if way.startswith("ahead:") else ()
+    assert forked(lambda: run_folder(results, *settings), log) == 0, log.read_text()
     (run,) = results.iterdir()
     status = forked(lambda: work(run), log, orders)
-    if "kill" in orders:  # in the middle of a collection
+    if "kill" in orders:  # the process is killed during a collection
         assert status == -9, log.read_text()
         assert list((run / "train" / "collection").iterdir())
         status = forked(lambda: work(run), log)
     assert status == 0, log.read_text()
-    found = fingerprint(run)
+    digests = fingerprint(run)
     shutil.rmtree(results)
-    return found
+    return digests
 
 
 if __name__ == "__main__":
-    for given in sys.argv[2:]:
-        print(json.dumps(trained(Path(sys.argv[1]), given)), flush=True)
+    for way in sys.argv[2:]:
+        print(json.dumps(train_way(Path(sys.argv[1]), way)), flush=True)

@@ -1,7 +1,8 @@
-"""Memory of a long training: 300 steps in one process, in which rank, engine and controller are; its slope is none.
+"""Memory of a long training does not grow: 300 steps with rank, engine and controller in one process.
 
-`python -m tests.faults.slope [STEPS]`. The first third warms up; of the rest the lowest of every ten steps counts.
-What is left after three standard errors of the same run's noise may be no more than a step's own numbers.
+`python -m tests.faults.slope [STEPS]` fits a line through the resident memory. The first third of the
+steps is left out, and of every ten others the lowest counts. The slope, minus three standard errors,
+may be no larger than the few numbers that are kept of every step.
 """
 
 from __future__ import annotations
@@ -23,43 +24,44 @@ from tests.faults.forked import run_folder
 from tests.support.in_process import training_here
 
 WINDOW = 10
-ALLOWED_KIB = 0.5  # a step, of what is known of each: its versions; 10,000 steps are 5 MiB
-NOISE_KIB = 1.0  # of three standard errors: with more nothing is said
+ALLOWED_KIB = 0.5  # growth per step: the weight versions are kept; 10,000 steps are 5 MiB
+MAX_NOISE_KIB = 1.0  # three standard errors; with more noise the test proves nothing
 
 
 def main(steps: int) -> None:
-    """Raises AssertionError if memory grows."""
-    resident = np.ones(steps)  # bytes, which are there before the first step
-
+    """Train, print the slope, and assert that memory does not grow."""
+    resident_bytes = np.ones(steps)  # after each step; allocated before the first one
     process = psutil.Process()
 
-    async def seen(number: int, metrics: StepMetrics) -> bool:
-        if number % WINDOW == 0:  # what is free and kept for later is not held
+    async def measure(number: int, metrics: StepMetrics) -> bool:
+        if number % WINDOW == 0:  # returns memory that the allocator keeps for later
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-        resident[number] = process.memory_info().rss
+        resident_bytes[number] = process.memory_info().rss
         return True
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "TORCH_FR_BUFFER_SIZE", "0"
-        )  # torch's ring of the last 2,000 collectives: 9 KiB a step until then
+        # Torch records the last 2,000 collectives; until then that is 9 KiB a step.
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "0")
         config = run_folder(Path(folder)) / "config.yaml"
         values = yaml.safe_load(config.read_text())
         values["trainer"] |= {"steps": steps, "checkpoint_every": 10, "validate_every": 50}
         config.write_text(yaml.safe_dump(values))
         with training_here(patch):
-            train.train(config, after_step=seen)
-    kept = resident[steps // 3 :] / 1024
-    lowest = kept[: len(kept) // WINDOW * WINDOW].reshape(-1, WINDOW).min(axis=1)
-    at = np.arange(len(lowest)) * WINDOW
-    (slope, _), covariance = np.polyfit(at, lowest, 1, cov=True)
+            train.train(config, after_step=measure)
+
+    after_warmup = resident_bytes[steps // 3 :] / 1024
+    windows = after_warmup[: len(after_warmup) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    lowest_kib = windows.min(axis=1)
+    positions = np.arange(len(lowest_kib)) * WINDOW
+    (slope, _), covariance = np.polyfit(positions, lowest_kib, 1, cov=True)
     noise = 3 * float(covariance[0, 0]) ** 0.5
-    mib = (lowest / 1024).round(1).tolist()
+    lowest_mib = (lowest_kib / 1024).round(1).tolist()
     print(
-        f"{steps} steps: {slope:+.2f} ± {noise:.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}"
+        f"{steps} steps: {slope:+.2f} ± {noise:.2f} KiB a step; "
+        f"MiB, the lowest of every {WINDOW}: {lowest_mib}"
     )
-    assert noise <= NOISE_KIB
+    assert noise <= MAX_NOISE_KIB
     assert slope - noise <= ALLOWED_KIB
 
 

@@ -1,4 +1,4 @@
-"""Failpoints do what they are ordered to, and kills at write boundaries leave nothing behind and lose nothing."""
+"""Failpoints execute their orders; kills and a full disk at write boundaries lose no data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_failpoint_does_nothing_until_it_is_ordered_to(
     with pytest.raises(OSError, match=r"No space left on device: 'a.place'") as raised:
         failpoint("a.place")
     assert raised.value.errno == errno.ENOSPC
-    failpoint("a.place")  # the third time
+    failpoint("a.place")  # the order was for the second pass only
     assert (tmp_path / "passed").read_text().splitlines() == ["a.place"] * 3
     monkeypatch.setenv(FAILPOINTS, "a.place=explode")
     with pytest.raises(
@@ -38,26 +38,31 @@ def test_a_failpoint_does_nothing_until_it_is_ordered_to(
         failpoint("a.place")
 
 
-@pytest.mark.parametrize(("action", "ended"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_a_process_is_ended_or_stopped_where_it_is_ordered(action: str, ended: int) -> None:
+@pytest.mark.parametrize(
+    ("action", "expected_signal"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)]
+)
+def test_a_failpoint_kills_or_stops_its_process(action: str, expected_signal: int) -> None:
     code = "from rollout.base.failpoints import failpoint\nfailpoint('first')\nfailpoint('second')"
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, FAILPOINTS: f"second={action}"}
     )
-    status = os.waitpid(child.pid, os.WUNTRACED)[1]
-    child.returncode = -ended  # it has been waited for
-    assert (os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WSTOPSIG(status)) == ended
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    child.returncode = -expected_signal  # Popen need not wait for the process any more
     if os.WIFSTOPPED(status):
+        actual_signal = os.WSTOPSIG(status)
         os.kill(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
+    else:
+        actual_signal = os.WTERMSIG(status)
+    assert actual_signal == expected_signal
 
 
 def test_a_full_disk_leaves_a_file_as_it_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_text(tmp_path / "file", "before")
-    for place in ("begun", "written"):
-        monkeypatch.setenv(FAILPOINTS, f"file.{place}:file=full")
+    for boundary in ("begun", "written"):
+        monkeypatch.setenv(FAILPOINTS, f"file.{boundary}:file=full")
         with pytest.raises(OSError, match="No space left"):
             write_text(tmp_path / "file", "after")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -65,22 +70,21 @@ def test_a_full_disk_leaves_a_file_as_it_was(
 
 
 @pytest.mark.slow
-def test_killed_at_a_boundary_of_every_kind_a_pipeline_comes_to_the_same_bits() -> None:
+def test_a_pipeline_killed_at_every_kind_of_boundary_gives_the_same_bits() -> None:
     command = [sys.executable, "-m", "tests.faults.kills", "sample"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert made.returncode == 0, made.stdout + made.stderr
-    said = [line for line in made.stdout.splitlines() if ": the same " in line]
-    assert len(said) >= 30
-    assert (
-        len([line for line in said if line.startswith("50 ms more for each of ")]) == 2
-    )  # a slow disk, in both parts
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    faults = [line for line in done.stdout.splitlines() if ": the same " in line]
+    assert len(faults) >= 30
+    slow_disks = [line for line in faults if line.startswith("50 ms more for each of ")]
+    assert len(slow_disks) == 2  # in the preparation and in the pipeline
     for kind in (
         "chunks.written:rank",
         "file.written:manifest.json",
         "metrics.written",
         "file.written:done.json",
     ):
-        assert any(line.startswith("killed") and kind in line for line in said), kind
+        assert any(line.startswith("killed") and kind in line for line in faults), kind
     for kind in (
         "chunks.begun:rank",
         "checkpoint.begun",
@@ -88,4 +92,4 @@ def test_killed_at_a_boundary_of_every_kind_a_pipeline_comes_to_the_same_bits() 
         "file.begun:step",
         "file.begun:part",
     ):
-        assert any(line.startswith("disk full") and kind in line for line in said), kind
+        assert any(line.startswith("disk full") and kind in line for line in faults), kind

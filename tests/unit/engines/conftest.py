@@ -1,4 +1,4 @@
-"""Models that engines are tested with, each made once."""
+"""Models for tests of engines, and SGLang engines on fake servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model; a module's own, as tests put orders for their servers beside it."""
+    """Return the folder of a tiny model.
+
+    Each module has another folder, because tests write orders for their fake servers into it.
+    """
     from tests.support.tiny import make_model
 
     path = tmp_path_factory.mktemp("model")
@@ -29,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 that nobody changes."""
+    """Return the folder of a random Qwen2 model, which no test changes."""
     from tests.support.embedded import make_qwen2
 
     path = tmp_path_factory.mktemp("qwen2")
@@ -39,16 +42,16 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
-    """SGLang engines of pretended servers, closed at the end."""
+    """Return a function that makes SGLang engines on fake servers; they are closed at the end."""
     from rollout.engines.sglang.engine import SGLangEngine
     from rollout.engines.sglang.settings import SGLangSettings
 
-    made: list[SGLangEngine] = []
+    engines: list[SGLangEngine] = []
 
-    def engine(
+    def make_engine(
         *, tell: Any = say, restart_guard: Any = nullcontext, **settings: Any
     ) -> SGLangEngine:
-        where = {
+        defaults = {
             "folder": folder,
             "max_length": 64,
             "rows": 4,
@@ -56,12 +59,14 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             "start_s": 60.0,
             "weights_folder": tmp_path / "weights",
             "log": tmp_path / "server.log",
-            "verify": False,  # these servers have no weights
+            "verify": False,  # fake servers have no weights
         }
-        checked = SGLangSettings(**(where | settings))
-        made.append(SGLangEngine(checked, restart_guard=restart_guard, tell=tell))
-        return made[-1]
+        engine = SGLangEngine(
+            SGLangSettings(**(defaults | settings)), restart_guard=restart_guard, tell=tell
+        )
+        engines.append(engine)
+        return engine
 
-    yield engine
-    for one in made:
-        one.close()
+    yield make_engine
+    for engine in engines:
+        engine.close()

@@ -27,7 +27,13 @@ from rollout.engines.embedded.local import LocalEngine, LocalReplicas
 from rollout.engines.embedded.requests import Report, Request
 from rollout.engines.embedded.sampling import uniforms
 from rollout.records.trajectory import Completion, Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
+from tests.support.embedded import (
+    LOGPROB_TOLERANCE,
+    drain,
+    largest_logprob_error,
+    make_qwen2,
+    run_steps,
+)
 
 torch.set_num_threads(1)
 
@@ -85,7 +91,7 @@ def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) ->
     other = make_qwen2(5)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     engine.submit(1, prompt, Sampling(max_tokens=10))
-    steps(engine, 3)  # 4 tokens
+    run_steps(engine, 3)  # 4 tokens
     engine.load_weights(other.state_dict().items(), 4)
     engine.load_weights(other.state_dict().items(), 5)  # no token was sampled by version 4
     completion = drain(engine)[1]
@@ -93,7 +99,7 @@ def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) ->
     engine.submit(2, [*prompt, *completion.token_ids], Sampling(max_tokens=10))
     after = drain(engine)[2]
     assert after.cached_tokens == 0  # keys of two versions are not reused
-    assert worst(other, [*prompt, *completion.token_ids], after) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(other, [*prompt, *completion.token_ids], after) < LOGPROB_TOLERANCE
 
 
 def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
@@ -102,7 +108,7 @@ def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [1, 2, 3, 4, 5]
     engine.submit(1, prompt, Sampling(max_tokens=9))
-    steps(engine, 2)  # 3 tokens; the last has no keys yet
+    run_steps(engine, 2)  # 3 tokens; the last has no keys yet
     engine.load_weights(new.state_dict().items(), 1)
     completion = drain(engine)[1]
     assert spans(completion) == [(0, 0, 3), (1, 3, 9)]
@@ -138,7 +144,7 @@ def test_running_and_waiting_requests_can_be_aborted(qwen2: Path) -> None:
     engine.submit(running, [1, 2], Sampling(max_tokens=20))
     engine.submit(waiting, [1, 2], Sampling(max_tokens=20))
     engine.submit(later, [1, 2], Sampling(max_tokens=2))
-    steps(engine, 2)
+    run_steps(engine, 2)
     engine.abort({running, waiting, unknown})
     done = drain(engine)
     assert reasons_and_sizes(done) == {
@@ -154,7 +160,7 @@ def test_waiting_requests_get_the_rows_of_aborted_ones_in_their_order(qwen2: Pat
     for number in range(6):
         prompt_size = 50 if number == 2 else 3
         engine.submit(number, [number] * prompt_size, Sampling(max_tokens=14))
-    steps(engine, 3)
+    run_steps(engine, 3)
     engine.abort({0, 1, 3})
     done = dict(engine.step())
     assert reasons_and_sizes(done) == {
@@ -181,7 +187,7 @@ def test_weights_that_are_not_finite_give_an_error(qwen2: Path) -> None:
         raise drain(engine)[1]
     engine.load_weights(state.items(), 9)
     engine.submit(1, [1, 2], Sampling(max_tokens=4))
-    assert worst(model, [1, 2], drain(engine)[1]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, [1, 2], drain(engine)[1]) < LOGPROB_TOLERANCE
 
 
 def test_keys_that_are_not_finite_do_not_reach_later_requests(qwen2: Path) -> None:
@@ -198,7 +204,7 @@ def test_keys_that_are_not_finite_do_not_reach_later_requests(qwen2: Path) -> No
         engine.submit(key, prompt, Sampling(max_tokens=4))
     done = drain(engine)
     for key, prompt in prompts.items():
-        assert worst(model, prompt, done[key]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, prompt, done[key]) < LOGPROB_TOLERANCE
 
 
 def test_replicas_share_weights_and_equal_prompts_go_to_one_replica(qwen2: Path) -> None:
@@ -279,7 +285,7 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
         return await engine.generate([1, 2, 3], Sampling(max_tokens=9))
 
     model = Qwen2ForCausalLM.from_pretrained(qwen2)
-    assert worst(model, [1, 2, 3], asyncio.run(play())) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, [1, 2, 3], asyncio.run(play())) < LOGPROB_TOLERANCE
 
 
 def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(qwen2: Path) -> None:
@@ -372,7 +378,7 @@ def test_each_request_has_its_own_stop_tokens(qwen2: Path) -> None:
     # Request 6 has more stop tokens than fit so far.
     engine.submit(4, [9], sampling)
     engine.submit(5, [8], Sampling(max_tokens=4))
-    steps(engine, 1)
+    run_steps(engine, 1)
     engine.submit(6, [9], replace(sampling, stop=(70, 71, 72, 73)))
     done = drain(engine)
     assert done[4].token_ids == tokens
@@ -402,7 +408,7 @@ def test_sleep_frees_keys_and_keeps_weights(qwen2: Path) -> None:
     engine.submit(4, prompt, Sampling(max_tokens=9))
     completion = drain(engine)[4]
     assert completion.cached_tokens == 0
-    assert worst(model, prompt, completion) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, prompt, completion) < LOGPROB_TOLERANCE
 
 
 def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:

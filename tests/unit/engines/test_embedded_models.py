@@ -1,4 +1,4 @@
-"""The models and folders that the embedded engine takes, and those that it refuses."""
+"""Model families and folders that the embedded engine loads, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 from rollout.base.errors import EngineError
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, worst
+from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, largest_logprob_error
 
 torch.set_num_threads(1)
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
@@ -59,7 +59,8 @@ def save(path: Path, model: Any) -> Any:
             ),
         ),
         (
-            Qwen3MoeForCausalLM,  # its first layer is dense, and shares of experts do not add up to 1
+            # The first layer is dense, and the weights of a token's experts do not add up to 1.
+            Qwen3MoeForCausalLM,
             Qwen3MoeConfig(
                 **SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=3, mlp_only_layers=[0]
             ),
@@ -77,35 +78,40 @@ def test_model_families_match_hugging_face(tmp_path: Path, model_class: Any, con
     engine = EmbeddedEngine.from_folder(tmp_path, max_length=300)
     prompt = np.random.default_rng(0).integers(0, 64, 200).tolist()
     engine.submit(1, prompt, Sampling(max_tokens=50))
-    assert worst(model, prompt, drain(engine)[1]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, prompt, drain(engine)[1]) < LOGPROB_TOLERANCE
 
 
-def test_a_folder_in_bfloat16_and_pieces(tmp_path: Path) -> None:
+def test_weights_in_bfloat16_and_several_files_are_loaded(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert (tmp_path / "model.safetensors.index.json").exists()
     engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
-    held = dict(engine.decoder.weights.tensors())
+    loaded = dict(engine.decoder.weights.tensors())
     for name, tensor in model.state_dict().items():
-        assert torch.equal(held[name], tensor.float())
+        assert torch.equal(loaded[name], tensor.float())
     engine.submit(1, [5, 6, 7], Sampling(max_tokens=20))
-    widened = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert worst(widened, [5, 6, 7], drain(engine)[1]) < LOGPROB_TOLERANCE
+    float32_model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert largest_logprob_error(float32_model, [5, 6, 7], drain(engine)[1]) < LOGPROB_TOLERANCE
+
+
+def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
     next(tmp_path.glob("model-*.safetensors")).unlink()
     with pytest.raises(EngineError, match=r"model-0000\d-of-0000\d.safetensors: not a readable"):
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
 
 
-def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
+def test_weights_may_include_a_tied_head_that_equals_the_embedding(qwen2: Path) -> None:
     state = dict(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict())
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
-    other = state["lm_head.weight"].clone()
-    engine.load_weights({**state, "lm_head.weight": other}.items(), 1)
-    other[0, 0] += 1
+    head = state["lm_head.weight"].clone()
+    engine.load_weights({**state, "lm_head.weight": head}.items(), 1)
+    head[0, 0] += 1
     with pytest.raises(EngineError, match=r"'lm_head\.weight' differs from the embedding to which"):
-        engine.load_weights({**state, "lm_head.weight": other}.items(), 2)
+        engine.load_weights({**state, "lm_head.weight": head}.items(), 2)
     assert engine.version == 1
 
 
@@ -145,14 +151,14 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
         ),
     ],
 )
-def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_unsupported_config_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(EngineError, match=message):
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
 
 
-def test_a_folder_without_or_with_broken_weights(qwen2: Path, tmp_path: Path) -> None:
+def test_missing_or_unreadable_weights_are_refused(qwen2: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((qwen2 / "config.json").read_text())
     with pytest.raises(EngineError, match=r"no \*.safetensors file"):
         EmbeddedEngine.from_folder(tmp_path, max_length=64)

@@ -11,7 +11,7 @@ from transformers import Qwen2ForCausalLM
 
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Completion, Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, drain, worst
+from tests.support.embedded import LOGPROB_TOLERANCE, drain, largest_logprob_error
 
 torch.set_num_threads(1)
 
@@ -114,7 +114,7 @@ def test_a_copied_prompt_is_no_source_before_it_has_its_keys(qwen2: Path) -> Non
     done = drain(engine)
     assert [done[number].cached_tokens for number in prompts] == [0, 20, 15]
     for number, prompt in prompts.items():
-        assert worst(model, prompt, done[number]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, prompt, done[number]) < LOGPROB_TOLERANCE
 
 
 def test_a_sampled_token_is_not_reused_before_it_has_keys(qwen2: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_sampled_token_is_not_reused_before_it_has_keys(qwen2: Path) -> None:
         engine.submit(number, next_prompt, Sampling(max_tokens=4))
         next_completion = drain(engine)[number]
         assert next_completion.cached_tokens == 20
-        assert worst(model, next_prompt, next_completion) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, next_prompt, next_completion) < LOGPROB_TOLERANCE
 
 
 def test_log_probabilities_are_right_with_fewer_rows_than_chats(qwen2: Path) -> None:
@@ -148,6 +148,6 @@ def test_log_probabilities_are_right_with_fewer_rows_than_chats(qwen2: Path) -> 
         for number, completion in drain(engine).items():
             reused_tokens += completion.cached_tokens
             if completion.token_ids:
-                assert worst(model, prompts[number], completion) < LOGPROB_TOLERANCE
+                assert largest_logprob_error(model, prompts[number], completion) < LOGPROB_TOLERANCE
             chats[number] = [*chats[number], *completion.token_ids, turn]
     assert reused_tokens > 200

@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU: no operation mixes its tensors with the host's, and it says what the CPU says."""
+"""Embedded engine on a GPU: no operation mixes devices, and log-probabilities equal the CPU's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Sampling
+from tests.support.embedded import drain
 
+# Qwen3 has norms of queries and keys, and a head dimension other than hidden size / heads.
 CONFIG = {
-    "model_type": "qwen3",  # has all there is: norms of queries and keys, and heads of a size of their own
+    "model_type": "qwen3",
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -33,22 +35,38 @@ CONFIG = {
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses every operation on tensors of two devices but the explicit copies from one to the other."""
+    """Mode that refuses operations on tensors of two devices, except explicit copies between them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = {tensor.device.type for tensor in tensors}
-        copies = func is torch.ops.aten._to_copy.default or (
-            func is torch.ops.aten.copy_.default
-            and {tensor.dim() for tensor in tensors} == {1}  # all weights at once
-        )
-        assert len(devices) < 2 or copies, f"{func} mixes {sorted(devices)}"
+        is_copy = func is torch.ops.aten._to_copy.default
+        if func is torch.ops.aten.copy_.default:
+            # all weights are copied at once, as one flat tensor
+            is_copy = {tensor.dim() for tensor in tensors} == {1}
+        assert len(devices) < 2 or is_copy, f"{func} mixes {sorted(devices)}"
         return func(*args, **(kwargs or {}))
+
+
+class _HostNumbers:
+    """Sampled numbers as the host would read them from a GPU."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers = numbers
+
+    def cpu(self) -> _HostNumbers:
+        return self
+
+    def numpy(self) -> np.ndarray:
+        return self._numbers
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
-    """An engine whose GPU is torch's `meta` device: shapes and devices are right, and there are no numbers."""
+    """Return an engine whose GPU is torch's `meta` device.
+
+    Shapes and devices of tensors are checked. There are no numbers, so every sampled token is 7.
+    """
     sample_tokens = cache_rows.sample_tokens
 
     def sample_on_meta(logits: Tensor, **settings: np.ndarray) -> tuple[Any, Any]:
@@ -56,129 +74,105 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
         tokens, logprobs = sample_tokens(logits, **settings)
         assert (tokens.device.type, logprobs.device.type) == ("meta", "meta")
         assert tokens.shape == logprobs.shape == logits.shape[:1]
-        return _Host(np.full(tokens.shape, 7)), _Host(np.full(tokens.shape, -1.0, dtype=np.float32))
+        host_tokens = np.full(tokens.shape, 7)
+        host_logprobs = np.full(tokens.shape, -1.0, dtype=np.float32)
+        return _HostNumbers(host_tokens), _HostNumbers(host_logprobs)
 
     monkeypatch.setattr(cache_rows, "sample_tokens", sample_on_meta)
     with OneDevice():
-        yield EmbeddedEngine(
-            CachedDecoder(parse_architecture(CONFIG, "here"), 700, device="meta"), rows=8
-        )
+        decoder = CachedDecoder(parse_architecture(CONFIG, "here"), 700, device="meta")
+        yield EmbeddedEngine(decoder, rows=8)
 
 
-class _Host:
-    """The numbers that a GPU would give."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._numbers = numbers
-
-    def cpu(self) -> _Host:
-        return self
-
-    def numpy(self) -> np.ndarray:
-        return self._numbers
-
-
-def devices(engine: EmbeddedEngine) -> set[str]:
-    """Of everything that a forward pass reads."""
-    decoder = engine.decoder
-    held = [
-        decoder._active.storage,
-        decoder._active.embed,
-        decoder._active.layers[0].qkv,
-        decoder._rotation,
+def device_types(engine: EmbeddedEngine) -> set[str]:
+    """Return the device types of all tensors that a forward pass reads."""
+    weights = engine.decoder._active
+    tensors = [
+        weights.storage,
+        weights.embed,
+        weights.layers[0].qkv,
+        engine.decoder._rotation,
+        engine._cache.keys,
+        engine._cache.values,
     ]
-    return {tensor.device.type for tensor in [*held, engine._cache.keys, engine._cache.values]}
+    return {tensor.device.type for tensor in tensors}
 
 
-def run(engine: EmbeddedEngine) -> dict[int, Any]:
-    done: dict[int, Any] = {}
-    while engine.has_work:
-        done.update(engine.step())
-    return done
-
-
-def test_a_whole_load_is_computed_on_the_gpu(engine: EmbeddedEngine) -> None:
+def test_requests_are_computed_on_the_gpu(engine: EmbeddedEngine) -> None:
     weights = [
         (name, torch.empty(tensor.shape)) for name, tensor in engine.decoder.weights.tensors()
     ]
     engine.load_weights(weights, 1)
-    assert devices(engine) == {"meta"}
+    assert device_types(engine) == {"meta"}
     assert engine.decoder.weights.embed.device.type == "cpu"  # where the trainer writes
-    system = list(range(40))
-    prompts = [
-        system,
-        system,
-        [*system, 1, 2],
-        list(range(60)) * 8,
-        [5],
-    ]  # twins, a prefix, several query blocks
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.7},
-        {"top_p": 0.9},
-        {"top_k": 3},
+
+    prefix = list(range(40))
+    requests: list[tuple[list[int], dict[str, Any]]] = [
+        (prefix, {}),
+        (prefix, {"temperature": 0.0}),  # the same prompt again
+        ([*prefix, 1, 2], {"temperature": 0.7}),
+        (list(range(60)) * 8, {"top_p": 0.9}),  # several blocks of queries
+        ([5], {"top_k": 3}),
     ]
-    for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True)):
-        engine.submit(number, prompt, Sampling(max_tokens=4 + number, **kind))
-    done = run(engine)
-    assert {number: one.token_ids for number, one in done.items()} == {
-        n: (7,) * (4 + n) for n in range(5)
-    }
-    assert [done[number].cached_tokens for number in range(5)] == [0, 40, 40, 40, 0]
-    engine.submit(9, [*system, 7, 7, 7, 3], Sampling(max_tokens=2))  # a next turn, in its row
-    assert run(engine)[9].cached_tokens == 43
+    for number, (prompt, settings) in enumerate(requests):
+        engine.submit(number, prompt, Sampling(max_tokens=4 + number, **settings))
+    completions = drain(engine)
+    for number in range(5):
+        assert completions[number].token_ids == (7,) * (4 + number)
+    assert [completions[number].cached_tokens for number in range(5)] == [0, 40, 40, 40, 0]
+
+    # The next turn of the first request has its prompt and its reply's first three tokens.
+    engine.submit(9, [*prefix, 7, 7, 7, 3], Sampling(max_tokens=2))
+    assert drain(engine)[9].cached_tokens == 43
 
 
-def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(
+def test_sleep_frees_the_gpu_and_waking_or_an_update_restores_the_weights(
     engine: EmbeddedEngine,
 ) -> None:
     engine.adopt(1, 1)
     engine.sleep()
-    assert engine.decoder._active is engine.decoder.weights  # nothing on the GPU
+    assert engine.decoder._active is engine.decoder.weights  # no weights on the GPU
     assert engine._cache is None
     engine.submit(1, [1], Sampling(max_tokens=1))
     with pytest.raises(EngineError, match="the engine sleeps"):
-        raise run(engine)[1]
-    engine.wake()  # with the weights that it had
-    assert devices(engine) == {"meta"}
+        raise drain(engine)[1]
+    engine.wake()
+    assert device_types(engine) == {"meta"}
+
     engine.sleep()
     engine.adopt(0, 2)
     engine.wake()
-    assert devices(engine) == {"meta"}
+    assert device_types(engine) == {"meta"}
     storage = engine.decoder._active.storage
     engine.adopt(1, 3)
-    assert engine.decoder._active.storage is storage  # copied into, not made again
+    assert engine.decoder._active.storage is storage  # an update reuses the GPU's memory
     engine.submit(2, [1], Sampling(max_tokens=3))
-    assert run(engine)[2].versions[0].version == 3
+    assert drain(engine)[2].versions[0].version == 3
 
 
-def test_a_device_that_is_not_there_is_one_line() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(EngineError, match="torch cannot compute on device 'abacus' here"):
         CachedDecoder(parse_architecture(CONFIG, "here"), 16, device="abacus")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
-    shape = parse_architecture(CONFIG, "here")
-    generator = torch.Generator().manual_seed(0)
-    engines = {
-        device: EmbeddedEngine(CachedDecoder(shape, 128, device=device), rows=8)
-        for device in ("cpu", "cuda")
-    }
-    weights = [
-        (name, torch.randn(tensor.shape, generator=generator) * 0.2)
-        for name, tensor in engines["cpu"].decoder.weights.tensors()
-    ]
-    said = {}
-    for device, engine in engines.items():
+def test_a_gpu_computes_the_same_log_probabilities_as_the_cpu() -> None:
+    architecture = parse_architecture(CONFIG, "here")
+    completions = {}
+    for device in ("cpu", "cuda"):
+        engine = EmbeddedEngine(CachedDecoder(architecture, 128, device=device), rows=8)
+        generator = torch.Generator().manual_seed(0)
+        weights = [
+            (name, torch.randn(tensor.shape, generator=generator) * 0.2)
+            for name, tensor in engine.decoder.weights.tensors()
+        ]
         engine.load_weights(weights, 1)
         for number in range(12):
-            engine.submit(
-                number, [number, *range(20)], Sampling(max_tokens=30, seed=number, top_p=0.95)
-            )
-        said[device] = run(engine)
-    for number, right in said["cpu"].items():
-        assert said["cuda"][number].token_ids == right.token_ids
-        assert said["cuda"][number].logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            sampling = Sampling(max_tokens=30, seed=number, top_p=0.95)
+            engine.submit(number, [number, *range(20)], sampling)
+        completions[device] = drain(engine)
+    for number, expected in completions["cpu"].items():
+        computed = completions["cuda"][number]
+        assert computed.token_ids == expected.token_ids
+        assert computed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

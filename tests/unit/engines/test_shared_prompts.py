@@ -14,7 +14,13 @@ from rollout.engines.embedded.cache import DecodeBatch
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
+from tests.support.embedded import (
+    LOGPROB_TOLERANCE,
+    SIZES,
+    drain,
+    largest_logprob_error,
+    make_qwen2,
+)
 
 torch.set_num_threads(1)
 # Lengths of prompts that have four replies each. To read one of them three times less is worth the
@@ -60,7 +66,10 @@ def test_groups_of_unequal_length_are_one_block(engine: EmbeddedEngine) -> None:
     done = drain(engine)  # as replies end, rows of the block become idle
     assert [len(done[number].token_ids) for number in range(4)] == [5, 8, 11, 14]
     for number in range(12):
-        assert worst(model, long_prompts[number // 4], done[number]) < LOGPROB_TOLERANCE
+        assert (
+            largest_logprob_error(model, long_prompts[number // 4], done[number])
+            < LOGPROB_TOLERANCE
+        )
 
 
 def test_interleaved_prompts_that_begin_alike_are_a_group_each(engine: EmbeddedEngine) -> None:
@@ -75,7 +84,7 @@ def test_interleaved_prompts_that_begin_alike_are_a_group_each(engine: EmbeddedE
     assert next_blocks(engine) == [("GroupBlock", 12)]
     done = drain(engine)
     for number in range(12):
-        assert worst(model, chats[number % 3], done[number]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, chats[number % 3], done[number]) < LOGPROB_TOLERANCE
 
 
 def test_prompts_that_share_most_tokens_are_one_group(engine: EmbeddedEngine) -> None:
@@ -103,8 +112,8 @@ def test_next_turns_still_share_the_first_prompt(engine: EmbeddedEngine) -> None
     assert next_blocks(engine) == [("GroupBlock", 4), ("RowBlock", 1)]
     done = drain(engine)
     for number in range(4):
-        assert worst(model, turns[number], done[number]) < LOGPROB_TOLERANCE
-    assert worst(model, other, done[4]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, turns[number], done[number]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, other, done[4]) < LOGPROB_TOLERANCE
 
 
 def test_a_row_that_another_prompt_takes_leaves_the_group(engine: EmbeddedEngine) -> None:
@@ -125,8 +134,8 @@ def test_a_row_that_another_prompt_takes_leaves_the_group(engine: EmbeddedEngine
     assert ("GroupBlock", 15) in next_blocks(engine)
     done = drain(engine)
     for number in range(1, 16):
-        assert worst(model, first, done[number]) < LOGPROB_TOLERANCE
-    assert worst(model, other, done[16]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, first, done[number]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, other, done[16]) < LOGPROB_TOLERANCE
 
 
 def test_a_short_common_prompt_is_read_row_by_row(engine: EmbeddedEngine) -> None:

@@ -34,7 +34,7 @@ def event(
 def test_role_input_output_and_tools_of_the_turn() -> None:
     first, second = (
         turn(0, "solver", "6 x 7 = 42"),
-        turn(1, "coder", "print(6 * 7)", asked="Compute it."),
+        turn(1, "coder", "print(6 * 7)", prompt="Compute it."),
     )
     played = trajectory(first, second, tools=(event(0, "early"), event(1, "42")))
     text = user(played, 1)

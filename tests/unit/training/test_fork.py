@@ -15,7 +15,7 @@ from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.fork import fork_if_changed
 from rollout.base.ownership import owned
-from tests.faults.forked import forked, run_folder, trained
+from tests.faults.forked import forked, run_folder, train_in_process
 from tests.support.checkpoints import MODELS, names, save, silent
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -157,18 +157,18 @@ def test_a_run_of_another_recipe_is_refused_and_forked_with_adopt(tmp_path: Path
         config.write_text(yaml.safe_dump(values))
 
     edit_config(seed=1, steps=2)
-    finished = trained(config)
+    finished = train_in_process(config)
     assert finished.returncode == 0, finished.stderr
     before = contents(run / "train")
 
     edit_config(seed=2, steps=4)
-    refused = trained(config)
+    refused = train_in_process(config)
     assert refused.returncode == 1
     message = "trained with seed=(default), and the config says 2; fork it with --adopt"
     assert message in refused.stderr
     assert contents(run / "train") == before
 
-    fork = trained(config, "--adopt")
+    fork = train_in_process(config, "--adopt")
     assert fork.returncode == 0, fork.stderr
     assert f"the run as it was is kept in {run / 'train.1'}" in fork.stderr
     assert contents(run / "train.1") == before
