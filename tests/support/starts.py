@@ -223,9 +223,9 @@ class Forked(subprocess.Popen[Any]):
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
     ) -> None:
         """Start the process; `rest` are more arguments of `subprocess.Popen._execute_child`."""
-        shell = bool(rest[2])
+        by_shell = bool(rest[2])
         pipes = rest[3:9]
-        words = _command_words(args, shell=shell)
+        words = _command_words(args, by_shell=by_shell)
         environment = dict(os.environ if env is None else env)
         if (
             _program_position(words) is None
@@ -269,11 +269,11 @@ def _can_be_pickled(preexec: object) -> bool:
     return True
 
 
-def _command_words(args: object, *, shell: bool) -> list[str]:
+def _command_words(args: object, *, by_shell: bool) -> list[str]:
     """Return the words of a command; [] for shell commands other than Snakemake's jobs."""
     if isinstance(args, list | tuple):
-        return [] if shell else [os.fspath(word) for word in args]
-    if shell and isinstance(args, str):
+        return [] if by_shell else [os.fspath(word) for word in args]
+    if by_shell and isinstance(args, str):
         job = _SNAKEMAKE_JOB.fullmatch(args)
         if job is not None:
             return [*job.groups()]

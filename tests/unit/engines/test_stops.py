@@ -1,6 +1,4 @@
-"""Stop texts: a reply is cut at the first one and keeps its sampled tokens, streamed or not."""
-
-from __future__ import annotations
+"""A chat's stops end a reply: tokens up to the stop stay as sampled, however the engine reports them."""
 
 import asyncio
 import random
@@ -17,15 +15,17 @@ from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
 from tests.support.templates import byte_tokenizer, renderer_of
 
-PROMPT = (Message(role="user", content="q"),)
+QUESTION = (Message(role="user", content="q"),)
 TOOLS = (ToolSchema(name="f", description="", parameters={"type": "object", "properties": {}}),)
-NO_LIMIT = 10**6
+UNLIMITED = 10**6
+MAX_PART = 9  # tokens that an engine reports at once
+MAX_DELAY = 5  # tokens that an engine samples before it notices that the reply should end
 
 
 def make_completion(token_ids: Sequence[int], finish_reason: str) -> Completion:
-    """Return a completion whose log-probabilities are the tokens' negative positions.
+    """Return a completion whose log-probabilities are the negative positions of its tokens.
 
-    The first two tokens are sampled by version 1 of the weights, and the others by version 2.
+    The first two tokens are of version 1, the others of version 2.
     """
     size = len(token_ids)
     versions = [VersionSpan(version=1, start=0, end=min(2, size))]
@@ -40,21 +40,20 @@ def make_completion(token_ids: Sequence[int], finish_reason: str) -> Completion:
 
 
 class WholeReplyEngine:
-    """Engine that replies with given tokens and does not stream."""
+    """Engine that returns fixed tokens, and cannot stream."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = token_ids
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         is_cut = len(self.token_ids) > sampling.max_tokens
-        reply = self.token_ids[: sampling.max_tokens]
-        return make_completion(reply, "length" if is_cut else "stop")
+        return make_completion(
+            self.token_ids[: sampling.max_tokens], "length" if is_cut else "stop"
+        )
 
 
 class StreamingEngine(WholeReplyEngine):
-    """Engine that streams its tokens in random parts.
-
-    When the client wants no more, the engine samples up to five more tokens.
+    """Engine that streams fixed tokens in random parts, and ends a reply some tokens late.
 
     Attributes:
         sampled: number of tokens of the latest reply.
@@ -66,119 +65,124 @@ class StreamingEngine(WholeReplyEngine):
         self._random = random.Random(seed)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback
+        self, prompt_ids: Sequence[int], sampling: Sampling, report: TokenCallback
     ) -> Completion:
-        reply = self.token_ids[: sampling.max_tokens]
+        token_ids = self.token_ids[: sampling.max_tokens]
+        last = len(token_ids) - 1  # the last token comes with the completion
         position = 0
-        wants_more = True
-        while wants_more and position < len(reply) - 1:  # the last token comes with the completion
-            end = min(position + self._random.randint(1, 9), len(reply) - 1)
-            wants_more = on_tokens(position, reply[position:end])
+        continues = True
+        while continues and position < last:
+            end = min(position + self._random.randint(1, MAX_PART), last)
+            continues = report(position, token_ids[position:end])
             position = end
-        if not wants_more:
-            self.sampled = min(len(reply), position + self._random.randint(0, 5))
-            return make_completion(reply[: self.sampled], "abort")
-        self.sampled = len(reply)
-        is_cut = len(self.token_ids) > len(reply)
-        return make_completion(reply, "length" if is_cut else "stop")
+        if not continues:
+            self.sampled = min(len(token_ids), position + self._random.randint(0, MAX_DELAY))
+            return make_completion(token_ids[: self.sampled], "abort")
+        self.sampled = len(token_ids)
+        return await self.generate(prompt_ids, sampling)
 
 
-def get_reply(
+def sample_reply(
     engine: Any,
     renderer: Renderer,
     stops: Sequence[str],
     *,
-    max_tokens: int = NO_LIMIT,
+    max_tokens: int = UNLIMITED,
     **chat: Any,
 ) -> PolicyReply:
-    """Return the reply of a client to `PROMPT`; `chat` are more fields of the chat's state."""
+    """Return an engine's reply in a chat with these stops."""
     client = EngineClient(engine=engine, renderer=renderer)
     state = ChatState(id="c", stops=tuple(stops), **chat)
-    return asyncio.run(client.say(PROMPT, Sampling(max_tokens=max_tokens, seed=5), state))
+    return asyncio.run(client.say(QUESTION, Sampling(max_tokens=max_tokens, seed=5), state))
 
 
-def spoken_text(raw: str, tools: bool) -> str:
-    """Return the text outside thoughts and tool calls of a reply that begins with `raw`."""
+def text_outside_thoughts_and_calls(raw: str, has_tools: bool) -> str:
+    """Return the text of an incomplete reply in which stops count, found by regular expressions."""
     start = raw.lstrip()
-    may_be_thought = "<think>".startswith(start[:7])
-    if may_be_thought and "</think>" not in raw:
+    may_be_thoughts = "<think>".startswith(start[:7])
+    if may_be_thoughts and "</think>" not in raw:
         return ""
     text = raw.split("</think>")[-1].lstrip()
-    if not tools:
-        return text
-    return re.sub(r"(?s)<tool_call>.*?(</tool_call>|\Z)", "", text).lstrip()
+    if has_tools:
+        text = re.sub(r"(?s)<tool_call>.*?(</tool_call>|\Z)", "", text).lstrip()
+    return text
 
 
-def first_end(
-    renderer: Renderer, token_ids: Sequence[int], stops: Sequence[str], tools: bool
+def expected_end(
+    renderer: Renderer, token_ids: Sequence[int], stops: Sequence[str], has_tools: bool
 ) -> int:
-    """Return the size of the shortest prefix whose spoken text has a stop; 0 if none has."""
+    """Return the number of tokens of the shortest prefix whose text has a stop; 0 without one."""
     for size in range(1, len(token_ids) + 1):
-        # an incomplete UTF-8 character decodes to U+FFFD
+        # The first byte of a character of two bytes is decoded as a replacement character.
         raw = renderer.decode(token_ids[:size]).rstrip("\ufffd")
-        text = spoken_text(raw, tools)
+        text = text_outside_thoughts_and_calls(raw, has_tools)
         if any(stop in text for stop in stops):
             return size
     return 0
 
 
-@pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
-def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_streamed_or_not(
-    tmp_path: Path, tools: bool
-) -> None:
-    """300 random replies of thoughts, tool calls and text, some cut by `max_tokens`."""
+@pytest.mark.parametrize("has_tools", [False, True], ids=["text", "tools"])
+def test_a_reply_ends_at_its_shortest_prefix_with_a_stop(tmp_path: Path, has_tools: bool) -> None:
+    """300 random replies of thoughts, calls and text, complete and streamed, also cut by max_tokens."""
     renderer = renderer_of("qwen3", tmp_path)
-    rng = random.Random(1)
-    pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "END"]
-    pieces += "ab<é \n"
-    stop_texts = ["END", "\n", "b", "<", "é"]
-    if not tools:
-        stop_texts += ["ab", " \n"]
-    chat: dict[str, Any] = {"tools": TOOLS if tools else ()}
+    draw = random.Random(1)
+    pieces = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f"}',
+        "END",
+        *"ab<é \n",
+    ]
+    possible_stops = ["END", "\n", "b", "<", "é"]
+    if not has_tools:
+        possible_stops += ["ab", " \n"]
+    tools = TOOLS if has_tools else ()
 
-    stopped_replies = 0
+    ended_replies = 0
     for number in range(300):
-        text = rng.choice(["", "<think>"]) + "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        text = draw.choice(["", "<think>"]) + "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         token_ids = (*renderer.encode(text), renderer.stop[0])
-        stops = rng.sample(stop_texts, rng.randint(1, 2))
-        max_tokens = rng.choice([NO_LIMIT, rng.randint(1, len(token_ids))])
+        stops = draw.sample(possible_stops, draw.randint(1, 2))
+        max_tokens = draw.choice([UNLIMITED, draw.randint(1, len(token_ids))])
 
-        whole = get_reply(
-            WholeReplyEngine(token_ids), renderer, stops, max_tokens=max_tokens, **chat
+        whole = sample_reply(
+            WholeReplyEngine(token_ids), renderer, stops, max_tokens=max_tokens, tools=tools
         )
-        end = first_end(renderer, token_ids[:max_tokens], stops, tools)
         is_cut = max_tokens < len(token_ids)
         expected = make_completion(token_ids[:max_tokens], "length" if is_cut else "stop")
+        end = expected_end(renderer, token_ids[:max_tokens], stops, has_tools)
         if end:
             expected = expected.truncated(end, len(whole.prompt_ids))
-            stopped_replies += 1
+            ended_replies += 1
         assert whole.completion == expected, (text, stops, max_tokens)
         assert whole.text == renderer.decode(expected.token_ids)
 
-        heard_texts: list[str] = []
+        streamed_texts: list[str] = []
 
-        def hear(raw: str, form: Any, heard_texts: list[str] = heard_texts) -> bool:
-            heard_texts.append(raw)
+        def record(raw: str, form: str, texts: list[str] = streamed_texts) -> bool:
+            texts.append(raw)
             return True
 
-        for listener in (None, hear):
-            engine = StreamingEngine(token_ids, number)
-            streamed = get_reply(
-                engine, renderer, stops, max_tokens=max_tokens, hear=listener, **chat
+        for hear in (None, record):
+            engine = StreamingEngine(token_ids, seed=number)
+            streamed = sample_reply(
+                engine, renderer, stops, max_tokens=max_tokens, tools=tools, hear=hear
             )
-            assert (streamed.text, streamed.raw) == (whole.text, whole.raw)
+            assert streamed.text == whole.text
+            assert streamed.raw == whole.raw
             assert streamed.completion.token_ids == expected.token_ids
             assert streamed.completion.logprobs == expected.logprobs
             assert streamed.completion.finish_reason == expected.finish_reason
             assert streamed.completion.versions == expected.versions
-            if end:  # the engine stops after the part that has the stop, and up to 5 more tokens
-                assert engine.sampled <= end + 9 + 5
-        assert all(whole.text.startswith(raw) for raw in heard_texts)
-    assert 60 < stopped_replies < 240
+            if end:
+                assert engine.sampled <= end + MAX_PART + MAX_DELAY
+        assert all(whole.text.startswith(text) for text in streamed_texts)
+    assert 60 < ended_replies < 240
 
 
-def test_a_token_with_a_stop_inside_is_kept_whole(tmp_path: Path) -> None:
-    """The tokens are a, E, NDx, y."""
+def test_a_stop_inside_a_token_keeps_the_whole_token(tmp_path: Path) -> None:
     byte_tokenizer(
         tmp_path,
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -189,22 +193,25 @@ def test_a_token_with_a_stop_inside_is_kept_whole(tmp_path: Path) -> None:
     token_ids = renderer.encode("aENDxy")
     assert [renderer.decode([token]) for token in token_ids] == ["a", "E", "NDx", "y"]
     for engine in (WholeReplyEngine(token_ids), StreamingEngine(token_ids)):
-        assert get_reply(engine, renderer, ["END"]).text == "aENDx"
-        assert get_reply(engine, renderer, ["NDxyz"]).text == "aENDxy"
+        assert sample_reply(engine, renderer, ["END"]).text == "aENDx"
+        assert sample_reply(engine, renderer, ["NDxyz"]).text == "aENDxy"
 
 
-def test_a_reply_that_was_sampled_again_ends_at_its_own_stop(tmp_path: Path) -> None:
-    """A server that samples without seeds was lost, after the client had stopped its first reply."""
+@pytest.mark.parametrize(
+    ("second_reply", "text"), [("so it isEND?", "so it isEND"), ("never", "never")]
+)
+def test_a_reply_that_is_sampled_again_ends_at_its_own_stop(
+    tmp_path: Path, second_reply: str, text: str
+) -> None:
+    """A server may be lost after it has streamed a stop; another samples the reply without a seed."""
     renderer = renderer_of("qwen3", tmp_path)
 
-    class RestartedEngine(StreamingEngine):
+    class EngineThatIsLost(WholeReplyEngine):
         async def stream(
-            self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback
+            self, prompt_ids: Sequence[int], sampling: Sampling, report: TokenCallback
         ) -> Completion:
-            on_tokens(0, renderer.encode("aEND"))
+            report(0, renderer.encode("aEND"))
             return await self.generate(prompt_ids, sampling)
 
-    engine = RestartedEngine(renderer.encode("so it isEND?"))
-    assert get_reply(engine, renderer, ["END"]).text == "so it isEND"
-    engine = RestartedEngine(renderer.encode("never"))
-    assert get_reply(engine, renderer, ["END"]).text == "never"
+    engine = EngineThatIsLost(renderer.encode(second_reply))
+    assert sample_reply(engine, renderer, ["END"]).text == text
