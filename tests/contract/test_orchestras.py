@@ -1,4 +1,4 @@
-"""Every orchestra of the registry is described, has a team file that fits it, and asks whom that file names."""
+"""Every orchestra is described in its package, and configs/team/ has a valid team for it."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from rollout.config.reward import RewardConfig
 from rollout.orchestras import ORCHESTRAS
 from rollout.teams.roles import ROLES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-TEAMS = ROOT / "configs" / "team"
+TEAMS = Path(__file__).resolve().parents[2] / "configs" / "team"
 NAMES = sorted(ORCHESTRAS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_described(name: str) -> None:
+def test_an_orchestra_is_an_async_function_that_the_package_describes(name: str) -> None:
     orchestra = ORCHESTRAS[name]
-    assert inspect.iscoroutinefunction(orchestra) and orchestra.__name__ == name
+    assert inspect.iscoroutinefunction(orchestra)
+    assert orchestra.__name__ == name
     assert re.search(rf"^{name} +\w", rollout.orchestras.__doc__ or "", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_team_file_fits_it(name: str) -> None:
+def test_the_team_file_of_an_orchestra_is_valid(name: str) -> None:
     team = yaml.safe_load((TEAMS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert OrchestraConfig(**team["orchestra"]).name == name
-    options = {
+
+    # Options that refer to other keys of a run are resolved only when a config is composed.
+    env_options = {
         key: value
         for key, value in team["env"].get("options", {}).items()
         if not str(value).startswith("${")
     }
-    EnvConfig(name=team["env"]["name"], options=options)
-    reward = RewardConfig(**team["reward"])
+    EnvConfig(name=team["env"]["name"], options=env_options)
+
     agents = {
         agent: AgentConfig(**config, policy="shared")
         for agent, config in team.get("agents", {}).items()
     }
-    assert [agent for agent, config in agents.items() if (config.role or agent) not in ROLES] == []
+    for agent, config in agents.items():
+        assert (config.role or agent) in ROLES
+    reward = RewardConfig(**team["reward"])
     if agents:
         reward.check_agents(agents)
