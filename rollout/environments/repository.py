@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from pathlib import Path, PurePosixPath
-from secrets import token_hex
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveInt
@@ -19,8 +18,10 @@ from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.errors import EnvError
 from rollout.base.yaml_files import read_yaml
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
+from rollout.environments.protected_files import protect_files
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv
+from rollout.environments.test_reports import passed_tests
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, judge
 from rollout.sandbox.records import RunLimits, Verdict
@@ -29,45 +30,15 @@ _PATCH_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 # Lines that make the modules of the working folder importable.
 _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 
-# Program that runs pytest and prints `MARK name` for each test that passes. The mark is a secret of
-# the run that is read from stdin, so that the tested code cannot print such lines.
-_PYTEST_PROGRAM = """
-import os, sys
-sys.path[:] = [path for path in sys.path if path != os.getcwd()]
-import pytest  # not a pytest.py of the patch
-sys.path.insert(0, os.getcwd())
-
-
-def main():
-    mark, *modules = sys.stdin.read().split()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the mark cannot be read again
-    passed = []
-
-    class Passed:
-        def pytest_runtest_logreport(self, report):
-            if report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
-                passed.append(report.nodeid)
-
-    options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
-    pytest.main([*options, *modules], plugins=[Passed()])
-    print("", *(f"{mark} {name}" for name in passed), sep="\\n", flush=True)
-    os._exit(0)  # exit handlers of the tested code do not run
-
-
-main()
-"""
-# Files that configure pytest; changes of them by a patch are ignored.
-_PYTEST_CONFIGS = (
-    "conftest.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "tox.ini",
-    "setup.cfg",
-    "pyproject.toml",
-)
 # Folders and files of a checkout that are left out.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
+# Words of a checkout's code by the permission that they show it to need (see passed_tests).
+_PERMISSION_WORDS = {
+    "gc": re.compile(r"\bgc\.get_|\bget_(?:objects|referrers|referents)\b"),
+    "trace": re.compile(r"\bset(?:trace|profile)\b|_current_frames|\baddaudithook\b"),
+    "ctypes": re.compile(r"\bctypes\b"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +122,7 @@ class _Instance:
         checks: tests of a generated task; () for a SWE-bench instance.
         tests: names of the tests `fail_to_pass` and `pass_to_pass`.
         test_patch: diff that adds pytest tests; "" for a generated task.
+        permissions: names in `_PERMISSION_WORDS` that the checkout's code needs.
     """
 
     sources: dict[str, str]
@@ -158,6 +130,7 @@ class _Instance:
     checks: Sequence[CheckCall]
     tests: Mapping[str, Sequence[str]]
     test_patch: str
+    permissions: Collection[str]
 
     @property
     def test_names(self) -> list[str]:
@@ -257,25 +230,27 @@ class RepositoryEnv(SandboxedEnv):
             raise BadPatch("The patched files cannot be written.") from error
 
     async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
-        """Return the names of the pytest tests that pass."""
-        configured = {path: text for path, text in files.items() if not _configures_pytest(path)}
-        for path, content in instance.sources.items():
-            if _configures_pytest(path):
-                configured[path] = content
-        try:
-            tested = apply_patch(configured, parse_patch(instance.test_patch))
-        except BadPatch:  # the agent has changed lines that the hidden tests change
-            return set()
+        """Return the names of the pytest tests that pass.
 
+        Each test file runs in a process of its own. Files that the patch must not change are those
+        of the checkout.
+        """
+        test_edits = parse_patch(instance.test_patch)
         modules = sorted({name.split(":", 1)[0] for name in instance.test_names})
-        mark = token_hex()
-        result = await self.runner.run(
-            _PYTEST_PROGRAM,
-            stdin=f"{mark} {' '.join(modules)}",
-            limits=self._test_limits,
-            files=_encode(tested),
+        hidden_paths = {*modules, *(edit.path for edit in test_edits)}
+        protected = protect_files(instance.sources, files, hidden_paths)
+        folder = _encode(apply_patch(protected, test_edits))
+        passed = await gather_or_cancel(
+            passed_tests(
+                self.runner,
+                module,
+                folder,
+                limits=self._test_limits,
+                allowed=instance.permissions,
+            )
+            for module in modules
         )
-        return set(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE))
+        return set().union(*passed)
 
     async def _run_checks(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
         """Return the names of the checks that pass."""
@@ -311,10 +286,6 @@ def _render_files(instance: _Instance) -> str:
         if path in instance.sources:
             parts.append(f"## {path}\n```\n{instance.sources[path]}```")
     return "\n\n".join(parts)
-
-
-def _configures_pytest(path: str) -> bool:
-    return PurePosixPath(path).name in _PYTEST_CONFIGS
 
 
 def _encode(files: Mapping[str, str]) -> dict[str, bytes]:
@@ -369,7 +340,19 @@ def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
         checks=checks,
         tests={"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass},
         test_patch=test_patch,
+        permissions=_find_permissions(sources) if test_patch else (),
     )
+
+
+def _find_permissions(sources: Mapping[str, str]) -> set[str]:
+    """Return the permissions whose words are in the code of a checkout."""
+    permissions = set()
+    for path, content in sources.items():
+        if path.endswith(".py"):
+            for permission, words in _PERMISSION_WORDS.items():
+                if permission not in permissions and words.search(content):
+                    permissions.add(permission)
+    return permissions
 
 
 def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:

@@ -1,0 +1,100 @@
+"""Decoys, among which a hidden test's expected value enters the sandbox.
+
+A value with an equality of its own, such as an instance of a class of the repository, can be
+compared only inside of the sandbox. There it is compared with the expected value and with decoys,
+in random order, so that an equality that is always true gives itself away.
+"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import SystemRandom
+from typing import Any
+
+_DECOYS = 15
+_MAX_DRAWS = 300  # some values, such as True, have few decoys
+_random = SystemRandom()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """An expected value among decoys.
+
+    Attributes:
+        texts: candidates as Python literals.
+        expected: index of the expected value.
+    """
+
+    texts: Sequence[str]
+    expected: int
+
+
+def draw_candidates(expected: Any) -> Candidates:
+    """Return an expected value among decoys.
+
+    Every decoy is a changed copy of the expected value or of another decoy. The expected value is
+    therefore not the middle of all candidates.
+
+    Args:
+        expected: plain data.
+    """
+    values = [expected]
+    texts = [repr(expected)]
+    for _ in range(_MAX_DRAWS):
+        if len(values) > _DECOYS:
+            break
+        value = _change(_random.choice(values))
+        if repr(value) not in texts:
+            values.append(value)
+            texts.append(repr(value))
+
+    expected_text = texts[0]
+    _random.shuffle(texts)
+    return Candidates(texts=texts, expected=texts.index(expected_text))
+
+
+def _change(value: Any) -> Any:
+    """Return a copy of plain data that differs in one place."""
+    match value:
+        case bool() | None:
+            return _random.choice([True, False, None, "", 23])
+        case int():
+            return value + _random.choice([-1, 1]) * _random.randint(1, 12)
+        case float():
+            return value + _random.choice([-1, 1]) * _random.uniform(0.2, 2) * (abs(value) + 1)
+        case complex():
+            return value + complex(_random.randint(1, 9), _random.randint(1, 9))
+        case str():
+            return "".join(_change_items(value, _random.choice(string.ascii_letters)))
+        case bytes():
+            return bytes(_change_items(value, _random.randint(32, 126)))
+        case dict():
+            return _change_dict(value)
+        case set() | frozenset():
+            return set(_change_items(list(value), _random.randint(10, 99)))
+        case list() | tuple():
+            return type(value)(_change_items(value, _random.randint(10, 99)))
+    return _random.randint(10, 99)
+
+
+def _change_items(items: Sequence[Any], extra: Any) -> list[Any]:
+    """Return the items with one of them changed, removed or added."""
+    changed = list(items)
+    if not changed or _random.random() < 0.2:
+        changed.insert(_random.randint(0, len(changed)), extra)
+        return changed
+
+    index = _random.randrange(len(changed))
+    is_text = isinstance(items, str | bytes)
+    if len(changed) > 1 and _random.random() < 0.2:
+        del changed[index]
+    else:
+        changed[index] = extra if is_text else _change(changed[index])
+    return changed
+
+
+def _change_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    if not value or _random.random() < 0.2:
+        return {**value, _random.choice(string.ascii_letters): 0}
+    key = _random.choice(list(value))
+    return {**value, key: _change(value[key])}

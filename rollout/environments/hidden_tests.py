@@ -1,0 +1,614 @@
+"""Test files whose expected values are withheld, so that patched code cannot find them.
+
+A test runs in the same process as the patched code. `instrument` therefore rewrites a test file
+before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becomes
+`__check__(7, add(2, 3))`, which reports the value that it sees, and 5 stays outside, where
+`rollout/environments/test_reports.py` compares the two. Every test reports its end too.
+"""
+
+import ast
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Names that the program in the sandbox defines for the rewritten files.
+CHECK = "__check__"  # (site, value, token of a withheld parameter or None): report a value
+EQUAL = "__equal__"  # (left, right, is the left trusted, is the right): compare two values
+OPERANDS = "__operands__"  # likewise for assertEqual, whose two first arguments it returns
+END = "__end__"  # (number of the test function): report that the test has reached its end
+WITHHELD = "__withheld__"  # (number): stand for a withheld value among a test's parameters
+
+Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not"]
+_COMPARISONS: dict[type[ast.cmpop], Comparison] = {
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.In: "in",
+    ast.NotIn: "not in",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+}
+# Methods of unittest.TestCase that compare their first two arguments.
+_COMPARING_METHODS: dict[str, Comparison] = {
+    "assertEqual": "==",
+    "assertEquals": "==",
+    "assertListEqual": "==",
+    "assertTupleEqual": "==",
+    "assertDictEqual": "==",
+    "assertSetEqual": "==",
+    "assertMultiLineEqual": "==",
+    "assertNotEqual": "!=",
+    "assertIn": "in",
+    "assertNotIn": "not in",
+    "assertIs": "is",
+    "assertIsNot": "is not",
+    "assertLess": "<",
+    "assertLessEqual": "<=",
+    "assertGreater": ">",
+    "assertGreaterEqual": ">=",
+}
+_METHODS_WITH_NONE: dict[str, Comparison] = {"assertIsNone": "is", "assertIsNotNone": "is not"}
+# A `with` statement that calls one of these may leave its block early in a test that passes.
+_LEAVING_CONTEXTS = ("raises", "assertRaises", "assertRaisesRegex", "suppress")
+
+_NO_LITERAL = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Comparison of a value that a test computes with a value that the test file states.
+
+    Attributes:
+        comparison: operator.
+        expected: stated value; None if it is the value of a parameter.
+        parameter: name of the parameter that has the stated value, or "".
+        stated_first: True if the stated value is the left operand.
+    """
+
+    comparison: Comparison
+    expected: Any = None
+    parameter: str = ""
+    stated_first: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class HiddenTest:
+    """A test function of a file.
+
+    Attributes:
+        number: of the function in its file, which its end reports.
+        required_sites: numbers of sites that every complete run of the function reaches.
+    """
+
+    number: int
+    required_sites: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithheldValue:
+    """Value of a test's parameter.
+
+    Attributes:
+        parameter: name of the parameter.
+        value: withheld value.
+        test_id: text that pytest puts into the test's name for the value.
+    """
+
+    parameter: str
+    value: Any
+    test_id: str
+
+
+@dataclass(slots=True, kw_only=True)
+class HiddenTestFile:
+    """A test file as it enters the sandbox, and the part of it that stays outside.
+
+    Attributes:
+        source: instrumented source.
+        sites: comparisons by number.
+        tests: test functions by qualified name, such as `TestAdd.test_one`.
+        withheld: withheld values of parameters by number.
+        constants: literal values of module-level names that the tests never change.
+    """
+
+    source: str
+    sites: dict[int, Site] = field(default_factory=dict)
+    tests: dict[str, HiddenTest] = field(default_factory=dict)
+    withheld: dict[int, WithheldValue] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def instrument(source: str) -> HiddenTestFile:
+    """Return a test file with its expected values withheld.
+
+    A source that is no Python of this version, or that cannot be written out again exactly, is
+    returned as it is and has no tests.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return HiddenTestFile(source=source)
+
+    file = HiddenTestFile(source=source)
+    file.constants = _unchanged_constants(tree)
+    trusted_names = _trusted_names(tree)
+    for prefix, function in _test_functions(tree):
+        _instrument_test(file, function, f"{prefix}{function.name}", trusted_names)
+    for constant in set(file.constants) - _names_in_use(tree, set(file.constants)):
+        _blank_constant(tree.body, constant)
+        file.constants[constant] = None
+
+    ast.fix_missing_locations(tree)
+    text = ast.unparse(tree)
+    if ast.dump(ast.parse(text)) != ast.dump(tree):
+        return HiddenTestFile(source=source)
+    file.source = f"{text}\n"
+    return file
+
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _test_functions(tree: ast.Module) -> list[tuple[str, _Function]]:
+    """Return the test functions and methods, each with the prefix of its qualified name."""
+    functions: list[tuple[str, _Function]] = []
+
+    def collect(statements: Sequence[ast.stmt], prefix: str) -> None:
+        for statement in statements:
+            if isinstance(statement, ast.ClassDef):
+                collect(statement.body, f"{prefix}{statement.name}.")
+            elif isinstance(statement, _Function) and statement.name.startswith("test"):
+                functions.append((prefix, statement))
+            elif isinstance(statement, ast.If | ast.Try | ast.With):
+                collect(statement.body, prefix)
+                if not isinstance(statement, ast.With):
+                    collect(statement.orelse, prefix)
+
+    collect(tree.body, "")
+    return functions
+
+
+def _instrument_test(
+    file: HiddenTestFile, function: _Function, name: str, trusted_names: set[str]
+) -> None:
+    """Rewrite one test function in place, and add its sites to the file.
+
+    A name can be withheld only if all of its uses are withheld. The function is rewritten with all
+    candidates first; if one of them is still in use then, it is rewritten without that one.
+    """
+    local_constants = _local_constants(function)
+    parameters = _literal_parameters(function)
+    assigned = _count_assignments(function)
+    module_constants = {key: value for key, value in file.constants.items() if key not in assigned}
+    original = copy.deepcopy(function)
+    while True:
+        rewriter = _TestRewriter(
+            first_site=len(file.sites),
+            number=len(file.tests),
+            constants={**module_constants, **local_constants},
+            parameters=set(parameters),
+            trusted_names=trusted_names,
+        )
+        function.body = rewriter.rewrite(function)
+        in_use = _names_in_use(function, {*local_constants, *parameters})
+        if not in_use:
+            break
+        local_constants = {
+            key: value for key, value in local_constants.items() if key not in in_use
+        }
+        parameters = {key: nodes for key, nodes in parameters.items() if key not in in_use}
+        function.body = copy.deepcopy(original).body
+
+    for constant in local_constants:
+        _blank_constant(function.body, constant)
+    for parameter, slots in parameters.items():
+        if parameter in rewriter.withheld_parameters:
+            _withhold_parameter(file, parameter, slots)
+    file.sites.update(rewriter.sites)
+    file.tests[name] = rewriter.test
+
+
+def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
+    """Return the names whose value a rewritten tree still uses, other than as a token."""
+    tokens = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called_name(node) == CHECK:
+            tokens.add(id(node.args[2]))
+
+    in_use = set()
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        if is_read and node.id in names and id(node) not in tokens:
+            in_use.add(node.id)
+    return in_use
+
+
+class _TestRewriter:
+    """Rewriting of one test function."""
+
+    def __init__(
+        self,
+        *,
+        first_site: int,
+        number: int,
+        constants: Mapping[str, Any],
+        parameters: set[str],
+        trusted_names: set[str],
+    ) -> None:
+        self.sites: dict[int, Site] = {}
+        self.test = HiddenTest(number=number)
+        self.withheld_parameters: set[str] = set()
+        self._first_site = first_site
+        self._constants = constants
+        self._parameters = parameters
+        self._trusted_names = trusted_names
+
+    def rewrite(self, function: _Function) -> list[ast.stmt]:
+        """Return the rewritten body of a function, which reports its end."""
+        body = self._rewrite_block(function.body, is_required=True)
+        if isinstance(body[-1], ast.Return):
+            return body
+        return [*body, self._end_call()]
+
+    def _rewrite_block(self, statements: list[ast.stmt], is_required: bool) -> list[ast.stmt]:
+        """Return rewritten statements.
+
+        Args:
+            statements: of the block.
+            is_required: True if every complete run of the test executes the whole block.
+        """
+        block: list[ast.stmt] = []
+        for statement in statements:
+            block += self._rewrite_statement(statement, is_required)
+            is_required = is_required and not _may_leave(statement)
+        return block
+
+    def _rewrite_statement(self, statement: ast.stmt, is_required: bool) -> list[ast.stmt]:
+        match statement:
+            case ast.Return():
+                return [self._end_call(), statement]
+            case ast.Assert():
+                return [self._rewrite_assert(statement, is_required)]
+            case ast.Expr(value=ast.Call() as call):
+                return [self._rewrite_call(call, is_required) or statement]
+            case ast.With() | ast.AsyncWith() if _may_leave_context(statement):
+                statement.body = self._rewrite_returns(statement.body)
+            case ast.With() | ast.AsyncWith():
+                statement.body = self._rewrite_block(statement.body, is_required)
+            case ast.For():
+                is_entered = is_required and _is_literal_sequence(statement.iter)
+                statement.body = self._rewrite_block(statement.body, is_entered)
+                statement.orelse = self._rewrite_block(statement.orelse, False)
+            case ast.If() | ast.While() | ast.AsyncFor():
+                statement.body = self._rewrite_block(statement.body, False)
+                statement.orelse = self._rewrite_block(statement.orelse, False)
+            case ast.Try():
+                # An exception in the body is part of the test, so only the returns are rewritten.
+                statement.body = self._rewrite_returns(statement.body)
+                for handler in statement.handlers:
+                    handler.body = self._rewrite_block(handler.body, False)
+                statement.orelse = self._rewrite_block(statement.orelse, False)
+                statement.finalbody = self._rewrite_block(statement.finalbody, False)
+            case _:
+                pass
+        return [statement]
+
+    def _rewrite_returns(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Return statements that report the test's end before they return."""
+        block: list[ast.stmt] = []
+        for statement in statements:
+            if isinstance(statement, ast.Return):
+                block.append(self._end_call())
+            for name in ("body", "orelse", "finalbody"):
+                inner = getattr(statement, name, None)
+                if inner and not isinstance(statement, _Function | ast.ClassDef):
+                    setattr(statement, name, self._rewrite_returns(inner))
+            block.append(statement)
+        return block
+
+    def _rewrite_assert(self, statement: ast.Assert, is_required: bool) -> ast.stmt:
+        test = statement.test
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            return statement
+        comparison = _COMPARISONS[type(test.ops[0])]
+        check = self._withhold(comparison, test.left, test.comparators[0], is_required)
+        if check is not None:
+            return check
+        if comparison == "==":
+            statement.test = self._guard(EQUAL, test.left, test.comparators[0])
+        return statement
+
+    def _rewrite_call(self, call: ast.Call, is_required: bool) -> ast.stmt | None:
+        """Rewrite a call such as `self.assertEqual(left, right)`; return None for other calls."""
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
+        if has_star or (call.keywords and {key.arg for key in call.keywords} != {"msg"}):
+            return None
+        if method in _METHODS_WITH_NONE and call.args:
+            none = ast.Constant(None)
+            return self._withhold(_METHODS_WITH_NONE[method], call.args[0], none, is_required)
+        if method not in _COMPARING_METHODS or len(call.args) < 2:
+            return None
+
+        left, right, *message = call.args
+        comparison = _COMPARING_METHODS[method]
+        check = self._withhold(comparison, left, right, is_required)
+        if check is None and comparison == "==":
+            operands = ast.Starred(self._guard(OPERANDS, left, right), ast.Load())
+            call.args = [operands, *message]
+        return check
+
+    def _withhold(
+        self, comparison: Comparison, left: ast.expr, right: ast.expr, is_required: bool
+    ) -> ast.stmt | None:
+        """Return the statement that reports the computed operand; None if neither is stated."""
+        for stated, computed in ((right, left), (left, right)):
+            token: ast.expr = ast.Constant(None)
+            parameter = ""
+            expected: Any = None
+            if isinstance(stated, ast.Name) and stated.id in self._parameters:
+                parameter = stated.id
+                token = stated
+            else:
+                expected = self._stated_value(stated)
+                if expected is _NO_LITERAL:
+                    continue
+            is_singleton = not parameter and (expected is None or isinstance(expected, bool))
+            if comparison in ("is", "is not") and not is_singleton:
+                continue
+            if self._stated_value(computed) is not _NO_LITERAL:
+                continue
+
+            number = self._first_site + len(self.sites)
+            self.sites[number] = Site(
+                comparison=comparison,
+                expected=expected,
+                parameter=parameter,
+                stated_first=stated is left,
+            )
+            if parameter:
+                self.withheld_parameters.add(parameter)
+            if is_required:
+                self.test.required_sites.append(number)
+            return ast.Expr(_call(CHECK, ast.Constant(number), computed, token))
+        return None
+
+    def _stated_value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and node.id in self._constants:
+            return self._constants[node.id]
+        return _literal(node)
+
+    def _guard(self, function: str, left: ast.expr, right: ast.expr) -> ast.expr:
+        are_trusted = [ast.Constant(self._is_trusted(operand)) for operand in (left, right)]
+        return _call(function, left, right, *are_trusted)
+
+    def _is_trusted(self, operand: ast.expr) -> bool:
+        """Return True if no name of the operand can come from the repository."""
+        names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
+        return bool(names) and names <= self._trusted_names
+
+    def _end_call(self) -> ast.stmt:
+        return ast.Expr(_call(END, ast.Constant(self.test.number)))
+
+
+def _call(function: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(function, ast.Load()), [*arguments], [])
+
+
+def _called_name(call: ast.Call) -> str:
+    """Return the last part of the name of a called function, or ""."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _may_leave(statement: ast.stmt) -> bool:
+    """Return True if a statement may end its block early in a test that passes."""
+    if isinstance(statement, _Function | ast.ClassDef):
+        return False
+    leaving = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(node, leaving) for node in ast.walk(statement))
+
+
+def _may_leave_context(statement: ast.With | ast.AsyncWith) -> bool:
+    """Return True if a `with` statement may leave its block early in a test that passes."""
+    for item in statement.items:
+        for node in ast.walk(item.context_expr):
+            if isinstance(node, ast.Call) and _called_name(node) in _LEAVING_CONTEXTS:
+                return True
+    return False
+
+
+def _is_literal_sequence(node: ast.expr) -> bool:
+    return isinstance(node, ast.List | ast.Tuple) and bool(node.elts)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal; `_NO_LITERAL` for any other expression."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _NO_LITERAL
+    return _NO_LITERAL if value is Ellipsis else value
+
+
+def _literal_assignment(statement: ast.stmt) -> tuple[str, Any]:
+    """Return name and value of a statement `name = literal`; ("", None) for others."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        value = _literal(statement.value)
+        if isinstance(target, ast.Name) and value is not _NO_LITERAL:
+            return target.id, value
+    return "", None
+
+
+def _local_constants(function: _Function) -> dict[str, Any]:
+    """Return the literal values of local names that are assigned once, at the function's top."""
+    assignments = _count_assignments(function)
+    constants = {}
+    for statement in function.body:
+        name, value = _literal_assignment(statement)
+        if name and assignments[name] == 1:
+            constants[name] = value
+    return constants
+
+
+def _unchanged_constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the literal values of module-level names that no statement of the file changes."""
+    assignments = _count_assignments(tree)
+    changed = set()
+    for node in ast.walk(tree):
+        # A method, an item or an argument may change the value.
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
+            changed.add(node.value.id)
+        if isinstance(node, ast.Call):
+            changed.update(name.id for name in node.args if isinstance(name, ast.Name))
+        if isinstance(node, ast.Global):
+            changed.update(node.names)
+
+    constants = {}
+    for statement in tree.body:
+        name, value = _literal_assignment(statement)
+        if name and assignments[name] == 1 and name not in changed and not name.startswith("__"):
+            constants[name] = value
+    return constants
+
+
+def _count_assignments(tree: ast.AST) -> dict[str, int]:
+    """Return the number of times that each name is bound anywhere in a tree."""
+    counts: dict[str, int] = {}
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _blank_constant(statements: Sequence[ast.stmt], name: str) -> None:
+    """Replace the value of a constant by None."""
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and _literal_assignment(statement)[0] == name:
+            statement.value = ast.Constant(None)
+
+
+def _trusted_names(tree: ast.Module) -> set[str]:
+    """Return the names that the file imports from pytest and unittest."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""] * len(node.names)
+        else:
+            continue
+        for module, alias in zip(modules, node.names, strict=True):
+            if module.partition(".")[0] in ("pytest", "unittest"):
+                names.add(alias.asname or alias.name.partition(".")[0])
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ParameterSlot:
+    """Place of a parameter's value in the list of a `parametrize` decorator.
+
+    Attributes:
+        container: elements of one set of parameters, or of the whole list.
+        index: of the value among the elements.
+        position: of the set of parameters in the list.
+    """
+
+    container: list[ast.expr]
+    index: int
+    position: int
+
+
+def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
+    """Return the places of parameters all of whose values are literals, by parameter."""
+    parameters: dict[str, list[_ParameterSlot]] = {}
+    for decorator in function.decorator_list:
+        if not isinstance(decorator, ast.Call) or _called_name(decorator) != "parametrize":
+            continue
+        if len(decorator.args) != 2 or decorator.keywords:
+            continue
+        names = _parameter_names(decorator.args[0])
+        value_sets = decorator.args[1]
+        if not isinstance(value_sets, ast.List | ast.Tuple) or not value_sets.elts:
+            continue
+        # pytest numbers sets of parameters that have the same name.
+        set_names = {_name_of_set(value_set) for value_set in value_sets.elts}
+        if len(set_names) < len(value_sets.elts):
+            continue
+        for index, name in enumerate(names):
+            slots = []
+            for position, value_set in enumerate(value_sets.elts):
+                if len(names) == 1:
+                    slots.append(
+                        _ParameterSlot(container=value_sets.elts, index=position, position=position)
+                    )
+                elif isinstance(value_set, ast.List | ast.Tuple):
+                    slots.append(
+                        _ParameterSlot(container=value_set.elts, index=index, position=position)
+                    )
+            if len(slots) == len(value_sets.elts) and _can_withhold(slots):
+                parameters[name] = slots
+    return parameters
+
+
+def _name_of_set(node: ast.expr) -> str:
+    """Return a text that is the same for sets of parameters with the same name in pytest."""
+    values = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return "-".join(str(_literal(value)) for value in values)
+
+
+def _parameter_names(node: ast.expr) -> list[str]:
+    names = _literal(node)
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",") if name.strip()]
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return list(names)
+    return []
+
+
+def _can_withhold(slots: Sequence[_ParameterSlot]) -> bool:
+    """Return True if all values are literals that pytest names as `_test_id` does."""
+    for slot in slots:
+        if slot.index >= len(slot.container):
+            return False
+        value = _literal(slot.container[slot.index])
+        if value is _NO_LITERAL or _test_id("", value, 0) is None:
+            return False
+    return True
+
+
+def _withhold_parameter(
+    file: HiddenTestFile, parameter: str, slots: Sequence[_ParameterSlot]
+) -> None:
+    """Replace the values of a parameter by tokens."""
+    for slot in slots:
+        number = len(file.withheld)
+        value = _literal(slot.container[slot.index])
+        file.withheld[number] = WithheldValue(
+            parameter=parameter,
+            value=value,
+            test_id=_test_id(parameter, value, slot.position) or "",
+        )
+        slot.container[slot.index] = _call(WITHHELD, ast.Constant(number))
+
+
+def _test_id(parameter: str, value: Any, position: int) -> str | None:
+    """Return the text that pytest puts into a test's name for a value; None if it is unknown."""
+    if isinstance(value, str):
+        return value if value.isascii() and value.isprintable() and "\\" not in value else None
+    if value is None or isinstance(value, bool | int | float | complex):
+        return str(value)
+    if isinstance(value, list | tuple | dict | set):
+        return f"{parameter}{position}"
+    return None

@@ -1,0 +1,280 @@
+"""Verdicts on hidden tests, from the values that the tests report from the sandbox.
+
+`passed_tests` runs a test file and returns the names of the tests that pass.
+"""
+
+import ast
+import json
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from rollout.environments.decoys import Candidates, draw_candidates
+from rollout.environments.hidden_tests import HiddenTest, HiddenTestFile, Site, instrument
+from rollout.sandbox.records import RunLimits
+from rollout.sandbox.runner import Runner
+
+_PROGRAM_PATH = Path(__file__).resolve().parents[1] / "sandbox" / "guest" / "pytest_runner.py"
+_PROGRAM = _PROGRAM_PATH.read_text(encoding="utf-8")
+
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda item, container: item in container,
+    "not in": lambda item, container: item not in container,
+    "is": lambda left, right: type(left) is type(right) and left == right,
+    "is not": lambda left, right: type(left) is not type(right) or left != right,
+}
+# Operators that mean the same with the operands in the other order.
+_MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "has"}
+_UNKNOWN = "?"  # reported in place of a value that is not plain data
+# Largest share of decoys that a value may equal beside the expected value.
+_MAX_EQUAL_DECOYS = 0.25
+
+# An event of a test: ("report", phase, outcome, is an expected failure), ("site", number, number of
+# the withheld value or -1, text of the value) or ("end", number, texts of constants by name).
+_Event = tuple[Any, ...]
+
+_instrument_cached = lru_cache(maxsize=64)(instrument)
+
+
+async def passed_tests(
+    runner: Runner,
+    module: str,
+    files: Mapping[str, bytes],
+    *,
+    limits: RunLimits,
+    allowed: Collection[str] = (),
+) -> set[str]:
+    """Run the tests of a file in a process of their own; return the names of those that pass.
+
+    The file runs a second time if a test compares an expected value with an object that is not
+    plain data. The sandbox then gets the expected value among decoys.
+
+    Args:
+        runner: runs the program.
+        module: path of the test file.
+        files: content of the repository by path, with the test file.
+        limits: of each run.
+        allowed: permissions of the code under test (see the program in the sandbox).
+
+    Raises:
+        SandboxError: the result of a test is unknown.
+        ValueError: the path of a file leads out of the folder.
+    """
+    test_file = _instrument_cached(files.get(module, b"").decode("utf-8", "replace"))
+    tested_files = {**files, module: test_file.source.encode()}
+
+    async def judge_run(candidates: Mapping[str, Candidates]) -> dict[str, _TestVerdict]:
+        mark = token_hex()
+        request = {
+            "mark": mark,
+            "module": module,
+            "constants": sorted(test_file.constants),
+            "allowed": sorted(allowed),
+            "candidates": {key: choice.texts for key, choice in candidates.items()},
+        }
+        result = await runner.run(
+            _PROGRAM, stdin=json.dumps(request), limits=limits, files=tested_files
+        )
+        judge = _Judge(test_file, candidates)
+        return judge.verdicts(_parse_report(result.stdout, mark))
+
+    verdicts = await judge_run({})
+    open_sites: dict[str, Any] = {}
+    for verdict in verdicts.values():
+        if verdict.passes:
+            open_sites |= verdict.open_sites
+    if open_sites:
+        candidates = {key: draw_candidates(value) for key, value in open_sites.items()}
+        verdicts = await judge_run(candidates)
+    return {name for name, verdict in verdicts.items() if verdict.passes and not verdict.open_sites}
+
+
+def _parse_report(stdout: str, mark: str) -> Mapping[str, Sequence[_Event]]:
+    """Return the events by name of the test; {} if there is no report."""
+    for line in stdout.split("\n"):
+        if line.startswith(f"{mark} "):
+            try:
+                report: dict[str, list[_Event]] = ast.literal_eval(line[len(mark) + 1 :])
+                return report
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return {}
+    return {}
+
+
+@dataclass(slots=True, kw_only=True)
+class _TestVerdict:
+    """Verdict on a test.
+
+    Attributes:
+        passes: False if the test has failed.
+        open_sites: expected values by the key of sites whose values could not be compared with
+            them outside of the sandbox.
+    """
+
+    passes: bool = False
+    open_sites: dict[str, Any] = field(default_factory=dict)
+
+
+class _Judge:
+    """Judge of the tests of one run of a file."""
+
+    def __init__(self, test_file: HiddenTestFile, candidates: Mapping[str, Candidates]) -> None:
+        """Initialize a judge.
+
+        Args:
+            test_file: file whose tests have run.
+            candidates: with which the sandbox has compared values, by key of the site.
+        """
+        self._file = test_file
+        self._candidates = candidates
+
+    def verdicts(self, report: Mapping[str, Sequence[_Event]]) -> dict[str, _TestVerdict]:
+        """Return verdicts by the names of tests in the original file."""
+        verdicts = {}
+        for name, events in report.items():
+            verdict = _TestVerdict()
+            verdict.passes = (
+                _pytest_has_passed(events)
+                and self._is_complete(name, events)
+                and self._values_are_expected(name, events, verdict)
+            )
+            verdicts[self._original_name(name)] = verdict
+        return verdicts
+
+    def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
+        """Return True if a test has reached its end and all sites that lie on the way to it."""
+        tests = self._tests_of_function(name)
+        if not tests:
+            # The function is not in the file, so that only pytest knows about its end.
+            return True
+        sites = {event[1] for event in events if event[0] == "site"}
+        for kind, *values in events:
+            if kind != "end":
+                continue
+            number, constants = values
+            for test in tests:
+                if test.number == number and sites.issuperset(test.required_sites):
+                    return self._are_constant(constants)
+        return False
+
+    def _tests_of_function(self, name: str) -> list[HiddenTest]:
+        """Return the functions of the file that a test may have run; several if it is inherited."""
+        qualified_name = ".".join(name.partition("[")[0].split("::")[1:])
+        if qualified_name in self._file.tests:
+            return [self._file.tests[qualified_name]]
+        function = qualified_name.rpartition(".")[2]
+        return [
+            test
+            for other_name, test in self._file.tests.items()
+            if other_name.rpartition(".")[2] == function
+        ]
+
+    def _are_constant(self, texts: Mapping[str, str]) -> bool:
+        """Return True if the constants of the file have kept their values."""
+        for name, value in self._file.constants.items():
+            text = texts.get(name, _UNKNOWN)
+            if text == _UNKNOWN or ast.literal_eval(text[1:]) != value:
+                return False
+        return True
+
+    def _values_are_expected(
+        self, name: str, events: Sequence[_Event], verdict: _TestVerdict
+    ) -> bool:
+        """Return True if no reported value is wrong; add open sites to the verdict."""
+        for kind, *values in events:
+            if kind != "site":
+                continue
+            number, token, text = values
+            site = self._file.sites.get(number)
+            if site is None:
+                return False
+            expected = site.expected
+            if site.parameter:
+                withheld = self._file.withheld.get(token)
+                if withheld is None or withheld.parameter != site.parameter:
+                    return False
+                if f"withheld{token}" not in name.partition("[")[2].rstrip("]").split("-"):
+                    return False
+                expected = withheld.value
+
+            key = f"{number}/{token}"
+            is_singleton_site = site.comparison in ("is", "is not")
+            if text == _UNKNOWN and not is_singleton_site and not self._candidates:
+                verdict.open_sites[key] = expected
+            elif not self._is_right(site, expected, text, self._candidates.get(key)):
+                return False
+        return True
+
+    def _is_right(
+        self, site: Site, expected: Any, text: str, candidates: Candidates | None
+    ) -> bool:
+        """Return True if the reported text of a value is right."""
+        if text.startswith("="):
+            value = ast.literal_eval(text[1:])
+            operands = (expected, value) if site.stated_first else (value, expected)
+            try:
+                return bool(_OPERATORS[site.comparison](*operands))
+            except TypeError:
+                return False
+        if text.startswith("!") and candidates is not None:
+            return _compares_rightly(site, text[1:].split(" "), candidates)
+        # An object is never the same object as None, True or False.
+        return site.comparison == "is not"
+
+    def _original_name(self, name: str) -> str:
+        """Return a test's name with the values of its parameters in place of tokens."""
+        function, bracket, parameters = name.partition("[")
+        if not bracket:
+            return name
+        parts = []
+        for part in parameters.removesuffix("]").split("-"):
+            number = part.removeprefix("withheld")
+            is_token = part != number and number.isdigit() and int(number) in self._file.withheld
+            parts.append(self._file.withheld[int(number)].test_id if is_token else part)
+        return f"{function}[{'-'.join(parts)}]"
+
+
+def _pytest_has_passed(events: Sequence[_Event]) -> bool:
+    """Return True if pytest reports that a test has run and passed in all of its phases."""
+    reports = [event[1:] for event in events if event[0] == "report"]
+    has_run = any(report[0] == "call" for report in reports)
+    return has_run and all(report[1:] == ("passed", False) for report in reports)
+
+
+def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidates) -> bool:
+    """Return True if a value compares rightly with the expected value and with decoys.
+
+    Args:
+        site: comparison.
+        operators: true operators between the value and each candidate, joined by commas.
+        candidates: expected value and decoys.
+    """
+    if len(operators) != len(candidates.texts):
+        return False
+    name = site.comparison
+    if site.stated_first:
+        name = _MIRRORED_OPERATORS.get(name, name)
+    elif name == "not in":
+        name = "in"
+    results = [name in text.split(",") for text in operators]
+    is_expected = results.pop(candidates.expected)
+
+    match site.comparison:
+        case "==":
+            equal_decoys = sum(results)
+            return is_expected and equal_decoys <= _MAX_EQUAL_DECOYS * len(results)
+        case "in":
+            return is_expected and not all(results)
+        case "not in":
+            return not is_expected
+    return is_expected

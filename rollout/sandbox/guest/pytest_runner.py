@@ -1,0 +1,475 @@
+"""Program that runs an instrumented test file with pytest and reports what its tests see.
+
+It reads {"mark", "module", "constants", "allowed", "candidates"} as JSON from stdin, and writes one
+line to stdout: the mark, which is a secret of the run, a space and the report. The report is a
+Python literal that `rollout/environments/test_reports.py` reads.
+
+The code under test runs in this process and may be hostile. The report is therefore kept in a
+generator, which takes events only from the functions of this program and from the test file, and
+whose frame an audit hook hides.
+"""
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+Event = tuple[Any, ...]
+Send = Callable[[Event], None]
+AuditHook = Callable[[str, tuple[Any, ...]], None]
+
+_MAX_DEPTH = 40  # of nested lists and dictionaries in a reported value
+_UNKNOWN = "?"  # text of a value that is not plain data
+# Modules that decide whether a test passes.
+_GUARDED_MODULES = ("_pytest", "pytest", "pluggy", "unittest.case", "unittest.result")
+# Modules whose classes patched code cannot change. Plug-ins of pytest change those of others.
+_FROZEN_MODULES = (
+    *("_pytest.outcomes", "_pytest.python_api", "_pytest.raises", "_pytest.recwarn"),
+    *("_pytest.reports", "_pytest.runner", "_pytest.unittest", "_pytest._code.code"),
+    *("unittest.case", "unittest.result"),
+)
+_GUARDED_BUILTINS = (
+    *("abs", "all", "any", "getattr", "hasattr", "hash", "id", "isinstance", "issubclass", "iter"),
+    *("len", "max", "min", "next", "repr", "round", "sorted", "sum", "AssertionError", "Exception"),
+    *("bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "range", "reversed"),
+    *("set", "str", "super", "tuple", "type", "zip", "enumerate", "map", "BaseException"),
+)
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_FLAGS_OFFSET = 168  # of tp_flags in a type object on 64-bit machines
+
+# Audit events that reach the frames, objects or memory of this program, by the permission for them.
+_REFUSED_EVENTS = {
+    "gc.get_objects": "gc",
+    "gc.get_referrers": "gc",
+    "gc.get_referents": "gc",
+    "sys._current_frames": "trace",
+    "sys._current_exceptions": "trace",
+    "sys.settrace": "trace",
+    "sys.setprofile": "trace",
+    "sys.addaudithook": "trace",
+    "cpython._PySys_ClearAuditHooks": "never",
+}
+
+# Bound here, so that patched code cannot replace these functions later.
+_get_frame = sys._getframe
+_mro_of = type.__dict__["__mro__"].__get__
+_dict_of = type.__dict__["__dict__"].__get__
+
+# Builtin types of plain data, with the function that copies an instance of a subclass to the type.
+_SCALARS: dict[type, Callable[[Any], Any]] = {
+    bool: lambda value: value,
+    int: int.__index__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    type(None): lambda value: value,
+}
+_SEQUENCES: dict[type, Callable[[Any], Iterator[Any]]] = {
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    set: set.__iter__,
+    frozenset: frozenset.__iter__,
+}
+
+
+class _Withheld:
+    """Stand-in for a withheld value among a test's parameters."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.__name__ = f"withheld{number}"  # pytest puts it into the test's name
+
+
+class _NotPlain(Exception):
+    """A value is not plain data."""
+
+
+def _main() -> None:
+    # Neither the folder of the repository nor modules in it may stand in for pytest's.
+    folder = os.getcwd()
+    sys.path[:] = [path for path in sys.path if path != folder]
+    import pytest
+    from _pytest.config import default_plugins
+
+    for plugin in default_plugins:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"_pytest.{plugin}")
+    request = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the mark cannot be read again
+    report_file = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    recorder = _record(request.pop("mark"), report_file, request["constants"])
+    next(recorder)
+    send = recorder.send
+    module = request["module"]
+    _define_names(send, request["candidates"])
+    hook = _make_audit_hook(recorder, folder, module, request["allowed"])
+    sys.modules["__main__"] = types.ModuleType("__main__")
+
+    options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
+    with contextlib.suppress(BaseException):
+        pytest.main([*options, module], plugins=[_make_plugin(send, hook, folder)])
+    with contextlib.suppress(StopIteration):
+        send(("finish",))
+    os._exit(0)  # exit handlers of the tested code do not run
+
+
+def _record(mark: str, report_file: int, constants: list[str]) -> Generator[None, Event, None]:
+    """Collect the events of a run, and write the report when the run has finished.
+
+    Events that do not come from the functions of this program are dropped, and so are values and
+    ends of tests that do not come from the code of the test file.
+
+    Args:
+        mark: secret at the start of the report's line.
+        report_file: descriptor to which the report is written.
+        constants: names of the test file whose values are reported at the end of each test.
+    """
+    own_code: dict[int, types.CodeType] = {}  # of this program, by id
+    for value in globals().values():
+        if type(value) is types.FunctionType:
+            _collect_code(value.__code__, own_code)
+    test_code: dict[int, types.CodeType] = {}  # of the test file, by id
+    test_globals: dict[str, Any] = {}
+    bindings: list[tuple[dict[str, Any], str, Any]] = []
+    write = os.write
+    events: dict[str, list[Event]] = {}  # by name of the test
+    test = ""
+
+    while True:
+        event = yield
+        caller = _get_frame(1)
+        if own_code.get(id(caller.f_code)) is not caller.f_code:
+            continue
+        kind = event[0]
+        if kind == "finish":
+            break
+        if kind == "loaded" and not bindings:
+            bindings = _guarded_bindings()
+        if kind == "module" and not test_code:
+            _collect_code(event[1], test_code)
+            test_globals = event[2]
+        if kind == "test":
+            test = event[1]
+        if kind not in ("report", "site", "end"):
+            continue
+
+        if kind != "report":
+            frame = _get_frame(2)
+            is_genuine = test_code.get(id(frame.f_code)) is frame.f_code
+            if not is_genuine or frame.f_globals is not test_globals:
+                continue
+        if kind == "end":
+            if not _are_unchanged(bindings):
+                continue
+            values = {name: _describe(test_globals.get(name)) for name in constants}
+            event = (*event, values)
+        test_events = events.setdefault(test, [])
+        if event not in test_events[-100:]:
+            test_events.append(event)
+
+    line = f"\n{mark} {events!r}\n".encode()
+    while line:
+        line = line[write(report_file, line) :]
+
+
+def _collect_code(code: types.CodeType, genuine: dict[int, Any]) -> None:
+    genuine[id(code)] = code
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            _collect_code(constant, genuine)
+
+
+def _freeze_types() -> None:
+    """Make classes that decide whether a test passes immutable."""
+    for name in _FROZEN_MODULES:
+        module = sys.modules.get(name)
+        if module is None:  # pytest's modules differ from version to version
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == name:
+                flags = ctypes.c_ulong.from_address(id(value) + _FLAGS_OFFSET)
+                # Another Python version may have the flags elsewhere.
+                if flags.value == value.__flags__:
+                    flags.value |= _IMMUTABLE_TYPE
+
+
+def _is_guarded(name: str) -> bool:
+    return name.startswith(_GUARDED_MODULES)
+
+
+def _guarded_bindings() -> list[tuple[dict[str, Any], str, Any]]:
+    """Return namespace, name and value of the functions and classes that decide on a test."""
+    bindings: list[tuple[dict[str, Any], str, Any]] = []
+    scopes = [vars(module) for name, module in sys.modules.items() if _is_guarded(name)]
+    for scope in scopes:
+        for name, value in scope.items():
+            if isinstance(value, type | types.FunctionType):
+                bindings.append((scope, name, value))
+    bindings += [(vars(builtins), name, getattr(builtins, name)) for name in _GUARDED_BUILTINS]
+    return bindings
+
+
+def _are_unchanged(bindings: list[tuple[dict[str, Any], str, Any]]) -> bool:
+    return all(scope.get(name) is value for scope, name, value in bindings)
+
+
+def _make_plugin(send: Send, hook: AuditHook, folder: str) -> object:
+    """Return the plug-in of pytest that reports which test runs, and pytest's reports of it.
+
+    Args:
+        send: takes events.
+        hook: audit hook, which is added before code of the repository runs.
+        folder: folder of the repository.
+    """
+    import pytest
+
+    class Plugin:
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_load_initial_conftests(self) -> None:
+            # Installed plug-ins have been loaded, and no code of the repository.
+            _freeze_types()
+            send(("loaded",))
+            sys.addaudithook(hook)
+            sys.path.insert(0, folder)
+
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+            send(("test", str(item.nodeid)))
+            yield
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            is_expected_failure = hasattr(report, "wasxfail")
+            send(("report", str(report.when), str(report.outcome), is_expected_failure))
+
+    return Plugin()
+
+
+def _make_audit_hook(
+    recorder: Generator[None, Event, None], folder: str, module: str, allowed: list[str]
+) -> AuditHook:
+    """Return the hook that hides this program from patched code, and finds the test file's code.
+
+    Args:
+        recorder: generator whose frame stays hidden.
+        folder: folder of the repository.
+        module: path of the test file in the folder.
+        allowed: names of permissions in `_REFUSED_EVENTS` that the code under test has, because it
+            has used them before the patch.
+    """
+    from _pytest.assertion.rewrite import AssertionRewritingHook
+
+    import_code = AssertionRewritingHook.exec_module.__code__
+    test_path = os.path.join(folder, module)
+    refused = {event for event, name in _REFUSED_EVENTS.items() if name not in allowed}
+    may_use_ctypes = "ctypes" in allowed
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "exec":
+            code = arguments[0]
+            caller = _get_frame(1)
+            if caller.f_code is import_code and code.co_filename == test_path:
+                recorder.send(("module", code, vars(caller.f_locals["module"])))
+        elif event == "object.__getattr__":
+            if arguments[0] is recorder:
+                raise PermissionError("the report of a test run is private")
+        elif event == "object.__setattr__":
+            is_code = arguments[1] == "__code__" and _is_called_by_repository(folder, test_path)
+            if is_code and not _is_patchable(arguments[0], folder, test_path):
+                raise PermissionError("only functions of the repository may be changed")
+        elif event in refused or (event.startswith("ctypes.") and not may_use_ctypes):
+            if _is_called_by_repository(folder, test_path):
+                raise PermissionError(f"{event} is not allowed while tests run")
+        elif event == "open" and str(arguments[0]).endswith("/mem"):
+            raise PermissionError("the memory of processes is private")
+
+    return hook
+
+
+def _is_patchable(function: object, folder: str, test_path: str) -> bool:
+    """Return True if a function's code may be replaced, because the repository defines it."""
+    if type(function) is not types.FunctionType:
+        return True
+    path = os.path.abspath(function.__code__.co_filename)
+    return path.startswith(f"{folder}/") and path != test_path
+
+
+def _is_called_by_repository(folder: str, test_path: str) -> bool:
+    """Return True if the code under test is the nearest caller outside of installed packages."""
+    frame: types.FrameType | None = _get_frame(2)
+    while frame is not None and frame.f_globals is not globals():
+        path = frame.f_code.co_filename
+        if path == test_path:
+            return False
+        if path.startswith((f"{folder}/", "<string>")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
+    """Define the functions that instrumented test files call.
+
+    Args:
+        send: takes events.
+        candidates: Python literals by site and number of the withheld value, "-1" for none. A
+            value with an equality of its own is compared with them.
+    """
+    choices = {}
+    for key, texts in candidates.items():
+        choices[key] = [ast.literal_eval(text) for text in texts]
+
+    def check(site: int, value: object, token: object) -> None:
+        number = token.number if type(token) is _Withheld else -1
+        text = _describe(value)
+        key = f"{site}/{number}"
+        if text == _UNKNOWN and key in choices:
+            text = "!" + " ".join(_comparisons(value, choice) for choice in choices[key])
+        send(("site", site, number, text))
+
+    def equal(left: object, right: object, trust_left: bool, trust_right: bool) -> object:
+        result = left == right
+        if result and not (trust_left or _tells_apart(left, right)):
+            return False
+        if result and not (trust_right or _tells_apart(right, left)):
+            return False
+        return result
+
+    def operands(
+        left: object, right: object, trust_left: bool, trust_right: bool
+    ) -> tuple[object, object]:
+        if (trust_left or _tells_apart(left, right)) and (trust_right or _tells_apart(right, left)):
+            return left, right
+        return 0, 1
+
+    def end(number: int) -> None:
+        send(("end", number))
+
+    scope: Any = builtins
+    scope.__check__ = check
+    scope.__equal__ = equal
+    scope.__operands__ = operands
+    scope.__end__ = end
+    scope.__withheld__ = _Withheld
+
+
+def _comparisons(value: Any, choice: Any) -> str:
+    """Return the operators under which a value and a candidate compare as true, joined by commas."""
+    comparisons: dict[str, Callable[[], object]] = {
+        "==": lambda: value == choice,
+        "!=": lambda: value != choice,
+        "<": lambda: value < choice,
+        "<=": lambda: value <= choice,
+        ">": lambda: value > choice,
+        ">=": lambda: value >= choice,
+        "in": lambda: value in choice,
+        "has": lambda: choice in value,
+    }
+    true_operators = []
+    for operator, comparison in comparisons.items():
+        with contextlib.suppress(Exception):
+            if comparison():
+                true_operators.append(operator)
+    return ",".join(true_operators) or "-"
+
+
+def _describe(value: object) -> str:
+    """Return plain data as a Python literal; "?" for a value with an equality of its own."""
+    try:
+        return f"={_plain(value, 0)!r}"
+    except (_NotPlain, TypeError, ValueError, RecursionError):
+        return _UNKNOWN
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Copy a value to exact builtin types. Code of the value's class does not run."""
+    if depth > _MAX_DEPTH:
+        raise _NotPlain
+    base = _builtin_base(type(value))
+    if base in _SCALARS:
+        if base is float and value != value:
+            raise _NotPlain
+        return _SCALARS[base](value)
+    if base in _SEQUENCES:
+        items = [_plain(item, depth + 1) for item in _SEQUENCES[base](value)]
+        return set(items) if base in (set, frozenset) else base(items)
+    if base is dict:
+        return {_plain(key, depth + 1): _plain(item, depth + 1) for key, item in dict.items(value)}
+    raise _NotPlain
+
+
+def _builtin_base(kind: type) -> type:
+    """Return the builtin type whose equality a type has; `object` if there is none."""
+    for base in _mro_of(kind):
+        if base in _SCALARS or base in _SEQUENCES or base is dict:
+            return base
+        if "__eq__" in _dict_of(base):
+            break
+    return object
+
+
+def _tells_apart(value: Any, other: Any) -> bool:
+    """Return False if a value claims to equal objects that it cannot equal.
+
+    Args:
+        value: operand of a comparison.
+        other: the other operand, whose changed copies the value must not equal either.
+    """
+    if _describe(value) != _UNKNOWN:
+        return True
+    base = _builtin_base(type(value))
+    if base is dict:
+        return all(_tells_apart(item, item) for item in dict.values(value))
+    if base in _SEQUENCES:
+        return all(_tells_apart(item, item) for item in _SEQUENCES[base](value))
+    if _equals(value, object()):
+        return False
+    decoys = _changed_copies(other)
+    return not decoys or not all(_equals(value, decoy) for decoy in decoys)
+
+
+def _equals(value: Any, decoy: object) -> bool:
+    try:
+        return bool(value == decoy)
+    except Exception:  # an honest equality may refuse objects that it does not know
+        return False
+
+
+def _changed_copies(value: Any) -> list[Any]:
+    """Return copies of a value that differ in one place; [] if the value cannot be copied."""
+    match value:
+        case bool() | None:
+            return [not value]
+        case int() | float() | complex():
+            return [value + 1, value - 3, value * 2 + 11]
+        case str():
+            return [f"{value}q", f"{value[:-1]}#7", "\x1a"]
+        case bytes():
+            return [value + b"q", b"\x1a"]
+        case list() | tuple():
+            return [[*value, object()], [object()]]
+        case dict():
+            return [{**value, object(): 1}]
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is not dict:
+        return []
+    copies = []
+    for name in attributes:
+        changed = object.__new__(type(value)) if type(value).__new__ is object.__new__ else None
+        if changed is not None:
+            changed.__dict__.update({**attributes, name: object()})
+            copies.append(changed)
+    return copies
+
+
+_main()
