@@ -12,7 +12,7 @@ from random import SystemRandom
 from typing import Any
 
 _DECOYS = 15
-_MAX_DRAWS = 300  # some values, such as True, have few decoys
+_MAX_DRAWS = 300  # a draw may repeat an earlier one
 _random = SystemRandom()
 
 

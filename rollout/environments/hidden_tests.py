@@ -3,7 +3,7 @@
 A test runs in the same process as the patched code. `instrument` therefore rewrites a test file
 before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becomes
 `__check__(7, add(2, 3))`, which reports the value that it sees, and 5 stays outside, where
-`rollout/environments/test_reports.py` compares the two. Every test reports its end too.
+`rollout/environments/hidden_verdicts.py` compares the two. Every test reports its end too.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 # Names that the program in the sandbox defines for the rewritten files.
 CHECK = "__check__"  # (site, value, token of a withheld parameter or None): report a value
-EQUAL = "__equal__"  # (left, right, is the left trusted, is the right): compare two values
+EQUAL = "__equal__"  # (site, left, right, is the left trusted, is the right): compare two values
 OPERANDS = "__operands__"  # likewise for assertEqual, whose two first arguments it returns
 END = "__end__"  # (number of the test function): report that the test has reached its end
 WITHHELD = "__withheld__"  # (number): stand for a withheld value among a test's parameters
@@ -319,7 +319,7 @@ class _TestRewriter:
         if check is not None:
             return check
         if comparison == "==":
-            statement.test = self._guard(EQUAL, test.left, test.comparators[0])
+            statement.test = self._guard(EQUAL, test.left, test.comparators[0], is_required)
         return statement
 
     def _rewrite_call(self, call: ast.Call, is_required: bool) -> ast.stmt | None:
@@ -338,7 +338,8 @@ class _TestRewriter:
         comparison = _COMPARING_METHODS[method]
         check = self._withhold(comparison, left, right, is_required)
         if check is None and comparison == "==":
-            operands = ast.Starred(self._guard(OPERANDS, left, right), ast.Load())
+            guard = self._guard(OPERANDS, left, right, is_required)
+            operands = ast.Starred(guard, ast.Load())
             call.args = [operands, *message]
         return check
 
@@ -363,8 +364,7 @@ class _TestRewriter:
             if self._stated_value(computed) is not _NO_LITERAL:
                 continue
 
-            number = self._first_site + len(self.sites)
-            self.sites[number] = Site(
+            site = Site(
                 comparison=comparison,
                 expected=expected,
                 parameter=parameter,
@@ -372,19 +372,27 @@ class _TestRewriter:
             )
             if parameter:
                 self.withheld_parameters.add(parameter)
-            if is_required:
-                self.test.required_sites.append(number)
-            return ast.Expr(_call(CHECK, ast.Constant(number), computed, token))
+            return ast.Expr(_call(CHECK, self._add_site(site, is_required), computed, token))
         return None
+
+    def _add_site(self, site: Site, is_required: bool) -> ast.expr:
+        """Return the number of a new site."""
+        number = self._first_site + len(self.sites)
+        self.sites[number] = site
+        if is_required:
+            self.test.required_sites.append(number)
+        return ast.Constant(number)
 
     def _stated_value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         return _literal(node)
 
-    def _guard(self, function: str, left: ast.expr, right: ast.expr) -> ast.expr:
+    def _guard(self, function: str, left: ast.expr, right: ast.expr, is_required: bool) -> ast.expr:
+        """Return the call that compares two computed values and reports True if they are equal."""
+        number = self._add_site(Site(comparison="is", expected=True), is_required)
         are_trusted = [ast.Constant(self._is_trusted(operand)) for operand in (left, right)]
-        return _call(function, left, right, *are_trusted)
+        return _call(function, number, left, right, *are_trusted)
 
     def _is_trusted(self, operand: ast.expr) -> bool:
         """Return True if no name of the operand can come from the repository."""

@@ -17,11 +17,11 @@ from pydantic import PositiveInt
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.errors import EnvError
 from rollout.base.yaml_files import read_yaml
+from rollout.environments.hidden_verdicts import passed_tests
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protected_files import protect_files
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv
-from rollout.environments.test_reports import passed_tests
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, judge
 from rollout.sandbox.records import RunLimits, Verdict
@@ -33,6 +33,8 @@ _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 # Folders and files of a checkout that are left out.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
+# Answers and checkouts of tasks whose tests fail before the repair.
+_TASKS_WITH_FAILING_TESTS: set[tuple[str | None, ...]] = set()
 # Words of a checkout's code by the permission that they show it to need (see passed_tests).
 _PERMISSION_WORDS = {
     "gc": re.compile(r"\bgc\.get_|\bget_(?:objects|referrers|referents)\b"),
@@ -194,6 +196,8 @@ class RepositoryEnv(SandboxedEnv):
 
         rates = {kind: _pass_rate(names, passed) for kind, names in instance.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
+        if solved and instance.test_patch:
+            await self._require_failing_tests(instance)
         done = solved or self._turns == self.max_turns
         reward = 0.0
         if done:
@@ -249,8 +253,26 @@ class RepositoryEnv(SandboxedEnv):
                 allowed=instance.permissions,
             )
             for module in modules
+            if module in folder
         )
         return set().union(*passed)
+
+    async def _require_failing_tests(self, instance: _Instance) -> None:
+        """Raise EnvError if a test that the repair must make pass has passed before it.
+
+        Such a test says nothing about a repair. The answer is remembered for each task.
+        """
+        task = (*self.task.answers, self.checkouts)
+        if task in _TASKS_WITH_FAILING_TESTS:
+            return
+        passed = await self._run_pytest(instance, instance.sources)
+        for name in instance.tests["fail_to_pass"]:
+            if name in passed:
+                raise EnvError(
+                    f"task {self.task.id}: the test {name} passes without a repair in this "
+                    "environment; remove the task, or install the versions that it needs"
+                )
+        _TASKS_WITH_FAILING_TESTS.add(task)
 
     async def _run_checks(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
         """Return the names of the checks that pass."""

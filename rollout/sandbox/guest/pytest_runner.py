@@ -1,8 +1,8 @@
 """Program that runs an instrumented test file with pytest and reports what its tests see.
 
 It reads {"mark", "module", "constants", "allowed", "candidates"} as JSON from stdin, and writes one
-line to stdout: the mark, which is a secret of the run, a space and the report. The report is a
-Python literal that `rollout/environments/test_reports.py` reads.
+line to stdout: the mark, which is a secret of the run, a space and the report as JSON, which
+`rollout/environments/hidden_verdicts.py` reads.
 
 The code under test runs in this process and may be hostile. The report is therefore kept in a
 generator, which takes events only from the functions of this program and from the test file, and
@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import json
 import os
+import random
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
@@ -59,6 +60,8 @@ _REFUSED_EVENTS = {
 
 # Bound here, so that patched code cannot replace these functions later.
 _get_frame = sys._getframe
+_shuffle = random.SystemRandom().shuffle
+_encode_string = json.encoder.encode_basestring_ascii
 _mro_of = type.__dict__["__mro__"].__get__
 _dict_of = type.__dict__["__dict__"].__get__
 
@@ -116,6 +119,7 @@ def _main() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
 
     options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
+    options.append("--assert=rewrite")  # the audit hook knows pytest's importer of test files
     with contextlib.suppress(BaseException):
         pytest.main([*options, module], plugins=[_make_plugin(send, hook, folder)])
     with contextlib.suppress(StopIteration):
@@ -177,12 +181,28 @@ def _record(mark: str, report_file: int, constants: list[str]) -> Generator[None
         if event not in test_events[-100:]:
             test_events.append(event)
 
-    line = f"\n{mark} {events!r}\n".encode()
+    line = f"\n{mark} {_to_json(events)}\n".encode()
     while line:
         line = line[write(report_file, line) :]
 
 
-def _collect_code(code: types.CodeType, genuine: dict[int, Any]) -> None:
+def _to_json(value: Any) -> str:
+    """Return the JSON of a value of exact builtin types; patched code can replace json.dumps."""
+    kind = type(value)
+    if kind is str:
+        return _encode_string(value)
+    if kind is dict:
+        items = [f"{_encode_string(key)}:{_to_json(item)}" for key, item in value.items()]
+        return "{" + ",".join(items) + "}"
+    if kind is list or kind is tuple:
+        return "[" + ",".join([_to_json(item) for item in value]) + "]"
+    if kind is bool:
+        return "true" if value else "false"
+    return int.__repr__(value)
+
+
+def _collect_code(code: types.CodeType, genuine: dict[int, types.CodeType]) -> None:
+    """Add a code object and all code objects inside of it."""
     genuine[id(code)] = code
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
@@ -215,7 +235,9 @@ def _guarded_bindings() -> list[tuple[dict[str, Any], str, Any]]:
         for name, value in scope.items():
             if isinstance(value, type | types.FunctionType):
                 bindings.append((scope, name, value))
-    bindings += [(vars(builtins), name, getattr(builtins, name)) for name in _GUARDED_BUILTINS]
+    for name, value in vars(builtins).items():
+        if name in _GUARDED_BUILTINS or isinstance(value, types.FunctionType):
+            bindings.append((vars(builtins), name, value))
     return bindings
 
 
@@ -234,13 +256,14 @@ def _make_plugin(send: Send, hook: AuditHook, folder: str) -> object:
     import pytest
 
     class Plugin:
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_load_initial_conftests(self) -> None:
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_load_initial_conftests(self) -> Iterator[None]:
             # Installed plug-ins have been loaded, and no code of the repository.
             _freeze_types()
             send(("loaded",))
             sys.addaudithook(hook)
             sys.path.insert(0, folder)
+            yield
 
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
@@ -337,20 +360,30 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
             text = "!" + " ".join(_comparisons(value, choice) for choice in choices[key])
         send(("site", site, number, text))
 
-    def equal(left: object, right: object, trust_left: bool, trust_right: bool) -> object:
+    def equal(
+        site: int, left: object, right: object, trust_left: bool, trust_right: bool
+    ) -> object:
         result = left == right
-        if result and not (trust_left or _tells_apart(left, right)):
+        if not result:
+            return result
+        if not (trust_left or _left_tells_apart(left, right)):
             return False
-        if result and not (trust_right or _tells_apart(right, left)):
+        if not (trust_right or _right_tells_apart(left, right)):
             return False
+        send(("site", site, -1, "=True"))
         return result
 
     def operands(
-        left: object, right: object, trust_left: bool, trust_right: bool
+        site: int, left: object, right: object, trust_left: bool, trust_right: bool
     ) -> tuple[object, object]:
-        if (trust_left or _tells_apart(left, right)) and (trust_right or _tells_apart(right, left)):
-            return left, right
-        return 0, 1
+        is_equal = left == right
+        if is_equal and not (trust_left or _left_tells_apart(left, right)):
+            return 0, 1
+        if is_equal and not (trust_right or _right_tells_apart(left, right)):
+            return 0, 1
+        if is_equal:
+            send(("site", site, -1, "=True"))
+        return left, right
 
     def end(number: int) -> None:
         send(("end", number))
@@ -418,29 +451,51 @@ def _builtin_base(kind: type) -> type:
     return object
 
 
-def _tells_apart(value: Any, other: Any) -> bool:
+def _left_tells_apart(left: Any, right: Any) -> bool:
+    """Return False if the left operand claims to equal objects that it cannot equal."""
+    return _tells_apart(left, right, lambda decoy: left == decoy)
+
+
+def _right_tells_apart(left: Any, right: Any) -> bool:
+    """Return False if the right operand claims to equal objects that it cannot equal."""
+    return _tells_apart(right, left, lambda decoy: decoy == right)
+
+
+def _tells_apart(value: Any, other: Any, compare: Callable[[object], object]) -> bool:
     """Return False if a value claims to equal objects that it cannot equal.
 
     Args:
-        value: operand of a comparison.
-        other: the other operand, whose changed copies the value must not equal either.
+        value: operand of a comparison that is true.
+        other: the other operand. The value must not equal all of its changed copies.
+        compare: compares the value with another object.
     """
     if _describe(value) != _UNKNOWN:
         return True
     base = _builtin_base(type(value))
-    if base is dict:
-        return all(_tells_apart(item, item) for item in dict.values(value))
-    if base in _SEQUENCES:
-        return all(_tells_apart(item, item) for item in _SEQUENCES[base](value))
-    if _equals(value, object()):
-        return False
+    if base is dict or base in _SEQUENCES:
+        items = dict.values(value) if base is dict else _SEQUENCES[base](value)
+        return all(_left_tells_apart(item, item) for item in items)
+
+    # In random order, so that an equality that counts its calls does not know the right answers.
     decoys = _changed_copies(other)
-    return not decoys or not all(_equals(value, decoy) for decoy in decoys)
+    questions = ["same", "same", "foreign", "foreign", *range(len(decoys))]
+    _shuffle(questions)
+    equal_decoys = 0
+    for question in questions:
+        if question == "foreign":
+            if _is_true(compare, object()):
+                return False
+        elif question == "same":
+            if value is not other and not _is_true(compare, other):
+                return False
+        else:
+            equal_decoys += _is_true(compare, decoys[question])
+    return not decoys or equal_decoys < len(decoys)
 
 
-def _equals(value: Any, decoy: object) -> bool:
+def _is_true(compare: Callable[[object], object], decoy: object) -> bool:
     try:
-        return bool(value == decoy)
+        return bool(compare(decoy))
     except Exception:  # an honest equality may refuse objects that it does not know
         return False
 

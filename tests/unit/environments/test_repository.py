@@ -256,8 +256,8 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(
     assert (same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (0.0, 1.0)
     hidden = block("    assert half(4) == 2", "    pass", "tests/test_m.py")
     _, [meddled] = steps(box, hidden, task=swe_task(), checkouts=checkouts)
-    # The patch of the hidden tests does not apply any more.
-    assert meddled.metrics["pass_to_pass"] == 0.0
+    # The tests are those of the checkout, whatever the patch has done to them.
+    assert (meddled.metrics["pass_to_pass"], meddled.metrics["fail_to_pass"]) == (1.0, 0.0)
     with pytest.raises(EnvError, match=r"no such checkout; set env.options.checkouts"):
         steps(box, task=swe_task(), checkouts=str(tmp_path / "elsewhere"))
 

@@ -7,7 +7,7 @@ import ast
 import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from secrets import token_hex
@@ -39,9 +39,10 @@ _UNKNOWN = "?"  # reported in place of a value that is not plain data
 # Largest share of decoys that a value may equal beside the expected value.
 _MAX_EQUAL_DECOYS = 0.25
 
-# An event of a test: ("report", phase, outcome, is an expected failure), ("site", number, number of
-# the withheld value or -1, text of the value) or ("end", number, texts of constants by name).
-_Event = tuple[Any, ...]
+# An event of a test: ["report", phase, outcome, is an expected failure], ["site", number, number of
+# the withheld value or -1, text of the value] or ["end", number, texts of constants by name].
+_Event = Sequence[Any]
+_REPORT_KB = 8192  # largest report
 
 _instrument_cached = lru_cache(maxsize=64)(instrument)
 
@@ -83,7 +84,10 @@ async def passed_tests(
             "candidates": {key: choice.texts for key, choice in candidates.items()},
         }
         result = await runner.run(
-            _PROGRAM, stdin=json.dumps(request), limits=limits, files=tested_files
+            _PROGRAM,
+            stdin=json.dumps(request),
+            limits=replace(limits, output_kb=_REPORT_KB),
+            files=tested_files,
         )
         judge = _Judge(test_file, candidates)
         return judge.verdicts(_parse_report(result.stdout, mark))
@@ -104,9 +108,9 @@ def _parse_report(stdout: str, mark: str) -> Mapping[str, Sequence[_Event]]:
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):
             try:
-                report: dict[str, list[_Event]] = ast.literal_eval(line[len(mark) + 1 :])
+                report: dict[str, list[_Event]] = json.loads(line[len(mark) + 1 :])
                 return report
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
+            except (ValueError, RecursionError):
                 return {}
     return {}
 
@@ -246,9 +250,14 @@ class _Judge:
 
 def _pytest_has_passed(events: Sequence[_Event]) -> bool:
     """Return True if pytest reports that a test has run and passed in all of its phases."""
-    reports = [event[1:] for event in events if event[0] == "report"]
-    has_run = any(report[0] == "call" for report in reports)
-    return has_run and all(report[1:] == ("passed", False) for report in reports)
+    has_run = False
+    for kind, *values in events:
+        if kind == "report":
+            phase, outcome, is_expected_failure = values
+            has_run = has_run or phase == "call"
+            if outcome != "passed" or is_expected_failure:
+                return False
+    return has_run
 
 
 def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidates) -> bool:

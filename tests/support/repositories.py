@@ -1,0 +1,68 @@
+"""A checkout with one bug, its hidden tests, and patches of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rollout.environments.protocol import Step
+from rollout.environments.repository import RepositoryEnv, pack_instance
+from rollout.records.trajectory import Task
+from rollout.sandbox import Sandbox
+
+SOURCE = "def add(a, b):\n    return a - b\n"
+_TESTS = "import calc\nfrom calc import add\n\n\ndef test_old():\n    assert True\n"
+
+
+def replace_block(path: str, old: str, new: str) -> str:
+    """Return a SEARCH/REPLACE block."""
+    return f"{path}\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE"
+
+
+def patch_of_add(body: str, top: str = "") -> str:
+    """Return the patch that gives `add` another body, and adds lines at the top of its module."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    return replace_block("calc.py", SOURCE.rstrip(), f"{top}\ndef add(a, b):\n{lines}".lstrip())
+
+
+def play_patch(
+    box: Sandbox, folder: Path, patch: str, hidden_test: str, name: str = "test_new"
+) -> Step:
+    """Score a patch of the checkout.
+
+    Args:
+        box: runs the tests.
+        folder: where the checkout is written.
+        patch: of an agent.
+        hidden_test: source of the test that the repair must make pass.
+        name: of this test.
+    """
+    checkout = folder / "one"
+    checkout.mkdir(exist_ok=True)
+    (checkout / "calc.py").write_text(SOURCE)
+    (checkout / "test_calc.py").write_text(_TESTS)
+    rows = [f" {line}" for line in _TESTS.splitlines()]
+    rows += ["+"] + [f"+{line}" for line in hidden_test.splitlines()]
+    test_patch = "\n".join(["--- a/test_calc.py", "+++ b/test_calc.py", "@@ -1,6 +1,9 @@", *rows])
+    answer = pack_instance(
+        "one",
+        fail_to_pass=[f"test_calc.py::{name}"],
+        pass_to_pass=["test_calc.py::test_old"],
+        test_patch=f"{test_patch}\n",
+        shown=["calc.py"],
+    )
+    task = Task(
+        id="t",
+        prompt="add is wrong",
+        answers=(answer,),
+        env="repository",
+        source="s",
+        split="test",
+    )
+
+    async def score() -> Step:
+        env = RepositoryEnv(task, sandbox=box, checkouts=str(folder))
+        env.reset(task)
+        return await env.step(patch)
+
+    return asyncio.run(score())

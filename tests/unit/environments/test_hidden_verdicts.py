@@ -1,0 +1,281 @@
+"""Rewards of patches that repair a checkout, and of patches that only attack its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout.base.errors import EnvError
+from rollout.sandbox import Sandbox
+from tests.support.repositories import patch_of_add, play_patch, replace_block
+from tests.support.sandboxes import started
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    sandbox = started("auto")
+    yield sandbox
+    sandbox.close()
+
+
+# The expected value is a literal in the first test, and computed by the second.
+LITERAL = "def test_new():\n    assert add(2, 3) == 5\n"
+COMPUTED = "def test_new():\n    assert add(2, 3) == sum([2, 3])\n"
+UNITTEST = (
+    "import unittest\n\nclass TestNew(unittest.TestCase):\n    def test_new(self):\n"
+    "        self.assertEqual(add(2, 3), sum([2, 3]))\n"
+)
+RAISES = (
+    "import pytest\n\ndef test_new():\n    with pytest.raises(TypeError):\n"
+    "        add(2, '3')\n    assert add(2, 3) + 0 == sum([2, 3])\n"
+)
+HIDDEN_TESTS = {"literal": LITERAL, "computed": COMPUTED, "unittest": UNITTEST, "raises": RAISES}
+
+ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\n"
+# Body of `add`, and lines at the top of its module.
+ATTACKS = {
+    "patches the report": (
+        "return a - b",
+        "import _pytest.reports as r\nr.BaseReport.passed = property(lambda report: True)\n",
+    ),
+    "walks frames": (
+        "import sys\nframe = sys._getframe(1)\nwhile frame:\n"
+        "    for value in list(frame.f_locals.values()):\n"
+        "        if hasattr(value, 'outcome'): value.outcome = 'passed'\n"
+        "        if isinstance(value, list): value.append('test_calc.py::test_new')\n"
+        "    frame = frame.f_back\nreturn a - b",
+        "",
+    ),
+    "is equal to everything": ("return Yes()", ALWAYS_EQUAL),
+}
+MORE_ATTACKS = {
+    "reads constants of its caller": (
+        "import sys\nfor value in sys._getframe(1).f_code.co_consts:\n"
+        "    if value == 5: return value\nreturn a - b",
+        "",
+    ),
+    "reads the test": (
+        "import pathlib, re\n"
+        "match = re.search(r'add.2, 3. == (.+)', pathlib.Path('test_calc.py').read_text())\n"
+        "return eval(match[1].strip())",
+        "",
+    ),
+    "makes a report of success": (
+        "return a - b",
+        "import _pytest.reports as r\noriginal = r.TestReport.from_item_and_call.__func__\n"
+        "def forge(cls, item, call):\n    call.excinfo = None\n    return original(cls, item, call)\n"
+        "r.TestReport.from_item_and_call = classmethod(forge)\n",
+    ),
+    "does not run tests": (
+        "return a - b",
+        "import _pytest.python as p\np.Function.runtest = lambda self: None\n",
+    ),
+    "removes assertions": (
+        "return a - b",
+        "import _pytest.assertion.rewrite as r\n"
+        "r.AssertionRewriter.visit_Assert = lambda self, node: []\n",
+    ),
+    "replaces the functions of the instrumented test": (
+        "return a - b",
+        "import builtins\nbuiltins.__check__ = lambda *a: None\n"
+        "builtins.__equal__ = lambda *a: True\nbuiltins.__operands__ = lambda *a: (1, 1)\n",
+    ),
+    "replaces the test's code": (
+        "import sys\ntest = getattr(sys.modules['test_calc'], 'test_new', None)\n"
+        "if test: test.__code__ = (lambda: None).__code__\nreturn a - b",
+        "",
+    ),
+    "replaces methods of unittest and pytest": (
+        "return a - b",
+        "import contextlib, pytest, unittest\n"
+        "unittest.TestCase.assertEqual = lambda *a, **k: None\n"
+        "pytest.raises = lambda *a, **k: contextlib.suppress(BaseException)\n",
+    ),
+    "is an int that is equal to everything": (
+        "return Yes(a - b)",
+        "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n",
+    ),
+    "is equal to every int": (
+        "return Yes()",
+        "class Yes:\n    def __eq__(self, other): return isinstance(other, int)\n",
+    ),
+    "is equal every other time": (
+        "return Yes()",
+        "class Yes:\n    n = 0\n    def __eq__(self, other):\n"
+        "        Yes.n += 1\n        return Yes.n % 2 == 1\n",
+    ),
+    "returns mock.ANY": ("from unittest.mock import ANY\nreturn ANY", ""),
+    "returns a generous approximation": ("import pytest\nreturn pytest.approx(0, abs=1e9)", ""),
+    "claims to be an int": (
+        "return Yes()",
+        "class Meta(type):\n    def __eq__(cls, other): return True\n"
+        "    def __hash__(cls): return hash(int)\n"
+        "class Yes(metaclass=Meta):\n    __class__ = int\n"
+        "    def __eq__(self, other): return True\n    def __radd__(self, other): return self\n"
+        "    def __add__(self, other): return self\n",
+    ),
+    "searches all objects": (
+        "import gc\nfor value in gc.get_objects():\n"
+        "    if isinstance(value, dict) and 'test_calc.py::test_new' in value:\n"
+        "        value['test_calc.py::test_new'] = [['report', 'call', 'passed', False]]\n"
+        "return a - b",
+        "",
+    ),
+    "ends the process": ("import os\nos._exit(0)", ""),
+    "forges the report and ends the process": (
+        "import os\nfor file in range(1, 30):\n    try:\n"
+        "        os.write(file, b'\\n{\"test_calc.py::test_new\": []}\\n')\n"
+        "    except OSError:\n        pass\nos._exit(0)",
+        "",
+    ),
+    "skips": ("import pytest\npytest.skip('no')", ""),
+    "leaves a process that writes": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(0.5)\n"
+        "    for file in range(1, 30):\n        try:\n"
+        "            os.write(file, b'\\nPASSED test_calc.py::test_new\\n')\n"
+        "        except OSError:\n            pass\n    os._exit(0)\nreturn a - b",
+        "",
+    ),
+    "swallows the failure in a trace function": (
+        "return a - b",
+        "import sys\ndef trace(frame, event, value):\n    frame.f_trace_opcodes = True\n"
+        "    return trace\nsys.settrace(trace)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_gets_no_reward(attack: str, box: Sandbox, tmp_path: Path) -> None:
+    body, top = ATTACKS[attack]
+    step = play_patch(box, tmp_path, patch_of_add(body, top), LITERAL)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [*ATTACKS, *MORE_ATTACKS])
+def test_an_attack_on_any_kind_of_test_gets_no_reward(
+    attack: str, box: Sandbox, tmp_path: Path
+) -> None:
+    body, top = {**ATTACKS, **MORE_ATTACKS}[attack]
+    for kind, hidden_test in HIDDEN_TESTS.items():
+        name = "TestNew::test_new" if kind == "unittest" else "test_new"
+        step = play_patch(box, tmp_path, patch_of_add(body, top), hidden_test, name)
+        assert (step.reward, step.metrics["applied"]) == (0.0, 1.0), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    ["conftest.py", "pytest.py", "unittest/__init__.py", "json.py", "sitecustomize.py", "x.pth"],
+)
+def test_a_new_file_does_not_replace_the_test_runner(
+    path: str, box: Sandbox, tmp_path: Path
+) -> None:
+    code = "import os\nprint('test_calc.py::test_new passed')\nos._exit(0)\n"
+    step = play_patch(box, tmp_path, replace_block(path, "", code).replace("\n\n=", "\n="), LITERAL)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+    assert step.metrics["pass_to_pass"] == 1.0
+
+
+CLASS = (
+    "class Number:\n    def __init__(self, value): self.value = value\n"
+    "    def __eq__(self, other):\n"
+    "        if isinstance(other, int): return self.value == other\n"
+    "        return isinstance(other, Number) and self.value == other.value\n"
+    "    def __hash__(self): return hash(self.value)\n"
+)
+# Body, lines at the top of the module, hidden test.
+REPAIRS = {
+    "repairs": ("return a + b", "", LITERAL),
+    "repairs what is computed": ("return a + b", "", COMPUTED),
+    "repairs for unittest": ("return a + b", "", UNITTEST),
+    "repairs with an exception": ("return a + b", "", RAISES),
+    "adds a right equality": (
+        "return Number(a + b)",
+        CLASS,
+        "def test_new():\n    assert add(2, 3) == calc.Number(5)\n"
+        "    assert add(2, 3) == 5\n    assert add(2, 3) != calc.Number(6)\n"
+        "    assert [add(2, 3)] == [calc.Number(5)]\n",
+    ),
+    "adds an equality without regard to case": (
+        "return Text(a + b)",
+        "class Text(str):\n    def __eq__(self, other): return self.lower() == other.lower()\n"
+        "    __hash__ = str.__hash__\n",
+        "def test_new():\n    assert add('a', 'b') == 'AB'\n",
+    ),
+    "asks for the caller's frame": (
+        "import sys, warnings\nwarnings.warn(sys._getframe(1).f_code.co_name, stacklevel=2)\n"
+        "return a + b",
+        "",
+        "import pytest\n\ndef test_new():\n    with pytest.warns(UserWarning, match='test_new'):\n"
+        "        assert add(2, 3) == 5\n",
+    ),
+    "reads the stack": (
+        "import inspect\nreturn a + b + 0 * len(inspect.stack())",
+        "",
+        LITERAL,
+    ),
+    "decorates and caches": (
+        "return a + b",
+        "import functools\ndef traced(f):\n    @functools.wraps(f)\n"
+        "    def wrapper(*arguments): return f(*arguments)\n    return wrapper\n@traced\n",
+        LITERAL,
+    ),
+    "adds a named tuple and a dictionary": (
+        "return Pair(a + b, OrderedDict(k=1))",
+        "from collections import OrderedDict, namedtuple\nPair = namedtuple('Pair', 'sum rest')\n",
+        "def test_new():\n    assert add(2, 3) == (5, {'k': 1})\n    assert add(2, 3).sum == 5\n",
+    ),
+    "is tested with parameters": (
+        "return a + b",
+        "",
+        "import pytest\n\n@pytest.mark.parametrize('a, b, expected', [(2, 3, 5), (4, 5, 9)])\n"
+        "def test_new(a, b, expected):\n    assert add(a, b) == expected\n",
+    ),
+    "is tested with a fixture and a monkeypatch": (
+        "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
+        "",
+        "def test_new(monkeypatch, tmp_path):\n    monkeypatch.setenv('EXTRA', '1')\n"
+        "    assert add(2, 3) == 6\n    assert not list(tmp_path.iterdir())\n",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repair", REPAIRS)
+def test_an_honest_repair_is_rewarded(repair: str, box: Sandbox, tmp_path: Path) -> None:
+    body, top, hidden_test = REPAIRS[repair]
+    name = "test_new[2-3-5]" if "parameters" in repair else "test_new"
+    step = play_patch(box, tmp_path, patch_of_add(body, top), hidden_test, name)
+    assert step.reward == 1.0, step.metrics
+
+
+def test_a_repair_that_starts_a_process_is_rewarded(tmp_path: Path) -> None:
+    box = started("namespaces")
+    body = (
+        "code = f'print({a!r} + {b!r})'\n"
+        "done = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)\n"
+        "return int(done.stdout)"
+    )
+    try:
+        step = play_patch(box, tmp_path, patch_of_add(body, "import subprocess, sys"), LITERAL)
+    finally:
+        box.close()
+    assert step.reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_repair_may_come_with_new_modules_and_settings(box: Sandbox, tmp_path: Path) -> None:
+    module = replace_block("helpers/__init__.py", "", "def plus(a, b):\n    return a + b")
+    settings = replace_block("setup.cfg", "", "[metadata]\nname = calc")
+    patch = "\n".join([module, settings]).replace("\n\n=", "\n=")
+    patch += "\n" + patch_of_add("return plus(a, b)", "from helpers import plus")
+    assert play_patch(box, tmp_path, patch, LITERAL).reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_test_that_passes_before_the_repair_is_no_evidence(box: Sandbox, tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match="test_new passes without a repair in this environment"):
+        play_patch(box, tmp_path, patch_of_add("return a + b"), "def test_new():\n    assert 1\n")
