@@ -221,8 +221,9 @@ def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
 
     in_use = set()
     for node in ast.walk(tree):
-        is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        if is_read and node.id in names and id(node) not in tokens:
+        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+            continue
+        if node.id in names and id(node) not in tokens:
             in_use.add(node.id)
     return in_use
 

@@ -270,7 +270,7 @@ def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidat
     """
     if len(operators) != len(candidates.texts):
         return False
-    name = site.comparison
+    name: str = site.comparison
     if site.stated_first:
         name = _MIRRORED_OPERATORS.get(name, name)
     elif name == "not in":

@@ -147,8 +147,8 @@ class RepositoryEnv(SandboxedEnv):
     Every step is a patch of the original files. The trajectory ends when a patch resolves the
     issue, or after `max_turns` steps. Before the end, an observation says whether the patch applies
     and nothing about the tests. A patch that does not apply, or a text without one, passes no test.
-    In a checkout, changes of pytest's configuration (conftest.py, pyproject.toml and the like) are
-    ignored, and so is the output of the tested code. Metrics are `solved`, 1 if every test passes,
+    In a checkout, changes of tests and of pytest's settings are ignored, and expected values of the
+    tests stay outside of the sandbox (docs/sandbox.md). Metrics are `solved`, 1 if every test passes,
     as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares of tests that pass; `applied`;
     and `malformed_patches` so far.
 

@@ -443,6 +443,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 def _builtin_base(kind: type) -> type:
     """Return the builtin type whose equality a type has; `object` if there is none."""
+    base: type
     for base in _mro_of(kind):
         if base in _SCALARS or base in _SEQUENCES or base is dict:
             return base
@@ -520,10 +521,12 @@ def _changed_copies(value: Any) -> list[Any]:
         return []
     copies = []
     for name in attributes:
-        changed = object.__new__(type(value)) if type(value).__new__ is object.__new__ else None
-        if changed is not None:
-            changed.__dict__.update({**attributes, name: object()})
-            copies.append(changed)
+        try:
+            changed = object.__new__(type(value))
+        except TypeError:  # the class extends a builtin type
+            return []
+        changed.__dict__.update({**attributes, name: object()})
+        copies.append(changed)
     return copies
 
 
