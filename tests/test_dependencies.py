@@ -26,8 +26,15 @@ OPTIONAL_LIBRARIES = {
     "wandb": "wandb",
 }
 # of worlds that cannot be had from a registry in a version that fits (their own pages say how to install them), and
-# what torch for CUDA brings
-INSTALLED_APART = {"alfworld", "transformer_engine", "triton", "web_agent_site"}
+# what torch for CUDA brings; and pytest, which runs the tests of checkouts in the sandbox
+INSTALLED_APART = {
+    "_pytest",
+    "alfworld",
+    "pytest",
+    "transformer_engine",
+    "triton",
+    "web_agent_site",
+}
 
 
 def top_level_imports() -> dict[str, str]:

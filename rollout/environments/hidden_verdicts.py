@@ -6,6 +6,7 @@
 import ast
 import json
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -173,7 +174,8 @@ class _Judge:
 
     def _tests_of_function(self, name: str) -> list[HiddenTest]:
         """Return the functions of the file that a test may have run; several if it is inherited."""
-        qualified_name = ".".join(name.partition("[")[0].split("::")[1:])
+        _, *parts = re.split(r":{2}", name.partition("[")[0])
+        qualified_name = ".".join(parts)
         if qualified_name in self._file.tests:
             return [self._file.tests[qualified_name]]
         function = qualified_name.rpartition(".")[2]
