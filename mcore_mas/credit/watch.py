@@ -1,5 +1,6 @@
 """Checks of a run's advantages: too large, all zero, or computed from rewards of very different scales."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -24,8 +25,20 @@ class CreditWatch:
         self._had_signal = False
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
 
-    def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
+    def check(
+        self,
+        trainer: TrainerConfig,
+        step: int,
+        samples: Sequence[Sample],
+        valid_share: float = math.nan,
+    ) -> None:
         """Check the advantages of a step's samples; call it once per step, in order.
+
+        Args:
+            trainer: bounds of the checks.
+            step: number of the step.
+            samples: of the step, with advantages.
+            valid_share: share of well-formed replies in the step, for the error; NaN if unknown.
 
         Raises:
             CreditError: an advantage exceeds `trainer.max_advantage` or is NaN, or no turn of the
@@ -49,9 +62,9 @@ class CreditWatch:
         within = trainer.signal_within
         if within is not None and self._steps_without_signal == within and step + 1 == within:
             raise CreditError(
-                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was learned: all "
-                "turns that are compared got equal rewards; see `mcore-mas explain`, and change tasks, reward or "
-                "advantage, or raise trainer.signal_within (null: never stop)"
+                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was "
+                f"learned: {_reason_without_signal(samples, valid_share)}; see `mcore-mas explain`, "
+                "or raise trainer.signal_within (null: never stop)"
             )
 
     def scale_warning(
@@ -87,3 +100,20 @@ class CreditWatch:
             f"{scales[smallest]:g}): group-relative credit by task will mostly be noise; use drmas or normalised "
             "rewards"
         )
+
+
+def _reason_without_signal(samples: Sequence[Sample], valid_share: float) -> str:
+    """Return why the turns of a step have no advantage, and what to change."""
+    rewards = {sample.reward for sample in samples}
+    if valid_share == 0:
+        return (
+            "no reply of this step was well-formed (agent/*/valid_ratio is 0); reward attempts at "
+            "the format, show it in the prompt, or begin with a cold start"
+        )
+    if rewards == {0.0}:
+        return "every reward of this step is 0; take easier tasks, or a reward with parts"
+    if len(rewards) == 1:
+        return (
+            f"every reward of this step is {rewards.pop():g}; take harder tasks, or another reward"
+        )
+    return "all turns that are compared got equal rewards; change tasks, reward or advantage"

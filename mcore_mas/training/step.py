@@ -24,6 +24,7 @@ from mcore_mas.training.metrics import (
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
+    valid_turn_share,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.weight_sync import WeightSync
@@ -106,7 +107,8 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     # 3. Assign credit.
     estimators = {agent: config.advantage_of(agent) for agent in config.agents}
     credited = add_advantages(samples, estimators)
-    session.credit_watch.check(config.trainer, number, credited)
+    valid_share = valid_turn_share(rollouts.groups)
+    session.credit_watch.check(config.trainer, number, credited, valid_share)
     _note_warnings(session, number, rollouts, credited)
 
     # 4. Update every policy and sync its weights, policies side by side.

@@ -69,6 +69,23 @@ def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
         resumed.check(trainer(signal_within=3), step, flat)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "valid_share", "reason"),
+    [
+        ((0.0, 0.0), 0.0, r"no reply of this step was well-formed \(agent/\*/valid_ratio is 0\)"),
+        ((0.0, 0.0), 0.5, "every reward of this step is 0; take easier tasks"),
+        ((1.0, 1.0), 1.0, "every reward of this step is 1; take harder tasks"),
+        ((0.0, 1.0), 1.0, "all turns that are compared got equal rewards; change tasks"),
+    ],
+)
+def test_d2_the_line_says_why_there_is_no_advantage(
+    rewards: tuple[float, float], valid_share: float, reason: str
+) -> None:
+    samples = [turn(name, "solver", reward) for name, reward in zip("ab", rewards, strict=True)]
+    with pytest.raises(CreditError, match=f"so nothing was learned: {reason}"):
+        CreditWatch().check(trainer(signal_within=1), 0, samples, valid_share)
+
+
 def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
     tmp_path: Path,
 ) -> None:
