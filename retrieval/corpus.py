@@ -88,7 +88,8 @@ class Corpus:
     def __getitem__(self, row: int) -> Passage:
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
-        start, end = self._offsets[row], self._offsets[row + 1]
+        start = self._offsets[row]
+        end = self._offsets[row + 1]
         where = f"{self.path}:{row + 1}"
         if end - start > MAX_LINE_BYTES:
             raise RetrievalError(

@@ -25,13 +25,13 @@ class BlocksTable:
     """Current stacks and goal.
 
     Attributes:
-        shortest: fewest moves from the first state to the goal.
+        fewest_moves: number of moves of a shortest plan from the first state to the goal.
         moves: number of moves so far, impossible ones included.
     """
 
     now: Stacks
     goal: Stacks
-    shortest: int
+    fewest_moves: int
     moves: int = 0
 
 
@@ -55,7 +55,7 @@ class Blocksworld(Game[BlocksTable]):
             raise puzzles.BadPuzzle(
                 "Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks"
             )
-        return BlocksTable(now=now, goal=goal, shortest=len(_plan(now, goal)))
+        return BlocksTable(now=now, goal=goal, fewest_moves=len(_plan(now, goal)))
 
     def show(self, state: BlocksTable) -> str:
         return f"now: {show_stacks(state.now)}\ngoal: {show_stacks(state.goal)}"
@@ -85,7 +85,7 @@ class Blocksworld(Game[BlocksTable]):
         """
         targets = {stack[: i + 1] for stack in state.goal for i in range(len(stack))}
         standing = [stack[: i + 1] for stack in state.now for i in range(len(stack))]
-        optimal = self.solved(state) and state.moves == state.shortest
+        optimal = self.solved(state) and state.moves == state.fewest_moves
         return {
             "progress": sum(part in targets for part in standing) / len(standing),
             "optimal": float(optimal),
@@ -151,7 +151,8 @@ class BlocksworldSource(PuzzleSource):
     # The search for a shortest plan takes seconds for 7 blocks.
     blocks: Annotated[int, Field(ge=2, le=6)] = 4
 
-    game, named = "blocksworld", "blocksworld_{0.blocks}"
+    game = "blocksworld"
+    name_format = "blocksworld_{0.blocks}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw two different stackings."""

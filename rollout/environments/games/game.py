@@ -326,16 +326,17 @@ class PuzzleSource(Protocol):
 
     Attributes:
         game: name in GAMES.
-        named: name of the data source, under which results are reported, as a format of options.
+        name_format: format of the name of the data source, to which the options are applied.
+            Results are reported under this name.
     """
 
     game: ClassVar[str]
-    named: ClassVar[str]
+    name_format: ClassVar[str]
 
     @property
     def name(self) -> str:
         """Name of the data source."""
-        return self.named.format(self)
+        return self.name_format.format(self)
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw a random solvable puzzle; return it as the game shows it.

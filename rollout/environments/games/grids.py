@@ -228,7 +228,8 @@ class PlanPathSource(_GridSource):
     size: Annotated[int, Field(ge=2, le=100)] = 10
     obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22
 
-    game, named = "plan_path", "plan_path_{0.size}x{0.size}"
+    game = "plan_path"
+    name_format = "plan_path_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw obstacles and two free cells; return None if there is no way between the two."""
@@ -413,7 +414,8 @@ class SokobanSource(_GridSource):
     turn: Share = 0.35
     tries: PositiveInt = 20
 
-    game, named = "sokoban", "sokoban_{0.size}x{0.size}_{0.boxes}"
+    game = "sokoban"
+    name_format = "sokoban_{0.size}x{0.size}_{0.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw a solvable room in which no box is on a goal.

@@ -248,7 +248,8 @@ class SudokuSource(PuzzleSource):
     size: Literal[4, 9] = 4
     givens: Annotated[int | None, AfterValidator(_check_givens)] = None
 
-    game, named = "sudoku", "sudoku_{0.size}x{0.size}"
+    game = "sudoku"
+    name_format = "sudoku_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw a full grid and remove digits in random order, while the solution stays unique."""
