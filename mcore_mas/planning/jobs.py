@@ -204,6 +204,20 @@ def tasks_mb(files: Iterable[Path]) -> int:
     return _TASKS_MB + _TASKS_PER_FILE_SIZE * bytes_read // 10**6
 
 
+def retry_memory_mb(memory_mb: int, attempt: int, node_mb: int) -> int:
+    """Return the memory in MB that an attempt of a job requests.
+
+    Each further attempt requests the planned memory once more, but not more than a machine has,
+    because no machine could run the job.
+
+    Args:
+        memory_mb: planned memory, which the first attempt requests in any case.
+        attempt: number of the attempt, from 1.
+        node_mb: memory of the largest machine.
+    """
+    return max(memory_mb, min(memory_mb * attempt, node_mb))
+
+
 def object_store_mb(config: RunConfig) -> int:
     """Return the size in MB of Ray's object store, through which samples reach the trainers.
 

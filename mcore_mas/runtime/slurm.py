@@ -21,6 +21,8 @@ _WARNED_S = 360
 # Longer than the time that Slurm leaves a job between a signal and its end.
 _WAIT_FOR_END_S = 600.0
 
+_SINFO_S = 20.0  # for an answer of sinfo, without which a pipeline starts all the same
+
 
 def slurm_job_id() -> str | None:
     """Return the id of the job that this process is in; None outside Slurm."""
@@ -30,6 +32,26 @@ def slurm_job_id() -> str | None:
 def job_machines() -> str:
     """Return the machines of this job as Slurm lists them; outside Slurm this machine's name."""
     return os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
+
+
+def largest_node_mb(partition: str | None = None) -> int | None:
+    """Ask Slurm for the memory in MB of its largest machine; None if Slurm does not tell.
+
+    Args:
+        partition: count the machines of this partition only.
+    """
+    command = ["sinfo", "--noheader", "--Node", "--format", "%m"]
+    if partition:
+        command += ["--partition", partition]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SINFO_S
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(number) for number in re.findall(r"\d+", answer)]
+    # Slurm says 1 MB of a machine whose memory its configuration does not give.
+    return max((size for size in sizes if size > 1), default=None)
 
 
 @contextmanager

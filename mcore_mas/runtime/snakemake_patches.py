@@ -1,11 +1,12 @@
 """Patches of Snakemake (9.27.1) and its executors for Slurm (2.8.0, jobstep 0.6.1).
 
-`quote_interpreter` lets jobs start whatever the path of the Python is, and `report_silent_failures`
-lets Snakemake report every failed job.
+`quote_interpreter` lets jobs start whatever the path of the Python is, `show_requests` lets dry runs
+show what each job asks for, and `report_silent_failures` lets Snakemake report every failed job.
 """
 
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 _EXECUTOR_MODULES = (
@@ -45,6 +46,53 @@ def _with_quotes(get_python_executable: Any) -> Any:
 def _quote_own_python(path: str) -> str:
     """Quote the path of this Python; a path that is quoted already stays as it is."""
     return shlex.quote(path) if path == sys.executable else path
+
+
+def show_requests() -> None:
+    """Let Snakemake show below the message of a job what the job asks for.
+
+    Otherwise Snakemake shows the resources of rules without a message only. Jobs that always run in
+    the main process ask for nothing.
+    """
+    from snakemake.jobs import Job
+
+    message: Any = Job.message.fget
+
+    def message_with_request(job: Any) -> str | None:
+        text: str | None = message(job)
+        is_local = job.rule.name in job.dag.workflow._localrules
+        if text is None or is_local or "\nAsks for " in text:
+            return text
+        return f"{text}\nAsks for {describe_request(job.resources)}"
+
+    job_class: Any = Job
+    job_class.message = property(message_with_request)
+
+
+def describe_request(resources: Mapping[str, Any]) -> str:
+    """Describe resources of a job, for example "2 machines, each with 8 GPUs, 20 CPUs and ...".
+
+    Args:
+        resources: resources of a job by name, as Snakemake has resolved them. Without `nodes`, the
+            job is on one machine; without `gres`, it gets no GPU.
+    """
+    machines = resources.get("nodes", 1)
+    parts = []
+    gpus = str(resources.get("gres", "")).removeprefix("gpu:")
+    if gpus:
+        parts.append(f"{gpus} GPUs" if gpus != "1" else "1 GPU")
+    cpus = resources.get("cpus_per_task", 1)
+    parts.append(f"{cpus} CPUs" if cpus != 1 else "1 CPU")
+    memory_mb = resources.get("mem_mb")
+    memory = f"{memory_mb / 1000:.1f} GB" if isinstance(memory_mb, int) else "any amount"
+    machine = "1 machine with" if machines == 1 else f"{machines} machines, each with"
+    runtime = resources.get("runtime")
+    time_limit = f"for {_duration(runtime)}" if isinstance(runtime, int) else "without a time limit"
+    return f"{machine} {', '.join(parts)} and {memory} of memory, {time_limit}"
+
+
+def _duration(minutes: int) -> str:
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:g} h"
 
 
 def report_silent_failures() -> None:

@@ -27,7 +27,7 @@ WITHOUT_MESSAGES += (
 
 
 def dry_run(
-    folder: Path, runs: dict[str, list[str]], *words: str
+    folder: Path, runs: dict[str, list[str]], *words: str, snakefile: str = WITHOUT_MESSAGES
 ) -> subprocess.CompletedProcess[str]:
     """What `snakemake --workflow-profile slurm -n` says of a suite of these runs."""
     suite = {
@@ -35,7 +35,7 @@ def dry_run(
         "experiments": {run: ["experiment=demo_math", *own] for run, own in runs.items()},
     }
     (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
-    (folder / "Snakefile").write_text(WITHOUT_MESSAGES)
+    (folder / "Snakefile").write_text(snakefile)
     command = [
         sys.executable,
         "-m",
@@ -115,6 +115,26 @@ def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list
     ):
         assert least < memory[job] < least + 100  # with the weights of a small model on their way
     assert (memory["make_base_model cpus"], jobs["make_base_model cpus"]["runtime"]) == (2000, "30")
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_what_each_job_asks_for_also_at_a_retry(tmp_path: Path) -> None:
+    limits = ["node_gpus=8", "node_mem_mb=5000", "mem_mb=1", "runtime=1"]
+    done = dry_run(
+        tmp_path,
+        {"one": ["cluster.object_store_mb=1000"]},
+        *("--attempt", "2", "--default-resources", *limits),
+        snakefile=f"include: {str(ROOT / 'Snakefile')!r}\n",
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    lines = done.stdout.splitlines()
+    train = next(n for n, line in enumerate(lines) if "one: reinforcement learning of" in line)
+    # 4.7 GB are planned, and twice as much is more than a machine has
+    assert lines[train + 1].endswith(
+        "Asks for 1 machine with 6 CPUs and 5.0 GB of memory, for 24 h"
+    )
+    report = next(n for n, line in enumerate(lines) if ": make the table" in line)
+    assert "Asks for" not in lines[report + 1]
 
 
 @pytest.mark.slow

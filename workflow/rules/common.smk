@@ -9,7 +9,12 @@ import time
 from pathlib import Path
 
 from mcore_mas.runtime.pipeline_messages import failure_message, success_message
-from mcore_mas.runtime.snakemake_patches import quote_interpreter, report_silent_failures
+from mcore_mas.runtime.slurm import largest_node_mb
+from mcore_mas.runtime.snakemake_patches import (
+    quote_interpreter,
+    report_silent_failures,
+    show_requests,
+)
 from rollout.base.files import ensure_writable
 from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
@@ -17,7 +22,7 @@ from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import suite_problems
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.planning.jobs import job_needs, tasks_mb
+from mcore_mas.planning.jobs import job_needs, retry_memory_mb, tasks_mb
 
 try:
     suite_folder = None
@@ -30,12 +35,26 @@ try:
         paper_suite.check_inputs_exist(SUITE)
 
     default_resources = workflow.resource_settings.default_resources or {}
-    NODE_GPUS = default_resources["node_gpus"].raw if "node_gpus" in default_resources else 8
-    if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
-        raise SuiteError(
-            f"default-resources, node_gpus: {NODE_GPUS}; expected the number of GPUs of a machine, "
-            "such as 8"
-        )
+
+    def default_resource(name, default, expected):
+        """Return a whole number above 0 that --default-resources or a profile gives."""
+        value = default_resources[name].raw if name in default_resources else default
+        if not isinstance(value, int) or value < 1:
+            raise SuiteError(f"default-resources, {name}: {value}; expected {expected}")
+        return value
+
+    NODE_GPUS = default_resource("node_gpus", 8, "the number of GPUs of a machine, such as 8")
+    known_node_mb = None
+    if workflow.is_main_process and "node_mem_mb" not in default_resources:
+        partition = None
+        if "slurm_partition" in default_resources:
+            partition = str(default_resources["slurm_partition"].raw)
+        known_node_mb = largest_node_mb(partition)
+    NODE_MEM_MB = default_resource(
+        "node_mem_mb",
+        known_node_mb or 1_000_000,
+        "the memory in MB of a machine, such as 1000000",
+    )
 
     # Jobs need not repeat the check of the main process, and inputs are acquired before they are
     # checked.
@@ -56,6 +75,7 @@ if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)
 
 quote_interpreter()
+show_requests()
 report_silent_failures()
 STARTED = time.time()
 TASKS = {
@@ -87,11 +107,13 @@ def config_params(stage):
 def cluster_resources(stage):
     """Return the resources of a stage's jobs, from the plan of their run.
 
-    Each further attempt of a job requests more memory.
+    Each further attempt of a job requests more memory, up to what a machine has.
     """
     needs = functools.cache(lambda run: job_needs(SUITE.run_config(run), stage, NODE_GPUS))
     return {
-        "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
+        "mem_mb": lambda wildcards, attempt: retry_memory_mb(
+            needs(wildcards.run).memory_mb, attempt, NODE_MEM_MB
+        ),
         "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,
         "gres": lambda wildcards: (
             f"gpu:{needs(wildcards.run).gpus}" if needs(wildcards.run).gpus else None

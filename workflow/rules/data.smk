@@ -15,8 +15,9 @@ rule prepare_tasks:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=lambda wildcards, attempt: tasks_mb(SUITE.run_config(wildcards.run).data.paths)
-        * attempt,
+        mem_mb=lambda wildcards, attempt: retry_memory_mb(
+            tasks_mb(SUITE.run_config(wildcards.run).data.paths), attempt, NODE_MEM_MB
+        ),
         runtime=30,
     params:
         **config_params("tasks"),

@@ -9,7 +9,13 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import load_architectures
-from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tasks_mb
+from mcore_mas.planning.jobs import (
+    JobNeeds,
+    job_needs,
+    object_store_mb,
+    retry_memory_mb,
+    tasks_mb,
+)
 from mcore_mas.planning.memory import count_parameters
 from mcore_mas.planning.worker_groups import list_worker_groups
 
@@ -199,3 +205,20 @@ def test_threads_of_a_retriever_take_cpus() -> None:
     assert job_needs(threads, "index", 8).cpus == 4
     more_cpus = job_needs(threads, "train", 8).cpus - job_needs(plain, "train", 8).cpus
     assert more_cpus == 3
+
+
+@pytest.mark.parametrize(
+    ("planned", "attempt", "requested"),
+    [
+        (3_000, 1, 3_000),
+        (3_000, 2, 6_000),
+        (950_000, 2, 1_000_000),  # not 1.9 TB, which no machine has
+        (950_000, 3, 1_000_000),
+        (1_200_000, 1, 1_200_000),  # the plan stands: Slurm says that no machine has as much
+        (1_200_000, 2, 1_200_000),
+    ],
+)
+def test_a_retry_requests_at_most_the_memory_of_a_machine(
+    planned: int, attempt: int, requested: int
+) -> None:
+    assert retry_memory_mb(planned, attempt, node_mb=1_000_000) == requested

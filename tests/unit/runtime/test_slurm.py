@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.runtime import slurm
-from mcore_mas.runtime.slurm import requeue_when_stopped
+from mcore_mas.runtime.slurm import largest_node_mb, requeue_when_stopped
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from tests.support.fake_commands import FakeCommands
 
@@ -99,3 +99,15 @@ def test_a_refusal_of_slurm_is_reported(commands: FakeCommands, tmp_path: Path) 
     assert str(stopped.value) == (
         "stopped by SIGURG; Slurm does not queue it again: Access/permission denied for job 12"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "largest"),
+    [("515000\n1031000\n515000", 1_031_000), ("64000+", 64_000), ("1\n1", None), ("", None)],
+)
+def test_the_largest_machine_of_a_partition(
+    answer: str, largest: int | None, commands: FakeCommands
+) -> None:
+    commands.add("sinfo", f"printf '{answer}'")
+    assert largest_node_mb() == largest
+    assert largest_node_mb("gpu") == largest

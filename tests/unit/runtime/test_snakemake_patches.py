@@ -9,7 +9,7 @@ import snakemake_executor_plugin_slurm_jobstep as jobstep
 from snakemake.executors import local
 from snakemake.script import PythonScript
 
-from mcore_mas.runtime.snakemake_patches import quote_interpreter
+from mcore_mas.runtime.snakemake_patches import describe_request, quote_interpreter
 
 PATH = "/home/me/it's two wörds/.venv/bin/python"
 QUOTED = """'/home/me/it'"'"'s two wörds/.venv/bin/python'"""
@@ -43,3 +43,25 @@ def test_the_path_is_quoted_in_scripts_and_jobs(commands: list[str]) -> None:
     for module in (local, jobstep):
         executor: Any = module.Executor
         assert executor.get_python_executable(None) == QUOTED
+
+
+@pytest.mark.parametrize(
+    ("resources", "text"),
+    [
+        (
+            {"mem_mb": 2000, "runtime": 30},
+            "1 machine with 1 CPU and 2.0 GB of memory, for 30 min",
+        ),
+        (
+            {"mem_mb": 47_000, "runtime": 1440, "gres": "gpu:1", "cpus_per_task": 12, "nodes": 1},
+            "1 machine with 1 GPU, 12 CPUs and 47.0 GB of memory, for 24 h",
+        ),
+        (
+            {"mem_mb": 900_000, "runtime": 600, "gres": "gpu:8", "cpus_per_task": 20, "nodes": 2},
+            "2 machines, each with 8 GPUs, 20 CPUs and 900.0 GB of memory, for 10 h",
+        ),
+        ({}, "1 machine with 1 CPU and any amount of memory, without a time limit"),
+    ],
+)
+def test_a_request_in_words(resources: dict[str, Any], text: str) -> None:
+    assert describe_request(resources) == text
