@@ -69,8 +69,8 @@ def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
         journal.write('{"step": 3, "reward/mean": 2.0}\n')
     page.until(f"{LISTED} === 't,t'")
-    shown = page.until("document.getElementById('said').getAttribute('src').includes('step_000003')"
-                       " && document.getElementById('said').src")  # fmt: skip
+    shown = page.until("document.getElementById('conversation').getAttribute('src').includes('step_000003')"
+                       " && document.getElementById('conversation').src")  # fmt: skip
     page.send("Page.navigate", url=shown)
     summary = page.until("document.querySelector('.peers summary')?.textContent")
     assert summary == "peers: 2 votes, mean 2, σ 1.414, of turns alike in task"  # rewards 1 and 3
@@ -138,7 +138,7 @@ def test_conversations_are_filtered_by_task_agent_reward_and_status(page: Browse
             put(page, name, "")
         page.until(f"{LISTED} === 't1,t2,t3,lost'")
     page.value("document.querySelectorAll('#list tr')[2].click()")
-    page.until("document.getElementById('said').src.endsWith('index=2')")
+    page.until("document.getElementById('conversation').src.endsWith('index=2')")
 
 
 def test_two_runs_stand_side_by_side(page: Browser) -> None:
