@@ -1,4 +1,4 @@
-"""Rewards of the games, computed by hand, and their grammars."""
+"""Rules of the games: rewards and metrics computed by hand, lists of actions, and invalid puzzles."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ from rollout.records.trajectory import Task
 
 PATH = "S 1 1 G 3 3\nS . .\n# . #\n. . G"
 ROOM = "# # # # # #\n# @ _ $ . #\n# # # # # #"
-TWO_BOXES = "# # # # # # #\n# @ * _ $ . #\n# # # # # # #"
-SHEET = "1 . 3 4\n3 4 1 .\n. 1 4 3\n4 3 . 1"
-TABLE = "now: A B | C\ngoal: C B A"
+ROOM_WITH_TWO_BOXES = "# # # # # # #\n# @ * _ $ . #\n# # # # # # #"
+SUDOKU = "1 . 3 4\n3 4 1 .\n. 1 4 3\n4 3 . 1"
+SUDOKU_SOLUTION = "1234, 3412, 2143, 4321"
+BLOCKS = "now: A B | C\ngoal: C B A"
+BLOCKS_SOLUTION = "B C, A B"
 
 
-def task(env: str, puzzle: str) -> Task:
+def make_task(env: str, puzzle: str) -> Task:
     return Task(id="t", prompt=puzzle, answers=(), env=env, source=env, split="train")
 
 
 def play(env: str, puzzle: str, *actions: str, max_turns: int = 9, **rewards: float) -> list[Step]:
-    world = ENVS[env](task(env, puzzle), max_turns=max_turns, rewards=GAMES[env](**rewards))
-    world.reset(task(env, puzzle))
+    """Play a puzzle with one list of actions in each step; return the steps.
+
+    Args:
+        env: name of the game.
+        puzzle: first state of the puzzle.
+        actions: lists of actions.
+        max_turns: most steps.
+        rewards: rewards of the game that are not the default.
+    """
+    task = make_task(env, puzzle)
+    world = ENVS[env](task, max_turns=max_turns, rewards=GAMES[env](**rewards))
+    world.reset(task)
 
     async def steps() -> list[Step]:
         return [await world.step(text) for text in actions]
@@ -38,13 +50,16 @@ def play(env: str, puzzle: str, *actions: str, max_turns: int = 9, **rewards: fl
     return asyncio.run(steps())
 
 
-def reward(env: str, puzzle: str, *actions: str, **options: float) -> float:
-    """Of the last of the lists of actions."""
-    return play(env, puzzle, *actions, **options)[-1].reward  # type: ignore[arg-type]
+def last_reward(
+    env: str, puzzle: str, *actions: str, max_turns: int = 9, **rewards: float
+) -> float:
+    """Return the reward of the last list of actions."""
+    steps = play(env, puzzle, *actions, max_turns=max_turns, **rewards)
+    return steps[-1].reward
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("R, R, D", ["R", "R", "D"]),
         ('["R", "R", "D"]', ["R", "R", "D"]),
@@ -63,131 +78,188 @@ def reward(env: str, puzzle: str, *actions: str, **options: float) -> float:
         ("R, " * 1000 + "R", []),
     ],
 )
-def test_an_action_list_is_read_in_every_spelling_and_no_other(text: str, found: list[str]) -> None:
-    assert items(text) == found
+def test_a_list_of_actions_may_be_written_in_several_ways(text: str, expected: list[str]) -> None:
+    assert items(text) == expected
 
 
-def test_letters_need_no_commas() -> None:
-    assert letters("R R, D", "UDLR") == ["R", "R", "D"]
-    assert letters("RRD", "UDLR") == []
-    assert letters("R, X", "UDLR") == []
-    assert letters("r", "UDLR") == []
+@pytest.mark.parametrize(
+    ("text", "expected"), [("R R, D", ["R", "R", "D"]), ("RRD", []), ("R, X", []), ("r", [])]
+)
+def test_letters_need_no_commas(text: str, expected: list[str]) -> None:
+    assert letters(text, "UDLR") == expected
 
 
-def test_plan_path_shortest_way() -> None:
+def test_plan_path_pays_the_shortest_path() -> None:
     [step] = play("plan_path", PATH, "R D D R")
-    # distances 4 3 2 1 0: shaping 1.03 + 1.02 + 1.01 + 1, four steps of -0.01, goal 1, shortest 0.5
+    # distances 4 3 2 1 0: shaping 1.03 + 1.02 + 1.01 + 1; four steps of -0.01; goal 1, shortest 0.5
     assert step.reward == pytest.approx(4.06 - 0.04 + 1.5)
     assert step.done
     assert step.metrics == {
-        "solved": 1.0, "progress": 1.0, "optimal": 1.0, "impossible_actions": 0.0, "malformed_actions": 0.0,
-    }  # fmt: skip
+        "solved": 1.0,
+        "progress": 1.0,
+        "optimal": 1.0,
+        "impossible_actions": 0.0,
+        "malformed_actions": 0.0,
+    }
 
 
-def test_plan_path_detour_and_walls() -> None:
-    # distances 4 3 2 3 2 1 0: shaping 1.03 + 1.02 - 0.97 + 1.02 + 1.01 + 1; six steps; no bonus
-    assert reward("plan_path", PATH, "R R L D D R") == pytest.approx(4.11 - 0.06 + 1)
-    [lost] = play("plan_path", PATH, "L, D")
-    assert lost.reward == pytest.approx(2 * (-0.1 + 4 - 0.99 * 4))
-    assert lost.observation == PATH + "\nImpossible actions: 2."
-    assert lost.metrics["impossible_actions"] == 2
-    assert not lost.done
+def test_plan_path_pays_less_for_a_longer_path() -> None:
+    # distances 4 3 2 3 2 1 0: shaping 1.03 + 1.02 - 0.97 + 1.02 + 1.01 + 1; six steps of -0.01
+    assert last_reward("plan_path", PATH, "R R L D D R") == pytest.approx(4.11 - 0.06 + 1)
 
 
-def test_plan_path_goes_on_where_it_stood_and_stops_at_the_goal() -> None:
+def test_plan_path_counts_steps_into_walls() -> None:
+    [step] = play("plan_path", PATH, "L, D")
+    assert step.reward == pytest.approx(2 * (-0.1 + 4 - 0.99 * 4))
+    assert step.observation == f"{PATH}\nImpossible actions: 2."
+    assert step.metrics["impossible_actions"] == 2
+    assert not step.done
+
+
+def test_plan_path_continues_from_the_last_cell_and_ends_at_the_goal() -> None:
     first, second = play("plan_path", PATH, "R D", "D R U U U")
     assert first.observation == "S 2 2 G 3 3\n. . .\n# S #\n. . G"
     assert first.metrics["progress"] == 0.5
+    # The actions after the goal are ignored.
     assert second.reward == pytest.approx(1.01 + 1 - 0.02 + 1.5)
     assert second.metrics["optimal"] == 1.0
 
 
-def test_plan_path_failures() -> None:
-    [spent] = play("plan_path", PATH, "R", max_turns=1)
-    assert (spent.reward, spent.done, spent.metrics["solved"]) == (
-        pytest.approx(-0.01 + 1.03 - 1),
-        True,
-        0.0,
-    )
-    assert spent.metrics["progress"] == 0.25
-    [malformed, then] = play("plan_path", PATH, "go right", "", max_turns=2)
-    assert (malformed.reward, malformed.done) == (-1.0, False)
-    assert malformed.observation == PATH + "\nNo list of actions was given."
-    assert (then.reward, then.done, then.metrics["malformed_actions"]) == (-2.0, True, 2.0)
-    [moves] = play("plan_path", PATH, "R R L D", max_moves=2)
-    assert (moves.reward, moves.done) == (pytest.approx(1.03 + 1.02 - 0.02 - 1), True)
+def test_plan_path_is_lost_after_the_last_turn() -> None:
+    [step] = play("plan_path", PATH, "R", max_turns=1)
+    assert step.reward == pytest.approx(-0.01 + 1.03 - 1)
+    assert step.done
+    assert step.metrics["solved"] == 0.0
+    assert step.metrics["progress"] == 0.25
 
 
-def test_sokoban() -> None:
+def test_plan_path_is_lost_after_the_last_move() -> None:
+    [step] = play("plan_path", PATH, "R R L D", max_moves=2)
+    assert step.reward == pytest.approx(1.03 + 1.02 - 0.02 - 1)
+    assert step.done
+
+
+def test_a_malformed_list_of_actions_takes_a_turn() -> None:
+    first, second = play("plan_path", PATH, "go right", "", max_turns=2)
+    assert first.reward == -1.0
+    assert not first.done
+    assert first.observation == f"{PATH}\nNo list of actions was given."
+    assert second.reward == -2.0  # the game is lost, too
+    assert second.done
+    assert second.metrics["malformed_actions"] == 2.0
+
+
+def test_sokoban_pays_a_box_that_is_pushed_to_its_goal() -> None:
     # a step without a push: -0.01 + 0.1 (1 - 0.99); the push: -0.01 + 1 + 0.1 (1 - 0) + 10
-    assert reward("sokoban", ROOM, "R R") == pytest.approx(-0.009 + 11.09)
-    assert reward("sokoban", ROOM, "L") == pytest.approx(-0.05 + 0.1 * 0.01)
-    # off the goal: -0.01 - 0.5 + 0.1 (1 - 0.99 * 2)
-    [off] = play("sokoban", TWO_BOXES, "R")
-    assert off.reward == pytest.approx(-0.51 - 0.098)
-    assert off.observation == "# # # # # # #\n# _ + $ $ . #\n# # # # # # #"
-    assert off.metrics["progress"] == 0.0
-    # two boxes in a row do not move
-    assert play("sokoban", TWO_BOXES, "R", "R")[1].metrics["impossible_actions"] == 1
-    assert reward("sokoban", ROOM, "L", max_turns=1) == pytest.approx(-0.049 - 5)
-    assert GAMES["sokoban"]().solve(GAMES["sokoban"]().read(ROOM)) == "R R"
+    assert last_reward("sokoban", ROOM, "R R") == pytest.approx(-0.009 + 11.09)
 
 
-def test_sudoku() -> None:
-    grid = "1234, 3412, 2143, 4321"
-    [step] = play("sudoku", SHEET, grid)
-    assert (step.reward, step.done, step.metrics["solved"]) == (
-        pytest.approx(-0.01 + 2 + 0.5),
-        True,
-        1.0,
-    )
-    assert reward("sudoku", SHEET, "[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]") == pytest.approx(
-        2.49
-    )
-    assert reward("sudoku", SHEET, "1 2 2, 2 4 2, 3 1 2, 4 3 2") == pytest.approx(4 * -0.01 + 2.5)
-    # one of 16 cells; a row, a column and a box have one digit more
-    [one] = play("sudoku", SHEET, "1 2 2")
-    assert one.reward == pytest.approx(-0.01 + 0.5 / 16 + 0.02 * 3)
-    assert one.metrics["progress"] == 0.25
-    # 3 repeats in the row, the column and the box, which held two digits more than one each
-    [broken, solved] = play("sudoku", SHEET, "1 2 3", grid)
-    assert broken.reward == pytest.approx(-0.01 + 0.5 / 16 - 0.02 * 6 - 0.5)
-    assert solved.reward == pytest.approx(
-        -0.01 + 2
-    )  # a cell was written twice: 5 writes for 4 empty cells
-    [given] = play("sudoku", SHEET, "1 1 2, 1 2 2")
-    assert given.reward == pytest.approx(-0.02 - 0.5)
-    assert given.observation == SHEET + "\nImpossible actions: 1."
-    for malformed in ("1234", "1 2 5", "1 0 2", "1 2", "1235, 3412, 2143, 4321"):
-        assert reward("sudoku", SHEET, malformed) == -1.0
+def test_sokoban_charges_a_step_into_a_wall() -> None:
+    reward_of_step = -0.05 + 0.1 * 0.01
+    assert last_reward("sokoban", ROOM, "L") == pytest.approx(reward_of_step)
+    # with one turn the game is lost, too
+    assert last_reward("sokoban", ROOM, "L", max_turns=1) == pytest.approx(reward_of_step - 5)
 
 
-def test_blocksworld() -> None:
-    [step] = play("blocksworld", TABLE, "B C, A B")
-    assert (step.reward, step.done, step.metrics["solved"], step.metrics["optimal"]) == (
-        1.0,
-        True,
-        1.0,
-        1.0,
-    )
-    [longer] = play("blocksworld", TABLE, "B table, B C, A B")
-    assert (longer.reward, longer.metrics["optimal"]) == (1.0, 0.0)
-    [half] = play("blocksworld", TABLE, "A C, B C")  # A is under B
-    assert half.observation == "now: A | C B\ngoal: C B A\nImpossible actions: 1."
-    assert half.metrics["progress"] == pytest.approx(2 / 3)
-    assert (half.reward, reward("blocksworld", TABLE, "B")) == (0.0, -1.0)
+def test_sokoban_charges_a_box_that_is_pushed_off_its_goal() -> None:
+    [step] = play("sokoban", ROOM_WITH_TWO_BOXES, "R")
+    assert step.reward == pytest.approx(-0.01 - 0.5 + 0.1 * (1 - 0.99 * 2))
+    assert step.observation == "# # # # # # #\n# _ + $ $ . #\n# # # # # # #"
+    assert step.metrics["progress"] == 0.0
 
 
-def test_known_numbers_of_solutions() -> None:
+def test_sokoban_cannot_push_two_boxes_in_a_row() -> None:
+    _, second = play("sokoban", ROOM_WITH_TWO_BOXES, "R", "R")
+    assert second.metrics["impossible_actions"] == 1
+
+
+def test_sokoban_finds_a_solution() -> None:
+    game = GAMES["sokoban"]()
+    assert game.solve(game.read(ROOM)) == "R R"
+
+
+@pytest.mark.parametrize(
+    ("actions", "cost"),
+    [
+        (SUDOKU_SOLUTION, 0.01),
+        ("[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]", 0.01),
+        ("1 2 2, 2 4 2, 3 1 2, 4 3 2", 4 * 0.01),
+    ],
+    ids=["rows", "JSON rows", "cells"],
+)
+def test_sudoku_may_be_solved_by_rows_or_cells(actions: str, cost: float) -> None:
+    [step] = play("sudoku", SUDOKU, actions)
+    # solved 2, and 0.5 because each cell was written once
+    assert step.reward == pytest.approx(-cost + 2 + 0.5)
+    assert step.done
+    assert step.metrics["solved"] == 1.0
+
+
+def test_sudoku_pays_a_right_cell() -> None:
+    [step] = play("sudoku", SUDOKU, "1 2 2")
+    # one of 16 cells; its row, column and box have one digit more
+    assert step.reward == pytest.approx(-0.01 + 0.5 / 16 + 0.02 * 3)
+    assert step.metrics["progress"] == 0.25
+
+
+def test_sudoku_charges_a_digit_that_repeats() -> None:
+    wrong, solved = play("sudoku", SUDOKU, "1 2 3", SUDOKU_SOLUTION)
+    # 3 is then twice in its row, column and box, which loses two different digits in each
+    assert wrong.reward == pytest.approx(-0.01 + 0.5 / 16 - 0.02 * 6 - 0.5)
+    # no bonus, because a cell was written twice
+    assert solved.reward == pytest.approx(-0.01 + 2)
+
+
+def test_sudoku_does_not_change_a_given_cell() -> None:
+    [step] = play("sudoku", SUDOKU, "1 1 2, 1 2 2")
+    assert step.reward == pytest.approx(-0.02 - 0.5)
+    assert step.observation == f"{SUDOKU}\nImpossible actions: 1."
+
+
+@pytest.mark.parametrize("actions", ["1234", "1 2 5", "1 0 2", "1 2", "1235, 3412, 2143, 4321"])
+def test_sudoku_refuses_other_digits_and_shapes(actions: str) -> None:
+    assert last_reward("sudoku", SUDOKU, actions) == -1.0
+
+
+def test_the_grid_of_four_has_288_solutions() -> None:
     assert sum(1 for _ in solutions((0,) * 16)) == 288
 
 
-def test_no_way_is_shorter_than_the_one_found() -> None:
+@pytest.mark.parametrize(
+    ("actions", "optimal"), [(BLOCKS_SOLUTION, 1.0), ("B table, B C, A B", 0.0)]
+)
+def test_blocksworld_pays_a_solution_of_any_length(actions: str, optimal: float) -> None:
+    [step] = play("blocksworld", BLOCKS, actions)
+    assert step.reward == 1.0
+    assert step.done
+    assert step.metrics["solved"] == 1.0
+    assert step.metrics["optimal"] == optimal
+
+
+def test_blocksworld_does_not_move_a_covered_block() -> None:
+    [step] = play("blocksworld", BLOCKS, "A C, B C")  # B stands on A
+    assert step.observation == "now: A | C B\ngoal: C B A\nImpossible actions: 1."
+    assert step.metrics["progress"] == pytest.approx(2 / 3)
+    assert step.reward == 0.0
+
+
+def test_blocksworld_refuses_a_move_without_a_target() -> None:
+    assert last_reward("blocksworld", BLOCKS, "B") == -1.0
+
+
+def test_the_rewards_of_a_game_are_options() -> None:
+    assert last_reward("blocksworld", BLOCKS, BLOCKS_SOLUTION, solved_reward=3.0) == 3.0
+
+
+def test_no_path_is_shorter_than_the_solution() -> None:
     game = GAMES["plan_path"]()
     state = game.read("S 1 1 G 1 3\nS # G\n. # .\n. . .")
     assert game.solve(state) == "D D R R U U"
-    shorter = (" ".join(moves) for n in range(1, 6) for moves in product("UDLR", repeat=n))
-    assert not any(game.solved(game.play(state, moves).state) for moves in shorter)  # type: ignore[union-attr]
+    for length in range(1, 6):
+        for moves in product("UDLR", repeat=length):
+            played = game.play(state, " ".join(moves))
+            assert played is not None
+            assert not game.solved(played.state)
 
 
 @pytest.mark.parametrize(
@@ -205,31 +277,35 @@ def test_no_way_is_shorter_than_the_one_found() -> None:
         ("blocksworld", "A on B", "with the same blocks"),
     ],
 )
-def test_a_bad_puzzle_is_named(env: str, puzzle: str, message: str) -> None:
+def test_an_invalid_puzzle_is_refused(env: str, puzzle: str, message: str) -> None:
     with pytest.raises(BadPuzzle, match=message):
         GAMES[env]().read(puzzle)
+    task = make_task(env, puzzle)
     with pytest.raises(EnvError, match="task t: "):
-        ENVS[env](task(env, puzzle)).reset(task(env, puzzle))
+        ENVS[env](task).reset(task)
 
 
-def test_a_game_is_played_between_reset_and_its_end() -> None:
+def test_a_step_before_reset_is_an_error() -> None:
+    env = ENVS["blocksworld"](make_task("blocksworld", BLOCKS))
     with pytest.raises(EnvError, match="before reset"):
-        asyncio.run(ENVS["blocksworld"](task("blocksworld", TABLE)).step("1"))
+        asyncio.run(env.step("1"))
+
+
+def test_a_step_after_the_end_is_an_error() -> None:
     with pytest.raises(EnvError, match="after the end"):
-        play("blocksworld", TABLE, "B C, A B", "B C, A B")
-
-
-def test_rewards_are_options() -> None:
-    assert reward("blocksworld", TABLE, "B C, A B", solved_reward=3.0) == 3.0
+        play("blocksworld", BLOCKS, BLOCKS_SOLUTION, BLOCKS_SOLUTION)
 
 
 def test_a_picture_has_a_board_for_every_state() -> None:
-    drawn = draw_boards(task("plan_path", PATH), ["R D", "nonsense", "D R"])
-    assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
-    assert drawn.count("<rect") == 4 * 9
-    assert (
-        'width="368" height="104"' in drawn
-    )  # four boards of three cells of 24 pixels, gaps of 16
-    assert drawn.count(">S</text>") == 4
-    assert drawn.count(">G</text>") == 3  # the last S stands on it
-    assert draw_boards(task("blocksworld", TABLE), []).count("<rect") == 6
+    picture = draw_boards(make_task("plan_path", PATH), ["R D", "nonsense", "D R"])
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert picture.count("<rect") == 4 * 9
+    # four boards of three cells, which are 24 pixels wide, and gaps of 16 pixels
+    assert 'width="368" height="104"' in picture
+    assert picture.count(">S</text>") == 4
+    assert picture.count(">G</text>") == 3  # on the last board S stands on the goal
+
+
+def test_a_picture_of_blocks_shows_now_and_goal() -> None:
+    picture = draw_boards(make_task("blocksworld", BLOCKS), [])
+    assert picture.count("<rect") == 6

@@ -1,4 +1,4 @@
-"""Text worlds: Gymnasium as it is installed; ALFWorld and WebShop by stand-ins that have their classes' interfaces."""
+"""Text worlds: Gymnasium itself, and stand-ins with the interfaces of ALFWorld and WebShop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from rollout.base.errors import EnvError
 from rollout.environments import text_world
-from rollout.environments.protocol import AgentMistake, Env, Step
+from rollout.environments.protocol import AgentMistake, Step
 from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Status, Task
@@ -34,34 +34,40 @@ LAKE: dict[str, Any] = {
 PLAYER = {"player": "world_player"}
 
 
-def task(key: str, env: str = "gymnasium") -> Task:
-    return Task(id="t", prompt="Play.", answers=(key,), env=env, source="s", split="train")
+def make_task(key: str) -> Task:
+    """Return a task whose answer is the key of a game."""
+    return Task(id="t", prompt="Play.", answers=(key,), env="gymnasium", source="s", split="train")
 
 
-def said(action: str) -> str:
+def reply(action: str) -> str:
+    """Return an agent's reply with an action."""
     return f"I think. <action> {action} </action>"
 
 
-def played(make: Callable[[Task], Any], key: str, *actions: str) -> tuple[str, list[Step]]:
-    """What the environment says at the start and to each action."""
+def play_actions(
+    make_env: Callable[[Task], Any], key: str, *actions: str
+) -> tuple[str, list[Step]]:
+    """Play a game without an agent; return the first observation and the steps."""
+    task = make_task(key)
 
-    async def main() -> tuple[str, list[Step]]:
-        env = make(task(key))
+    async def run() -> tuple[str, list[Step]]:
+        env = make_env(task)
         try:
-            await env.open(task(key))
-            return env.reset(task(key)), [await env.step(action) for action in actions]
+            await env.open(task)
+            first_observation = env.reset(task)
+            return first_observation, [await env.step(action) for action in actions]
         finally:
             await env.close()
 
-    return asyncio.run(main())
+    return asyncio.run(run())
 
 
 class Guess(gymnasium.Env[str, str]):
-    """Guess the word that the seed chose."""
+    """Game of guessing a word of two letters, which the seed chooses; the action `cab` breaks it."""
 
     action_space = spaces.Text(4, charset="abc")
     observation_space = spaces.Text(20)
-    closed = 0
+    closed = 0  # number of games that were closed
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -73,15 +79,16 @@ class Guess(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if action == "cab":
             raise RuntimeError("out of order")
-        right = action == self.word
-        return f"{action} is {'right' if right else 'wrong'}.", float(right), right, False, {}
+        is_right = action == self.word
+        observation = f"{action} is {'right' if is_right else 'wrong'}."
+        return observation, float(is_right), is_right, False, {}
 
     def close(self) -> None:
         type(self).closed += 1
 
 
 class Levers(gymnasium.Env[Any, Any]):
-    """Two levers, whose positions are the observation and their sum the reward."""
+    """Game of one step with two levers: the action is the observation, and its sum the reward."""
 
     action_space = spaces.MultiDiscrete([2, 3])
     observation_space = spaces.Box(0, 9, (2,))
@@ -96,7 +103,7 @@ class Levers(gymnasium.Env[Any, Any]):
 
 
 class Wheel(Levers):
-    """Its action is a real number."""
+    """Game whose action is a real number."""
 
     action_space = spaces.Box(-1, 1, (1,))
 
@@ -106,59 +113,76 @@ gymnasium.register("Levers-v0", Levers)
 gymnasium.register("Wheel-v0", Wheel)
 
 
-def test_frozen_lake_is_walked_over_by_the_names_of_its_actions() -> None:
+def test_frozen_lake_is_solved_by_named_and_numbered_actions() -> None:
     path = ["down", "Down", "right", "right", "1", "right"]
-    shown, steps = played(partial(GymnasiumEnv, **LAKE), "3", *path)
-    assert shown == "Play.\n\n[S]FFF\nFHFH\nFFFH\nHFFG\nPossible actions: left, down, right, up"
+    first, steps = play_actions(partial(GymnasiumEnv, **LAKE), "3", *path)
+    assert first == "Play.\n\n[S]FFF\nFHFH\nFFFH\nHFFG\nPossible actions: left, down, right, up"
     assert steps[0].observation.startswith("  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\nPossible")
     assert [step.reward for step in steps] == [0, 0, 0, 0, 0, 1]
-    assert (steps[-1].done, steps[-1].metrics) == (
-        True,
-        {"solved": 1.0, "turns": 6.0, "malformed_actions": 0.0},
-    )
+    assert steps[-1].done
+    assert steps[-1].metrics == {"solved": 1.0, "turns": 6.0, "malformed_actions": 0.0}
     assert "Possible" not in steps[-1].observation
 
 
-def test_falling_in_ends_a_game_and_does_not_solve_it() -> None:
-    _, steps = played(partial(GymnasiumEnv, **LAKE), "3", "down", "right")
-    assert (steps[-1].done, steps[-1].reward, steps[-1].metrics["solved"]) == (True, 0.0, 0.0)
+def test_a_hole_ends_frozen_lake_unsolved() -> None:
+    _, steps = play_actions(partial(GymnasiumEnv, **LAKE), "3", "down", "right")
+    assert steps[-1].done
+    assert steps[-1].reward == 0.0
+    assert steps[-1].metrics["solved"] == 0.0
 
 
-def test_a_text_that_is_no_action_changes_nothing_and_is_counted() -> None:
-    make = partial(GymnasiumEnv, **LAKE, malformed=-0.5, max_turns=2)
-    _, [first, second] = played(make, "3", "jump", "7")
-    assert first.observation.startswith(
-        "This is no action; expected one of left, down, right, up.\n[S]FFF"
-    )
-    assert (first.reward, first.done, second.reward, second.done) == (-0.5, False, -0.5, True)
+def test_a_malformed_action_changes_nothing_and_takes_a_turn() -> None:
+    make_env = partial(GymnasiumEnv, **LAKE, malformed=-0.5, max_turns=2)
+    _, [first, second] = play_actions(make_env, "3", "jump", "7")
+    expected = "This is no action; expected one of left, down, right, up.\n[S]FFF"
+    assert first.observation.startswith(expected)
+    assert (first.reward, first.done) == (-0.5, False)
+    assert (second.reward, second.done) == (-0.5, True)
     assert second.metrics == {"solved": 0.0, "turns": 2.0, "malformed_actions": 2.0}
+
+
+def test_a_step_after_the_end_is_an_error() -> None:
+    make_env = partial(GymnasiumEnv, **LAKE, max_turns=2)
     with pytest.raises(EnvError, match="after the end"):
-        played(make, "3", "up", "up", "up")
+        play_actions(make_env, "3", "up", "up", "up")
 
 
-def test_the_same_seed_is_the_same_slippery_game() -> None:
-    make = partial(GymnasiumEnv, id="FrozenLake-v1", make={"render_mode": "ansi"})
-    first = {key: played(make, key, "2")[1][0].observation for key in map(str, range(12))}
-    assert first == {key: played(make, key, "2")[1][0].observation for key in first}
-    assert len(set(first.values())) == 3  # right may slip up, which stays, or down
+def test_the_key_of_a_game_is_the_seed_of_its_random_choices() -> None:
+    make_env = partial(GymnasiumEnv, id="FrozenLake-v1", make={"render_mode": "ansi"})
+
+    def observations_after_right() -> list[str]:
+        steps = [play_actions(make_env, str(seed), "2")[1] for seed in range(12)]
+        return [step.observation for [step] in steps]
+
+    observations = observations_after_right()
+    assert observations_after_right() == observations
+    # The player may go right, slip down, or slip up and stay.
+    assert len(set(observations)) == 3
 
 
-def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
-    before = Guess.closed
-    world = Guess()
-    world.reset(seed=11)
-    shown, [wrong, right] = played(
-        partial(GymnasiumEnv, id="Guess-v0"), "11", "c", f" {world.word}\n"
-    )
-    assert shown == "Play.\n\nGuess two letters."
-    assert (wrong.observation, wrong.metrics["solved"]) == ("c is wrong.", 0.0)
-    assert (right.reward, right.done, right.metrics["solved"]) == (1.0, True, 1.0)
-    assert Guess.closed == before + 1
-    _, [levers] = played(partial(GymnasiumEnv, id="Levers-v0", goal=1.0), "1", "1, 2")
-    assert (levers.observation, levers.reward, levers.done) == ("[1, 2]", 3.0, True)
-    assert levers.metrics["solved"] == 0.0  # it was cut off, not ended
-    _, [bad] = played(partial(GymnasiumEnv, id="Guess-v0"), "11", "xyz")
-    assert bad.metrics["malformed_actions"] == 1.0
+def test_an_action_may_be_a_text() -> None:
+    closed_before = Guess.closed
+    game = Guess()
+    game.reset(seed=11)
+    make_env = partial(GymnasiumEnv, id="Guess-v0")
+    first, [wrong, right] = play_actions(make_env, "11", "c", f" {game.word}\n")
+    assert first == "Play.\n\nGuess two letters."
+    assert wrong.observation == "c is wrong."
+    assert wrong.metrics["solved"] == 0.0
+    assert (right.reward, right.done) == (1.0, True)
+    assert right.metrics["solved"] == 1.0
+    assert Guess.closed == closed_before + 1
+
+    _, [malformed] = play_actions(make_env, "11", "xyz")  # letters that the space lacks
+    assert malformed.metrics["malformed_actions"] == 1.0
+
+
+def test_an_action_may_be_several_numbers() -> None:
+    make_env = partial(GymnasiumEnv, id="Levers-v0", goal=1.0)
+    _, [step] = play_actions(make_env, "1", "1, 2")
+    assert step.observation == "[1, 2]"
+    assert (step.reward, step.done) == (3.0, True)
+    assert step.metrics["solved"] == 0.0  # the game was truncated and has not ended by itself
 
 
 @pytest.mark.parametrize(
@@ -170,85 +194,86 @@ def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
         ({"id": "FrozenLake-v1"}, "left", "its seed, a number, and not 'left'"),
     ],
 )
-def test_a_world_that_cannot_be_had_is_one_line(
+def test_a_game_that_cannot_be_opened_is_an_error(
     options: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(EnvError, match=message):
-        played(partial(GymnasiumEnv, **options), key, "x")
+        play_actions(partial(GymnasiumEnv, **options), key, "x")
 
 
-def test_a_world_that_breaks_fails_its_trajectory_and_is_closed() -> None:
-    before = Guess.closed
-    make = partial(GymnasiumEnv, id="Guess-v0")
-    trajectory, _ = play("single", PLAYER, said("a"), said("cab"), task=task("11"), make_env=make)
+def test_a_game_that_breaks_fails_its_trajectory_and_is_closed() -> None:
+    closed_before = Guess.closed
+    make_env = partial(GymnasiumEnv, id="Guess-v0")
+    trajectory, _ = play(
+        "single", PLAYER, reply("a"), reply("cab"), task=make_task("11"), make_env=make_env
+    )
     assert trajectory.status is Status.FAILED
     assert trajectory.error == "EnvError: the world failed (RuntimeError: out of order)"
-    assert Guess.closed == before + 1
+    assert Guess.closed == closed_before + 1
 
 
-def test_one_agent_plays_as_react_does() -> None:
-    replies = [
-        said("down"),
-        "no action",
-        said("down"),
-        said("right"),
-        said("right"),
-        said("down"),
-        said("right"),
-    ]
+def test_a_single_agent_reads_its_actions_and_their_observations() -> None:
+    replies = [reply(action) for action in ("down", "down", "right", "right", "down", "right")]
+    replies.insert(1, "no action")
     trajectory, prompts = play(
         "single",
         PLAYER,
         *replies,
-        task=task("3"),
+        task=make_task("3"),
         make_env=partial(GymnasiumEnv, **LAKE),
         max_turns=9,
     )
-    assert (
-        trajectory.outcome,
-        trajectory.metrics["solved"],
-        trajectory.metrics["malformed_actions"],
-    ) == (
-        1.0,
-        1.0,
-        1.0,
-    )
+    assert trajectory.outcome == 1.0
+    assert trajectory.metrics["solved"] == 1.0
+    assert trajectory.metrics["malformed_actions"] == 1.0
     assert validity(trajectory) == [True, False, *[True] * 5]
-    assert "down\n  (Down)" in prompts[1] and "This is no action" in prompts[2]
+    assert "down\n  (Down)" in prompts[1]
+    assert "This is no action" in prompts[2]
 
 
-def test_worlds_grow_as_trees() -> None:
-    right = {
-        ("player", turn, ""): said(move) for turn, move in enumerate(["down", "down", "right"])
+def test_a_game_may_be_played_as_a_tree() -> None:
+    replies = {
+        ("player", 0, ""): reply("down"),
+        ("player", 1, ""): reply("down"),
+        ("player", 2, ""): reply("right"),
+        ("player", 0, "1"): reply("left"),
+        ("player", 1, "0.1"): reply("left"),
+        ("player", 2, "0.0.1"): reply("left"),
     }
-    left = {("player", turn, node): said("left") for turn, node in enumerate(["1", "0.1", "0.0.1"])}
-    make = partial(GymnasiumEnv, **LAKE)
-    trajectory = grow("single", PLAYER, right | left, task=task("3"), make_env=make, max_turns=3)
-    assert (trajectory.status, len(trajectory.turns), trajectory.leaf) == (
-        Status.COMPLETED,
-        6,
-        "0.0.0",
+    make_env = partial(GymnasiumEnv, **LAKE)
+    trajectory = grow(
+        "single", PLAYER, replies, task=make_task("3"), make_env=make_env, max_turns=3
     )
+    assert trajectory.status is Status.COMPLETED
+    assert len(trajectory.turns) == 6
+    assert trajectory.leaf == "0.0.0"
 
 
-def test_a_world_that_hangs_is_given_up() -> None:
-    class Slow(WorldEnv):
-        def start(self, key: str) -> Scene:
-            time.sleep(0.3)
-            return Scene(text="late")
+class SlowWorld(WorldEnv):
+    """World that takes 0.3 s to start."""
 
-        def act(self, action: str) -> Scene:
-            raise AgentMistake("no")
+    def start(self, key: str) -> Scene:
+        time.sleep(0.3)
+        return Scene(text="late")
 
+    def act(self, action: str) -> Scene:
+        raise AgentMistake("no")
+
+
+def test_a_world_that_exceeds_its_deadline_is_an_error() -> None:
     with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
-        played(partial(Slow, deadline_s=0.05), "1", "x")
+        play_actions(partial(SlowWorld, deadline_s=0.05), "1", "x")
+
+
+def test_a_world_must_be_opened_before_it_is_reset() -> None:
+    task = make_task("1")
     with pytest.raises(EnvError, match="used before open"):
-        Slow(task("1")).reset(task("1"))
+        SlowWorld(task).reset(task)
 
 
 @pytest.fixture
-def alfred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder of games, with ALFWorld's modules in place."""
+def alfworld_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Folder of games, with stand-ins for ALFWorld's modules."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     (tmp_path / "base_config.yaml").write_text(yaml.safe_dump({"env": {"type": "AlfredTWEnv"}}))
@@ -260,44 +285,55 @@ def alfred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     text_world.load_games.cache_clear()
 
 
-def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
-    make: Callable[[Task], Env] = partial(AlfworldEnv, config=str(alfred / "base_config.yaml"))
-    made = FakeAlfred.made
-    [game] = GENERATORS["alfworld"].tasks(1, {"test": 1}, folder=str(alfred))
-    shown, steps = played(
-        make, game.answers[0], "open sesame", "go to fridge 1", "take apple 1 from fridge 1"
+def test_alfworld_games_are_played_through_its_interface(alfworld_folder: Path) -> None:
+    make_env = partial(AlfworldEnv, config=str(alfworld_folder / "base_config.yaml"))
+    made_before = FakeAlfred.made
+    [task] = GENERATORS["alfworld"].tasks(1, {"test": 1}, folder=str(alfworld_folder))
+    key = task.answers[0]
+    first, steps = play_actions(
+        make_env, key, "open sesame", "go to fridge 1", "take apple 1 from fridge 1"
     )
-    assert (
-        "Your task is to: take the apple.\nPossible actions: go to fridge 1, take apple 1" in shown
-    )
+    possible = "Possible actions: go to fridge 1, take apple 1"
+    assert f"Your task is to: take the apple.\n{possible}" in first
     assert [(step.reward, step.done) for step in steps] == [(0, False), (0, False), (1, True)]
     assert steps[0].observation.startswith("Nothing happens.")
     assert steps[-1].metrics["solved"] == 1.0
-    played(make, game.answers[0], "look")
-    assert FakeAlfred.made == made + 1  # its folder is read once
+
+    play_actions(make_env, key, "look")
+    assert FakeAlfred.made == made_before + 1  # the folder is read once
     with pytest.raises(EnvError, match=r"no such game; run `alfworld-download`"):
-        played(make, "/no/such/game", "look")
+        play_actions(make_env, "/no/such/game", "look")
 
 
-def test_alfworld_tasks_are_its_own_splits(alfred: Path) -> None:
-    tasks = GENERATORS["alfworld"].tasks(
-        1, {"train": 2, "validation": 1, "test": 1}, folder=str(alfred)
-    )
-    assert sorted(t.id for t in tasks) == [
+def test_alfworld_tasks_keep_its_splits(alfworld_folder: Path) -> None:
+    counts = {"train": 2, "validation": 1, "test": 1}
+    tasks = GENERATORS["alfworld"].tasks(1, counts, folder=str(alfworld_folder))
+    assert sorted(task.id for task in tasks) == [
         "alfworld/train/a",
         "alfworld/train/b",
         "alfworld/valid_seen/d",
         "alfworld/valid_unseen/e",
     ]
-    with pytest.raises(ValueError, match="3 train tasks asked for, but there are 2"):
-        GENERATORS["alfworld"].tasks(1, {"train": 3}, folder=str(alfred))
-    with pytest.raises(RecordError, match=r"expected ALFWorld's json_2\.1\.1"):
-        GENERATORS["alfworld"].tasks(1, {"train": 1}, folder=str(alfred / "train"))
+
+
+@pytest.mark.parametrize(
+    ("subfolder", "count", "error", "message"),
+    [
+        ("", 3, ValueError, "3 train tasks asked for, but there are 2"),
+        ("train", 1, RecordError, r"expected ALFWorld's json_2\.1\.1"),
+    ],
+)
+def test_alfworld_tasks_need_enough_games_in_the_right_folder(
+    alfworld_folder: Path, subfolder: str, count: int, error: type[Exception], message: str
+) -> None:
+    folder = str(alfworld_folder / subfolder)
+    with pytest.raises(error, match=message):
+        GENERATORS["alfworld"].tasks(1, {"train": count}, folder=folder)
 
 
 @pytest.fixture
-def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """WebShop's module in place."""
+def webshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for WebShop's module."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     text_world.load_shop.cache_clear()
@@ -305,66 +341,84 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     text_world.load_shop.cache_clear()
 
 
-def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:
-    loaded = FakeShop.loaded
-    errand = ["search[hat]", "click[blue hat]", "click[buy now]"]
-    shown, steps = played(WebshopEnv, "1", *errand)
-    assert shown.endswith("i need blue hat [SEP] Search\nPossible actions: search[words]")
-    assert (
-        "Possible actions: click[back to search], click[red shoes], click[blue hat]"
-        in steps[0].observation
-    )
+PURCHASE = ["search[hat]", "click[blue hat]", "click[buy now]"]
+
+
+def test_webshop_is_played_through_its_interface(webshop: None) -> None:
+    first, steps = play_actions(WebshopEnv, "1", *PURCHASE)
+    assert first.endswith("i need blue hat [SEP] Search\nPossible actions: search[words]")
+    possible = "Possible actions: click[back to search], click[red shoes], click[blue hat]"
+    assert possible in steps[0].observation
     assert [(step.reward, step.done) for step in steps] == [(0, False), (0, False), (1, True)]
-    _, other = played(WebshopEnv, "0", "buy it", *errand)
-    assert other[0].observation.startswith("This is no action; expected search[words] or click[")
-    assert (other[-1].reward, other[-1].metrics["solved"]) == (0.5, 0.0)  # bought something else
-    played(WebshopEnv, "1", "search[hat]")
-    assert FakeShop.loaded == loaded + 1  # one shop for all trajectories
+
+
+def test_webshop_is_unsolved_if_another_product_is_bought(webshop: None) -> None:
+    _, steps = play_actions(WebshopEnv, "0", "buy it", *PURCHASE)
+    expected = "This is no action; expected search[words] or click["
+    assert steps[0].observation.startswith(expected)
+    assert steps[-1].reward == 0.5
+    assert steps[-1].metrics["solved"] == 0.0
+
+
+def test_webshop_is_loaded_once_for_all_trajectories(webshop: None) -> None:
+    loaded_before = FakeShop.loaded
+    play_actions(WebshopEnv, "1", "search[hat]")
+    play_actions(WebshopEnv, "0", "search[hat]")
+    assert FakeShop.loaded == loaded_before + 1
+
+
+def test_an_unknown_goal_of_webshop_is_an_error(webshop: None) -> None:
     with pytest.raises(EnvError, match="the shop has 3 goals, and no goal 7"):
-        played(WebshopEnv, "7", "x")
+        play_actions(WebshopEnv, "7", "x")
 
 
 def test_webshop_goals_are_split_as_published() -> None:
     tasks = GENERATORS["webshop"].tasks(1, {"train": 50, "validation": 50, "test": 500})
-    goals = {
-        split: [int(t.answers[0]) for t in tasks if t.split == split]
-        for split in ("train", "validation", "test")
-    }
+    goals: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for task in tasks:
+        goals[task.split].append(int(task.answers[0]))
     assert sorted(goals["test"]) == list(range(500))
-    assert 500 <= min(goals["validation"]) <= max(goals["validation"]) < 1500 <= min(goals["train"])
+    assert all(500 <= goal < 1500 for goal in goals["validation"])
+    assert all(goal >= 1500 for goal in goals["train"])
 
 
-def test_gymnasium_seeds_belong_to_one_split() -> None:
-    generate = GENERATORS["gymnasium"].tasks
-    tasks = [
-        t
-        for seed in (1, 2)
-        for t in generate(seed, {"train": 50, "test": 50}, name="lake", instructions="Go.")
-    ]
-    seeds = [{t.answers for t in tasks if t.split == split} for split in ("train", "test")]
-    assert not seeds[0] & seeds[1] and len(seeds[0] | seeds[1]) == 200
-    assert {(t.prompt, t.env, t.source) for t in tasks} == {("Go.", "gymnasium", "lake")}
+def test_a_gymnasium_seed_belongs_to_one_split() -> None:
+    tasks: list[Task] = []
+    for seed in (1, 2):
+        tasks += GENERATORS["gymnasium"].tasks(
+            seed, {"train": 50, "test": 50}, name="lake", instructions="Go."
+        )
+    train_seeds = {task.answers for task in tasks if task.split == "train"}
+    test_seeds = {task.answers for task in tasks if task.split == "test"}
+    assert not train_seeds & test_seeds
+    assert len(train_seeds | test_seeds) == 200
+    assert {(task.prompt, task.env, task.source) for task in tasks} == {
+        ("Go.", "gymnasium", "lake")
+    }
 
 
 @pytest.mark.parametrize(
-    ("make", "library", "message"),
+    ("make_env", "library", "message"),
     [
         (partial(GymnasiumEnv, id="x"), "gymnasium", r"pip install mcore-mas\[gymnasium\]"),
         (partial(AlfworldEnv, config="missing.yaml"), "alfworld", "pip install alfworld"),
         (WebshopEnv, "web_agent_site", "github.com/princeton-nlp/WebShop"),
     ],
 )
-def test_a_missing_library_is_named(
-    make: Callable[[Task], Any],
+def test_the_error_of_a_missing_library_says_how_to_install_it(
+    make_env: Callable[[Task], Any],
     library: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    game = tmp_path / "1"
-    game.touch()
-    monkeypatch.setitem(sys.modules, library, None)
-    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+    submodules = [name for name in sys.modules if name.startswith(f"{library}.")]
+    for name in (library, *submodules):
         monkeypatch.setitem(sys.modules, name, None)
+    key = "1"
+    if library == "alfworld":  # whose keys are files
+        game = tmp_path / "game"
+        game.touch()
+        key = str(game)
     with pytest.raises(EnvError, match=message):
-        played(make, str(game) if library == "alfworld" else "1", "x")
+        play_actions(make_env, key, "x")
