@@ -6,12 +6,12 @@ from pathlib import Path
 
 _PROJECT = Path(__file__).resolve().parents[2]
 # Folders whose code is not the user's.
-_LIBRARIES = tuple(
-    Path(folder).resolve()
-    for folder in (
-        *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-        *(_PROJECT / package for package in ("mcore_mas", "rollout", "retrieval")),
-    )
+_LIBRARIES = (
+    *(
+        Path(sysconfig.get_path(name)).resolve()
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ),
+    *(_PROJECT / package for package in ("mcore_mas", "rollout", "retrieval")),
 )
 
 
