@@ -115,49 +115,6 @@ def test_weights_may_include_a_tied_head_that_equals_the_embedding(qwen2: Path) 
     assert engine.version == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "no model here \\(config.json is missing\\)"),
-        (
-            '{"model_type": "mamba"}',
-            "model_type 'mamba' is not supported; known: llama, qwen2, qwen3",
-        ),
-        ('{"model_type": "qwen2"}', "no key 'num_hidden_layers'"),
-        ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
-        (
-            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
-            "quantization_config is set",
-        ),
-        (
-            '{"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}',
-            "layer_types names other layers than full_attention",
-        ),
-        (
-            '{"model_type": "qwen2", "hidden_act": "gelu"}',
-            "hidden_act 'gelu' is not supported; known: silu",
-        ),
-        (
-            '{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}',
-            "rope_type 'yarn' is not supported",
-        ),
-        (
-            '{"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}',
-            "rope_type 'yarn' is not supported",
-        ),
-        (
-            '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}',
-            "rope_type 'llama3': there is no key 'factor'",
-        ),
-    ],
-)
-def test_an_unsupported_config_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(EngineError, match=message):
-        EmbeddedEngine.from_folder(tmp_path, max_length=64)
-
-
 def test_missing_or_unreadable_weights_are_refused(qwen2: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((qwen2 / "config.json").read_text())
     with pytest.raises(EngineError, match=r"no \*.safetensors file"):

@@ -5,9 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import precision, ranks, reference
 
 STEPS = 3
@@ -144,32 +141,3 @@ def test_a_mixture_in_bfloat16_stays_near_the_one_in_float32(runs: Path) -> None
     for parameter, tensor in half.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.allclose(tensor.float(), exact[parameter], rtol=2**-7, atol=5e-3), parameter
-
-
-def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_path: Path) -> None:
-    reference.make_model("qwen2", tmp_path, layers=6)
-    architecture = read_architecture(tmp_path)
-    check_fit(architecture, ParallelLayout(tp=2, pp=3, vpp=2, sp=True))
-    for refused, told in [
-        (
-            {"tp": 4},
-            r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\], nearest: 2",
-        ),
-        (
-            {"tp": 1, "pp": 4},
-            r"pp: 4 does not divide the model's 6 layers; valid here: \[1, 2, 3, 6\], nearest: 3",
-        ),
-        (
-            {"tp": 1, "pp": 2, "vpp": 4},
-            r"pp · vpp: 2 · 4 does not divide the model's 6 layers; .* nearest: 6",
-        ),
-        ({"tp": 1, "vpp": 2}, "vpp: 2 stages on each pipeline rank need pp of 2 or more"),
-        ({"tp": 1, "sp": True}, "sp: sequence parallelism needs tp of 2 or more"),
-    ]:
-        with pytest.raises(ModelError, match=told):
-            check_fit(architecture, ParallelLayout(**refused))
-    with pytest.raises(
-        ModelError,
-        match="ep: 2 needs a mixture of experts, and this model has no experts; use ep: 1",
-    ):
-        check_fit(architecture, ParallelLayout(dp=2, ep=2))

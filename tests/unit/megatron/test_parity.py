@@ -1,15 +1,11 @@
 """Every family and layout trains as a plain Hugging Face model does: loss, gradient norms, parameters."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import precision, ranks, reference
 
 STEPS = 3
@@ -78,30 +74,3 @@ def test_checkpoint_of_tp2_continues_at_tp1_and_tp2(runs: Path, tmp_path: Path) 
             assert precision.gap(resumed, unbroken) == 0  # the same layout resumes to the bit
         else:
             assert precision.gap(resumed, unbroken) <= precision.bound(float32_errors.parameters)
-
-
-def test_layouts_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path: Path) -> None:
-    reference.make_model("qwen2", tmp_path)
-    architecture = read_architecture(tmp_path)
-    check_fit(architecture, ParallelLayout(tp=2))
-    with pytest.raises(
-        ModelError,
-        match=r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\]",
-    ):
-        check_fit(architecture, ParallelLayout(tp=4))
-
-
-def test_rope_is_read_from_configs_of_transformers_4_and_5(tmp_path: Path) -> None:
-    reference.make_model("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    new = read_architecture(tmp_path)
-    rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_architecture(tmp_path) == new
-    assert (new.rope_theta, new.rope_factor) == (5e5, 32.0)
-
-
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere: no model here"):
-        read_architecture(tmp_path / "nowhere")

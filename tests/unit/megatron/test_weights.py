@@ -25,7 +25,6 @@ from mcore_mas.megatron.state.weight_import import (
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import ranks, reference
 
 CUTS = SimpleNamespace(
@@ -246,19 +245,3 @@ def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
         assert [tensor.count("{}") for tensor in tensors] == [numbers] * len(tensors)
         named = parameter.replace("{}", "7")
         assert EXPERT_NUMBER.sub("{}", LAYER_NUMBER.sub("{}", named)) == parameter
-
-
-def test_transformer_engine_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference.make_model("qwen2", tmp_path)
-    architecture = read_architecture(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_fit(architecture, ParallelLayout(), "local")
-    told = "layers: te needs Transformer Engine, which is not installed here; use layers"
-    with pytest.raises(ModelError, match=told):
-        check_fit(architecture, ParallelLayout(), "te")
-    with pytest.raises(
-        ModelError, match=r"lora cannot be used with layers: te, .* use layers: local"
-    ):
-        check_fit(architecture, ParallelLayout(), "te", ("q",))
