@@ -1,7 +1,7 @@
 """Memory of four agents with LoRA adapters on one shared model, relative to one agent: in a trainer and in an engine.
 
-For comparison it also measures four agents with a model each. Every figure is measured in a process
-of its own.
+For comparison it also measures four agents with a model each. Each figure is measured in a separate
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CPU time and memory of a training step as agents, turns, group size, prompt length and policies grow.
 
 A step samples the last reply of every chat, packs all turns, and updates on them. A micro-batch has
-room for a group: 4096 tokens, or twice the prompt. Each axis is measured in a process of its own, its
-points in rising order.
+room for a group: 4096 tokens, or twice the prompt. Each axis is measured in a separate process, with
+its points in rising order.
 
 The exponent of an axis is the slope of log CPU time over log size, over the upper half of its points.
 It exceeds 1 with the length of sequences, because the operations of attention grow with the square of

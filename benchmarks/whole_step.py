@@ -4,7 +4,7 @@ A step generates 8 replies to each of 8 prompts of equal length, rewards them, a
 or in bfloat16 with float32 master weights (TRL's default). Three trainings take turns of three steps:
 TRL's in both precisions, and this project's in one precision, then in the other. The minimum of each
 phase is shown. Each side counts in its faster precision, and the result is the smaller ratio of two
-shapes. TRL has an environment of its own (requirements/bench.txt), which is created on first use and
+shapes. TRL has a separate environment (requirements/bench.txt), which is created on first use and
 sees the torch of this environment.
 
 TRL's single process has a thread per core. This project has a data-parallel rank and an engine

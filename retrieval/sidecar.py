@@ -149,7 +149,7 @@ class RetrieverSidecar:
         command += ["--die-with-parent", str(os.getpid())]
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            # A session of its own, so that Ctrl-C reaches the run and not the server.
+            # A new session, so that Ctrl-C reaches the run and not the server.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

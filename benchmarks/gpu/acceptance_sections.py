@@ -39,7 +39,7 @@ CUTS: dict[str, dict[str, Any]] = {
 NORM_TOLERANCE = 1e-3
 TE_NORM_TOLERANCE = 5e-2
 # Settings and number of GPUs of a training, by transport. "tensor" trains on one GPU, but afterwards
-# each of the two policies is evaluated on a server of its own.
+# each of the two policies is evaluated on a separate server.
 PLACES: dict[str, tuple[int, list[str]]] = {
     "disk": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "distributed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),

@@ -40,8 +40,8 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             Tasks that name no environment get "".
 
     Raises:
-        ArgumentError: an item is no task, there are fewer than three, or a task is both in train
-            and in what is held out.
+        ArgumentError: an item is no task, there are fewer than three, or a task of train is
+            also in validation or test.
     """
     items = _items_by_split(tasks)
     train = items["train"]

@@ -63,8 +63,8 @@ def main() -> None:
     """Run a command and exit.
 
     An error is printed as one line, with exit status 1, or 2 if the arguments are wrong. With
-    --debug it is raised. Ctrl-C gives status 130, or 143 if the command goes on from what it has
-    saved.
+    --debug it is raised. Ctrl-C gives status 130, or 143 if the same command continues from saved
+    state.
     """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments

@@ -36,7 +36,7 @@ _OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
     "trainer": ("microbatch_tokens", "updates_per_step", "minibatch", "passes"),
 }
-# what the trainers of policies on one frozen model have in common
+# settings that the trainers of policies on one frozen model have in common
 _SHARED_BASE_SETTINGS = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp", "bf16", "layers", "offload")
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]

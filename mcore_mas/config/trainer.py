@@ -28,7 +28,7 @@ class TrainerConfig(Section):
     branching: Branching | None = None
     # Multiple of group_size that is started; the slowest trajectories are cancelled.
     oversample: float = Field(1.0, ge=1)
-    # Steps by which collection may be ahead of training; 0 trains on what the same weights sampled.
+    # Steps by which collection may be ahead of training; 0 trains on replies of the same weights.
     staleness: int = Field(0, ge=0)
     # Optimizer steps per training step, each on its share of the samples.
     updates_per_step: int = Field(1, ge=1)

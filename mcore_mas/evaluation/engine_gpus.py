@@ -60,8 +60,8 @@ def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
 def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
     """Give each server that shares a GPU with others a share of its memory.
 
-    Shares in the config are kept if those of every GPU add up to at most 1. Otherwise each
-    server gets room for its weights, and an equal part of what is left.
+    Shares in the config are used if those of each GPU add up to at most 1. Otherwise each server
+    gets memory for its weights, and an equal part of the remaining memory.
 
     Raises:
         PlacementError: the engines of a GPU do not fit it.

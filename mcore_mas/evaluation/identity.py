@@ -8,7 +8,7 @@ from mcore_mas.config.run import RunConfig
 from rollout.base.digests import sha256
 from rollout.base.ownership import FolderError
 
-# Sections of the config that decide what the team says.
+# Sections of the config that decide the replies of the team.
 _SECTIONS = frozenset({"seed", "env", "orchestra", "agents", "policies", "retriever"})
 
 

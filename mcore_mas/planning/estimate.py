@@ -121,8 +121,8 @@ def engine_weights(config: RunConfig, models: Models) -> dict[str, float]:
 def estimate_peak_memory(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     """Estimate the peak GPU memory of a run in the update and the rollout phase.
 
-    The KV cache of an engine takes what is left, but at most what all its slots can fill and at
-    least one sequence of the maximum length.
+    The KV cache of an engine takes the remaining memory, but at most as much as all of its slots can
+    fill, and at least one sequence of the maximum length.
     """
     if config.cluster.pool == "split":
         return _peak_of_split_pool(config, models, gpu)
@@ -190,10 +190,11 @@ def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
 
 
 def estimate_host_memory(config: RunConfig, models: Models) -> float:
-    """Estimate the host memory of all machines that the trainers of a run take.
+    """Estimate the host memory that the trainers of a run take on all machines together.
 
-    A rank has there the weights of the reference, moments that are kept on the host, and in turn
-    what it offloads and the sum of the agents' gradients. Saving a checkpoint takes a copy of it.
+    A rank has in host memory the weights of the reference and the moments that are kept there. It
+    also has, at different times, its offloaded state and the sum of the agents' gradients. Saving a
+    checkpoint takes a copy of the checkpoint.
     """
     checkpoints = [
         checkpoint_bytes(models[policy], trainer_settings(config, policy).values())

@@ -70,8 +70,8 @@ def hide_gpus_from_cpu_run(config: RunConfig) -> Iterator[None]:
 def available_cores() -> int:
     """Return the number of cores that this process may use, at most 8.
 
-    It is OMP_NUM_THREADS, as Snakemake sets it, or else what the container and the affinity mask grant. Matrix products
-    of models that CPUs can train are too small for more threads.
+    This is OMP_NUM_THREADS, which Snakemake sets, or else the cores that the container and the affinity mask grant.
+    Matrix products of models that CPUs can train are too small for more threads.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads):

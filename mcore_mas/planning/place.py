@@ -62,7 +62,7 @@ def check_plannable(config: RunConfig) -> None:
     """Check that the engines of a run are servers on its own GPUs, all split alike.
 
     Raises:
-        PlanError: an engine is embedded, runs elsewhere, or has settings of its own.
+        PlanError: an engine is embedded, runs elsewhere, or a policy's engine has separate settings.
     """
     if config.engine.name != "sglang" or config.engine.urls:
         raise PlanError(

@@ -99,7 +99,7 @@ def _engine_groups(config: RunConfig, name: str, device_type: DeviceType) -> lis
 def count_devices(worker_groups: Sequence[WorkerGroup], pool: Pool) -> int:
     """Return the number of devices that the groups take.
 
-    With the pool "split" every group has devices of its own; with "shared" all use the same ones.
+    In the pool "split" each group has separate devices; in "shared" all groups use the same ones.
     """
     sizes = [workers.devices for workers in worker_groups]
     return sum(sizes) if pool == "split" else max(sizes, default=0)

@@ -14,7 +14,7 @@ from rollout.records.trajectory import Trajectory
 if TYPE_CHECKING:  # importing it would load torch
     from mcore_mas.credit.samples import Sample
 
-_COLOURS = 7  # agents with a colour of their own
+_COLOURS = 7  # number of different colours of agents
 
 # Advantage of each turn, by trajectory, node and turn number.
 TurnAdvantages = Mapping[tuple[str, str, int], float]
@@ -27,7 +27,7 @@ class GroupMember:
     """One turn of a peer group."""
 
     sample: Sample
-    vote: float  # score of the vote that the turn is part of
+    vote: float  # score of the vote that this turn belongs to
     advantage: float | None
 
 
@@ -35,7 +35,7 @@ class GroupMember:
 class PeerGroup:
     """Turns of one task that an estimator compared with one another."""
 
-    label: str  # what the comparison gives: "mean", "std" or both, "peers"
+    label: str  # statistic of the comparison: "mean" or "std", or "peers" for both
     peer_columns: tuple[str, ...]  # columns in which the turns are equal
     vote_columns: tuple[str, ...]  # columns in which turns of one vote are equal
     size: int  # number of votes, including those of other tasks

@@ -82,7 +82,7 @@ class Checkpoints:
         Args:
             step: number of steps taken.
             state: state for the manifest, as plain JSON values.
-            write: writes all other files; what it returns is called again after a full disk.
+            write: writes all other files; the function that it returns is called again after a full disk.
             metric: metric by which the best checkpoints are chosen.
 
         Raises:

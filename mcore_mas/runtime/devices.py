@@ -61,10 +61,10 @@ class RunDevices:
     def threads_per_process(self, config: RunConfig) -> int:
         """Return the number of threads of each process.
 
-        It is what the config says, or else the cores over the processes that work at a time: engines and trainers take
-        turns, unless trajectories are collected ahead of training. It is 1 in a Ray that was joined, whose nodes
-        other runs may use, and with `engine.deterministic`, because the bits of a matrix product of several threads
-        depend on the other rows.
+        This is the number in the config, or else the number of cores divided by that of the processes that compute at
+        the same time: engines and trainers take turns, unless trajectories are collected ahead of training. It is 1
+        in a Ray that was joined, whose nodes other runs may use, and with `engine.deterministic`, because the bits of
+        a matrix product of several threads depend on the other rows.
         """
         if config.cluster.threads_per_process:
             return config.cluster.threads_per_process

@@ -12,7 +12,7 @@ from rollout.base.processes import say
 
 _T = TypeVar("_T")
 
-PATIENCE_S = 1800.0  # that a run waits for somebody to make room
+PATIENCE_S = 1800.0  # for which a run waits for free space
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
@@ -23,7 +23,7 @@ async def retry_while_full(write: Callable[[], Awaitable[_T]], path: Path) -> _T
 
     Args:
         write: writes the file or folder `path`, and can be called again after a failure.
-        path: names what is written in the warning.
+        path: file or folder that the warning names.
 
     Raises:
         Exception: an error of `write` for another reason, or after there was no room for half an hour.
@@ -46,7 +46,7 @@ async def retry_while_full(write: Callable[[], Awaitable[_T]], path: Path) -> _T
 def _is_full(error: Exception) -> bool:
     """Return True if an error says that the disk or the quota is full.
 
-    The message is read, because Ray, safetensors and shutil raise errors of their own without an errno.
+    The message is read, because the errors of Ray, safetensors and shutil have no errno.
     """
     return any(reason in str(error) for reason in _FULL)
 

@@ -29,7 +29,7 @@ _LARGE_FILE_BYTES = 1 << 26
 # MODULE:NAME; Gymnasium's `module:Name-v0` is one too.
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w-]*")
 
-# Prefixes of keys whose files have digests of their own.
+# Prefixes of keys whose files have separate digests.
 _DIGESTED_ELSEWHERE = ("data.", "policies.", "retriever.")
 
 

@@ -117,7 +117,7 @@ def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
         except Stopped:
             _end_sessions(set(folder.glob(pattern)) - earlier_sessions)
             raise
-        except Exception as error:  # Ray has no type of its own for a start that took too long
+        except Exception as error:  # Ray has no error type for a start that took too long
             _end_sessions(set(folder.glob(pattern)) - earlier_sessions)
             timed_out = "timed out during startup" in str(error)
             if timed_out and attempt < _ATTEMPTS:

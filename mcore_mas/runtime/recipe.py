@@ -28,7 +28,7 @@ class Identity:
     Attributes:
         run: name of the run.
         models: architecture as plain data, by policy and `<policy>.critic`.
-        recipe: settings that decide what is learnt, as JSON values by dotted key.
+        recipe: settings that decide the training, as JSON values by dotted key.
         inputs: digests of everything else that the training reads and runs, by name; {} if unknown.
         may_change: True if checkpoints of another recipe or other inputs can be used, for a fork.
     """

@@ -133,7 +133,7 @@ def _job_status(job: str) -> _JobStatus:
     used, left, *state_and_reason = answer.split()
     has_most_time_left = left == "UNLIMITED" or _seconds(left) > max(_seconds(used), _WARNED_S)
     return _JobStatus(
-        # The job is not running, and Slurm has no reason of its own to end it.
+        # The job is not running, and Slurm gives no reason for its end.
         is_cancelled=state_and_reason == ["COMPLETING", "None"],
         has_most_time_left=has_most_time_left,
     )

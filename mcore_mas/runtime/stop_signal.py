@@ -163,7 +163,7 @@ class StopSignal:
 
         Args:
             work: a coroutine that may be cancelled at any time.
-            message: what the last line of the process says after "stopped by SIGTERM", if the process is to end.
+            message: end of the last line of the process, after "stopped by SIGTERM"; "" if the process continues.
 
         Raises:
             Abandoned: the run was told to stop, and there is no message.

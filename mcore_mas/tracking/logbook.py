@@ -79,7 +79,7 @@ def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Itera
     """Open the outputs of a training that continues at `first_step`.
 
     At the end, the remaining metrics are sent to the trackers for at most 30 seconds. All metrics
-    are in metrics.jsonl, from which `mcore-mas track` sends to MLflow what is missing there.
+    are in metrics.jsonl, from which `mcore-mas track` sends missing ones to MLflow.
     """
     path = config.folder / "train" / "metrics.jsonl"
     with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:

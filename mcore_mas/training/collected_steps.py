@@ -47,7 +47,7 @@ class CollectedSteps:
 
         Args:
             train: the run's folder `train`.
-            recipe: digest of all that decides what is sampled and learnt.
+            recipe: digest of all settings that decide sampling and training.
             first_step: step that this start takes first, from its checkpoint.
         """
         self.folder = train / "trajectories"

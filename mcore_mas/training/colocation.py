@@ -86,8 +86,8 @@ class Colocation:
 async def trainers_offloaded(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
     """Offload trainers for this block; calls to them wait.
 
-    An engine process that died beside trainers is started again here, because it sizes its memory
-    by what is free.
+    An engine process that died beside trainers is restarted in such a block, because it chooses the
+    size of its KV cache by the memory that is free.
     """
     async with AsyncExitStack() as stack:
         for group in groups:

@@ -15,7 +15,7 @@ _IMMUTABLE_SUFFIXES = frozenset({".safetensors", ".parquet"})
 # Files and folders in `train` that belong to its process, and not to the run.
 _PROCESS_FILES = frozenset({"lock.json", "ray", "ranks"})
 
-# Ids of the run at its trackers; the fork is a run of its own there.
+# Ids of the run at its trackers, where the fork is a separate run.
 _TRACKER_IDS = ("mlflow.json", "wandb.id")
 
 

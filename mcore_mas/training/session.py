@@ -71,8 +71,8 @@ async def load_weights(
             stale_engines.append(policy)
 
     if stale_engines and session.config.engine.sleep:
-        # A server starts at its first request, also if that lets it sleep, and sizes its memory by
-        # what is free: the trainers are offloaded meanwhile.
+        # A server starts at its first request, even if this request makes it sleep. It chooses the
+        # size of its KV cache by the memory that is free, so the trainers are offloaded meanwhile.
         async with session.memory.rollout(stale_engines):
             pass
     if checkpoint is not None:

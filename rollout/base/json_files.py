@@ -63,10 +63,10 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(value: Any) -> Any:
-    """Check the digest of a `sealed` value and remove it; return other values as they are.
+    """Check the digest of a `sealed` value and remove it; return other values unchanged.
 
     Raises:
-        ValueError: the value is not what was written.
+        ValueError: the value has changed since it was sealed.
     """
     if not isinstance(value, dict) or _DIGEST_KEY not in value:
         return value

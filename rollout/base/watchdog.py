@@ -21,7 +21,7 @@ class Wait:
     since: float  # seconds on the event loop's clock
 
 
-Waits = Callable[[], list[Wait]]  # returns what is waited for now
+Waits = Callable[[], list[Wait]]  # returns the current waits
 
 
 class Watchdog:
@@ -80,7 +80,7 @@ class Watchdog:
         now = loop.time()
         self._loop_ran = time.monotonic()
         waiting = [(name, waits()) for name, waits in self._watched.values()]
-        # whoever waits for something new has got what it waited for before
+        # a new wait means that the previous one has ended
         newest = max((wait.since for _, waits in waiting for wait in waits), default=0.0)
         self._note_progress(newest)
         quiet = now - self._progress

@@ -1,8 +1,8 @@
 """Decoys, among which a hidden test's expected value enters the sandbox.
 
-A value with an equality of its own, such as an instance of a class of the repository, can be
-compared only inside of the sandbox. There it is compared with the expected value and with decoys,
-in random order, so that an equality that is always true gives itself away.
+A value whose class defines equality, such as a class of the repository, can be compared only inside
+the sandbox. There it is compared with the expected value and with decoys, in random order, so that an
+equality that is always true is detected.
 """
 
 import string

@@ -24,8 +24,8 @@ def is_refused(text: str) -> bool:
     """Return True if an answer is empty or asks for more computation than any right answer would.
 
     Powers and factorials of written numbers are followed through towers: 2^{3^{2}} has the exponent
-    9. This estimates the work of a computer-algebra system; what is underestimated meets the limits
-    of its process.
+    9. This estimates the work of a computer-algebra system. Answers whose work is underestimated
+    reach the limits of its process.
 
     Args:
         text: a normalized answer, without blanks and `\\left`.

@@ -1,7 +1,7 @@
 """Notation of math answers: boxes, and rewriting into the LaTeX that math-verify reads.
 
-math-verify passes over what it does not read: it takes `1-\\frac{1}{\\mathrm{e}}` for 1 and
-`4\\sqrt(2)` for 4. `normalize_answer` writes such notation in a form that it reads.
+math-verify ignores notation that it cannot read: `1-\\frac{1}{\\mathrm{e}}` is 1 for it, and
+`4\\sqrt(2)` is 4. `normalize_answer` rewrites such notation in a form that it can read.
 """
 
 import re

@@ -90,8 +90,8 @@ async def _serve(
 ) -> None:
     """Start the servers, set `ready` to their tools, and stop them when `closing` is set.
 
-    This is a task of its own, because the library requires that the task that opens a connection
-    also closes it.
+    This runs in a separate task, because the library requires that a connection is closed by the
+    task that opened it.
     """
     tools: dict[str, Tool] = {}
     try:

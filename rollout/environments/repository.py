@@ -236,7 +236,7 @@ class RepositoryEnv(SandboxedEnv):
     async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
         """Return the names of the pytest tests that pass.
 
-        Each test file runs in a process of its own. Files that the patch must not change are those
+        Each test file runs in a separate process. Files that the patch must not change are those
         of the checkout.
         """
         test_edits = parse_patch(instance.test_patch)

@@ -323,7 +323,7 @@ class _OpenSession:
 class Gateway:
     """HTTP server on loopback for the trajectories of one event loop.
 
-    Each trajectory has a URL and a key of its own.
+    Each trajectory has a separate URL and key.
     """
 
     def __init__(self, max_calls: int = 16384) -> None:

@@ -17,7 +17,7 @@ from rollout.sandbox.jail import Cores, Jail
 from rollout.sandbox.records import SandboxError, SandboxUnavailable
 from rollout.sandbox.tiers import NAMESPACES, interpreter, readable_paths, site_package_folders
 
-# parent of the jobs' folders, in tiers without a root of their own
+# parent of the jobs' folders, in tiers without a separate root file system
 BOXES = Path(tempfile.gettempdir())
 
 _GUEST_PARENT = Path(__file__).resolve().parent

@@ -37,9 +37,9 @@ class Session:
     """Cells that run one after another in one jail; `Sandbox.session` opens it.
 
     Threads and processes that a cell has started are paused until the next cell. A cell that runs
-    out of time is interrupted, and keeps the variables that it has set. If its process has to be
-    killed, or ends by itself, the variables are lost and the files stay; the next cell starts a new
-    process, and its result is `fresh`.
+    out of time is interrupted, and the variables that it has set are kept. If its process ends or
+    has to be killed, the variables are lost and the files stay; the next cell starts a new process,
+    and its result is `fresh`.
     """
 
     def __init__(

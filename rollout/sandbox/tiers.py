@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout.sandbox.records import SandboxUnavailable
 
-# A root file system, processes, network and users of its own; seccomp; limits per job.
+# Separate root file system, processes, network and users; seccomp; limits per job.
 NAMESPACES = "namespaces"
 # No other files, no network and no other processes by Landlock and seccomp, for machines without
 # user namespaces.

@@ -175,7 +175,7 @@ def memory_demonstrations(
     """Yield `n` chats of the team `memory_search` on training questions.
 
     The lead asks for the person and then, for a two-hop question, for the town. The scout searches
-    for what the lead asks, and reports the passage. If the lead slips, it answers too early or with
+    for the person or town, and reports the passage. If the lead slips, it answers too early or with
     the other fact of the passage; the scout searches for the surname only.
 
     Args:

@@ -296,7 +296,7 @@ class TeamSession:
     async def _ask(self, call: Call, node: str = "") -> tuple[Turn, AgentReply]:
         """Ask the call's policy.
 
-        Branches of a tree have seeds of their own; the first branch of each round has those of a
+        Each branch of a tree has different seeds. The first branch of each round has the seeds of a
         trajectory without a tree.
         """
         agent = call.agent

@@ -1,9 +1,9 @@
 """Tree sampling inside any orchestra: branch, score, continue (AT-GRPO, arXiv 2510.11062).
 
-A running orchestra cannot be copied. So a branch is a second instance of it, with an environment of
-its own, which repeats the turns so far from the recorded replies and then continues by itself. This
-needs an orchestra and an environment that do the same when they are given the same replies, and an
-orchestra that waits for nothing but its team and its environment.
+A running orchestra cannot be copied. Therefore a branch is a second instance of the orchestra, with
+a new environment, which replays the turns so far from the recorded replies and then continues with
+new ones. This requires that orchestra and environment are deterministic given the replies, and that
+the orchestra awaits nothing but its team and its environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Program of a call-based test: it calls one function of a solution and writes the result as JSON.
 
 It reads {"source", "function", "arguments"} from stdin. The output of the solution goes to stderr.
-A solution may write a result of its own to this program's stdout, but gains nothing: the expected
-result is not in this process.
+A solution may write a forged result to this program's stdout, but cannot write the expected one,
+because the expected result is not in this process.
 """
 
 import json

@@ -70,8 +70,8 @@ with open(
 ) as _calls_file:
     _ALLOWED_CALLS = _calls_file.read()
 
-# Landlock does not check these. Without a root file system of its own, a program could change the
-# mode of its user's files and lock the user out.
+# Landlock does not check these calls. A program without a separate root file system could change
+# the mode of its user's files and lock the user out.
 _ATTRIBUTE_CALLS = (
     "chmod=90 fchmod=91 utime=132 utimes=235 futimesat=261 fchmodat=268 utimensat=280 fchmodat2=452"
 )
@@ -213,7 +213,7 @@ def install_filter(*, allow_processes: bool, own_pid: int, allow_tcp: bool = Fal
 
     Args:
         allow_processes: True if the process may start others, signal them and change attributes of
-            files, because it has a process namespace and a root file system of its own. Otherwise
+            files, because it has a separate process namespace and root file system. Otherwise
             it may have threads and signal itself, and changes of attributes do nothing.
         own_pid: id of the process.
         allow_tcp: True if the process may open TCP connections. It then stays in its process group,
