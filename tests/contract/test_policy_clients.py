@@ -1,9 +1,12 @@
-"""An engine, canned replies and a remote model all keep the promises of `rollout.engines.PolicyClient`."""
+"""All clients fulfil the contract of `rollout.engines.PolicyClient`.
+
+The clients are those of the embedded engine, of a scripted engine and of a remote model.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,21 @@ from tests.support.chat_server import Response, chat_server, says
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, make_model
 
-REFUSED = "x" * (MAX_LENGTH + 1)  # too long for an engine; the others are made to refuse it
+# Too long for the embedded engine; the other two are scripted to refuse it.
+REFUSED = "x" * (MAX_LENGTH + 1)
 SAMPLINGS = (
     Sampling(temperature=0.3, top_p=0.5, max_tokens=5, seed=1),
     Sampling(temperature=1.0, top_p=0.9, max_tokens=9, seed=2),
     Sampling(temperature=0.0, max_tokens=2, seed=3),
 )
 
+SamplingValues = tuple[float, float, int, int]
+Check = Callable[[PolicyClient, Callable[[], list[SamplingValues]]], Awaitable[None]]
+RunCheck = Callable[[Check], None]
+
 
 class Letters:
-    """A renderer with a token for every letter, and none that stops."""
+    """Renderer with one token per letter and no stop token."""
 
     stop = ()
 
@@ -42,135 +50,147 @@ class Letters:
         return "".join(chr(32 + token) for token in token_ids)
 
 
-def canned(prompt: tuple[int, ...], call: int) -> list[int]:
+def scripted_reply(prompt: tuple[int, ...], call: int) -> list[int]:
     if len(prompt) > MAX_LENGTH:
         raise EngineError("the script refuses")
     return [*prompt, 7]
 
 
-def served(body: dict[str, Any], number: int) -> Response:
+def remote_reply(body: dict[str, Any], number: int) -> Response:
     text = body["messages"][-1]["content"]
-    return (
-        Response(b"too long", status=400)
-        if text == REFUSED
-        else says(f"I heard {text}.", delay_s=0.05)
-    )
+    if text == REFUSED:
+        return Response(b"too long", status=400)
+    return says(f"I heard {text}.", delay_s=0.05)
 
 
-Open = Callable[[Any], Any]
+def sampling_values(sampling: Sampling) -> SamplingValues:
+    return sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed
 
 
 @pytest.fixture(params=["embedded_local", "scripted", "external"])
-def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Runs a function of (client, what it was asked so far)."""
+def run_check(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunCheck]:
+    """Return a function that runs check(client, requested).
+
+    `requested` returns the sampling values of all requests so far.
+    """
     if request.param == "external":
-        with chat_server(served) as server:
-
-            async def play(function: Any) -> Any:
-                config = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-                client = RemoteClient(config, tmp_path)
-                try:
-                    return await function(client, lambda: [_asked(body) for body in server.bodies])
-                finally:
-                    await client.aclose()
-
-            yield lambda function: asyncio.run(play(function))
-        return
-    if request.param == "scripted":
-        engine = ScriptedEngine(canned)
-
-        def samplings():
-            return [(s.temperature, s.top_p, s.max_tokens, s.seed) for _, s in engine.calls]
+        yield from _remote_client(tmp_path)
+    elif request.param == "scripted":
+        engine = ScriptedEngine(scripted_reply)
+        yield _runner(engine, lambda: [sampling_values(sampling) for _, sampling in engine.calls])
     else:
         make_model(0).save_pretrained(tmp_path)
-        engine = LocalEngine(EmbeddedEngine.from_folder(tmp_path, max_length=MAX_LENGTH, rows=8))
-        heard: list[Sampling] = []
-        submit = engine.core.submit
+        core = EmbeddedEngine.from_folder(tmp_path, max_length=MAX_LENGTH, rows=8)
+        requested: list[SamplingValues] = []
+        submit = core.submit
 
-        def listen(number: int, prompt: Any, sampling: Sampling, **keywords: Any) -> None:
-            heard.append(sampling)
+        def record(number: int, prompt: Any, sampling: Sampling, **keywords: Any) -> None:
+            requested.append(sampling_values(sampling))
             submit(number, prompt, sampling, **keywords)
 
-        engine.core.submit = listen
-        samplings = lambda: [(s.temperature, s.top_p, s.max_tokens, s.seed) for s in heard]  # noqa: E731
-    player = build_player(engine, Letters())
-    yield lambda function: asyncio.run(function(player, samplings))
+        core.submit = record  # type: ignore[method-assign]
+        yield _runner(LocalEngine(core), lambda: requested)
 
 
-def _asked(body: dict[str, Any]) -> tuple[float, float, int, int]:
-    return body["temperature"], body["top_p"], body["max_tokens"], body["seed"]
+def _runner(engine: Any, requested: Callable[[], list[SamplingValues]]) -> RunCheck:
+    client = build_player(engine, Letters())
+
+    def run(check: Check) -> None:
+        asyncio.run(check(client, requested))  # type: ignore[arg-type]
+
+    return run
+
+
+def _remote_client(folder: Path) -> Iterator[RunCheck]:
+    with chat_server(remote_reply) as server:
+
+        def requested() -> list[SamplingValues]:
+            return [
+                (body["temperature"], body["top_p"], body["max_tokens"], body["seed"])
+                for body in server.bodies
+            ]
+
+        async def main(check: Check) -> None:
+            config = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
+            client = RemoteClient(config, folder)
+            try:
+                await check(client, requested)
+            finally:
+                await client.aclose()
+
+        yield lambda check: asyncio.run(main(check))
 
 
 def chat(text: str) -> list[Message]:
     return [Message(role="user", content=text)]
 
 
-def whole(said: PolicyReply, sampling: Sampling) -> None:
-    """What every reply is, with or without tokens."""
-    completion = said.completion
-    assert said.text
+def assert_complete(reply: PolicyReply, sampling: Sampling) -> None:
+    """Assert the properties of every reply, with or without tokens."""
+    completion = reply.completion
+    assert reply.text
     assert completion.finish_reason in ("stop", "length")
     assert len(completion.token_ids) == len(completion.logprobs) <= sampling.max_tokens
-    assert all(value <= 0 for value in completion.logprobs)
+    assert all(logprob <= 0 for logprob in completion.logprobs)
     ends = [0, *(span.end for span in completion.versions)]
     assert [span.start for span in completion.versions] == ends[:-1]
     assert ends[-1] == len(completion.token_ids)
-    assert said.trainable == bool(completion.token_ids) == bool(said.prompt_ids)
-    if said.trainable:
-        assert said.text == Letters().decode(completion.token_ids)
+    assert reply.trainable == bool(completion.token_ids) == bool(reply.prompt_ids)
+    if reply.trainable:
+        assert reply.text == Letters().decode(completion.token_ids)
 
 
-def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
-    async def run(client: PolicyClient, asked: Any) -> None:
+def test_every_reply_is_sampled_with_the_settings_of_its_call(run_check: RunCheck) -> None:
+    async def check(client: PolicyClient, requested: Callable[[], list[SamplingValues]]) -> None:
         replies = await asyncio.gather(
-            *(client.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS))
+            *(
+                client.say(chat(f"say {number}"), sampling)
+                for number, sampling in enumerate(SAMPLINGS)
+            )
         )
-        for said, sampling in zip(replies, SAMPLINGS, strict=True):
-            whole(said, sampling)
-        assert sorted(asked()) == sorted(
-            (s.temperature, s.top_p, s.max_tokens, s.seed) for s in SAMPLINGS
-        )
+        for reply, sampling in zip(replies, SAMPLINGS, strict=True):
+            assert_complete(reply, sampling)
+        assert sorted(requested()) == sorted(map(sampling_values, SAMPLINGS))
 
-    voiced(run)
+    run_check(check)
 
 
-def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
-    async def run(client: PolicyClient, asked: Any) -> None:
-        again = replace(SAMPLINGS[1], max_tokens=6)
-        first, second = [await client.say(chat("say it"), again) for _ in range(2)]
-        assert (first.text, first.completion.token_ids) == (
-            second.text,
-            second.completion.token_ids,
-        )
+def test_equal_prompts_and_seeds_have_equal_replies(run_check: RunCheck) -> None:
+    async def check(client: PolicyClient, _: object) -> None:
+        sampling = replace(SAMPLINGS[1], max_tokens=6)
+        first = await client.say(chat("say it"), sampling)
+        second = await client.say(chat("say it"), sampling)
+        assert first.text == second.text
+        assert first.completion.token_ids == second.completion.token_ids
         assert first.completion.logprobs == pytest.approx(second.completion.logprobs, abs=5e-5)
 
-    voiced(run)
+    run_check(check)
 
 
-def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None:
-    async def run(client: PolicyClient, asked: Any) -> None:
-        refused, said = await asyncio.gather(
+def test_a_refusal_is_an_engine_error_of_its_call_alone(run_check: RunCheck) -> None:
+    async def check(client: PolicyClient, _: object) -> None:
+        refusal, reply = await asyncio.gather(
             client.say(chat(REFUSED), SAMPLINGS[0]),
             client.say(chat("hi"), SAMPLINGS[1]),
             return_exceptions=True,
         )
-        assert isinstance(refused, EngineError)
-        assert "\n" not in str(refused)
-        whole(said, SAMPLINGS[1])
+        assert isinstance(refusal, EngineError)
+        assert "\n" not in str(refusal)
+        assert_complete(reply, SAMPLINGS[1])
 
-    voiced(run)
+    run_check(check)
 
 
-def test_who_leaves_disturbs_nobody(voiced: Open) -> None:
-    async def run(client: PolicyClient, asked: Any) -> None:
-        leaves = asyncio.create_task(
-            client.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100))
-        )
-        stays = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
+def test_a_cancelled_call_does_not_disturb_others(run_check: RunCheck) -> None:
+    async def check(client: PolicyClient, _: object) -> None:
+        long_sampling = replace(SAMPLINGS[0], max_tokens=100)
+        cancelled = asyncio.create_task(client.say(chat("slowly"), long_sampling))
+        other = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
         await asyncio.sleep(0)
-        leaves.cancel()
-        await asyncio.gather(leaves, return_exceptions=True)  # a canned reply may have been faster
-        whole(await stays, SAMPLINGS[1])
-        whole(await client.say(chat("and then"), SAMPLINGS[2]), SAMPLINGS[2])
+        cancelled.cancel()
+        # a scripted reply may have come before the cancellation
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert_complete(await other, SAMPLINGS[1])
+        assert_complete(await client.say(chat("and then"), SAMPLINGS[2]), SAMPLINGS[2])
 
-    voiced(run)
+    run_check(check)

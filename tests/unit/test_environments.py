@@ -1,4 +1,4 @@
-"""Environments of GPU machines: which torch and NCCL their second stage installs, and which lock is of which Python."""
+"""Installation on GPU machines: versions of torch and NCCL, and the lock file of each Python."""
 
 import os
 import re
@@ -10,53 +10,59 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
+# lock file of the Python that runs the tests
+LOCK = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
 CU126 = "--index-url https://download.pytorch.org/whl/cu126"
 
 
 def pins(name: str) -> dict[str, str]:
+    """Return the pinned versions in a requirements file, by distribution."""
     lines = (REQUIREMENTS / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
-def test_nccl_is_the_one_that_the_servers_torch_needs() -> None:
-    """The chain is what the metadata of these releases said (`make lock-nccl`)."""
+def test_nccl_is_pinned_to_the_version_that_sglangs_torch_requires() -> None:
+    """`make lock-nccl` writes the chain of requirements into nccl.txt."""
     (chain,) = re.findall(
         r"^# (sglang==.*)$", (REQUIREMENTS / "nccl.txt").read_text(), re.MULTILINE
     )
     sglang, torch, nccl = chain.split(" -> ")
     assert sglang == f"sglang=={pins('sglang.txt')['sglang']}"
-    assert (
-        f"its own torch ({torch.removeprefix('torch==')})"
-        in (REQUIREMENTS / "sglang.txt").read_text()
-    )
+    torch_version = torch.removeprefix("torch==")
+    assert f"its own torch ({torch_version})" in (REQUIREMENTS / "sglang.txt").read_text()
     assert nccl == f"nvidia-nccl-cu13=={pins('nccl.txt')['nvidia-nccl-cu13']}"
     assert pins("nccl.txt").keys() == {"nvidia-nccl-cu12", "nvidia-nccl-cu13"}
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of what `python -m pip install` is asked for, in scripts that find only this Python."""
-    asked = tmp_path / "asked"
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\nif [ "$2" = pip ]; then shift 2; echo "$@" >> {asked}; else exec {sys.executable} "$@"; fi\n'
+def pip_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a fake `python` on PATH that records the arguments of pip; return the file of the record."""
+    record = tmp_path / "pip_arguments"
+    write_program(
+        tmp_path / "python",
+        f'if [ "$2" = pip ]; then shift 2; echo "$@" >> {record}; '
+        f'else exec {sys.executable} "$@"; fi',
     )
-    python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA", raising=False)
-    return asked
+    return record
 
 
-def driver(folder: Path, cuda: str) -> None:
-    """An `nvidia-smi` of a driver for this version of CUDA."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(
-        f"#!/bin/sh\necho '| NVIDIA-SMI 580.95.05     Driver Version: 580.95.05     CUDA Version: {cuda} |'\n"
-    )
-    tool.chmod(0o755)
+def write_program(path: Path, script: str) -> None:
+    """Write an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
-def staged(**variables: str) -> subprocess.CompletedProcess[str]:
+def write_nvidia_smi(folder: Path, cuda: str) -> None:
+    """Write a fake `nvidia-smi` whose driver supports this version of CUDA."""
+    version = "580.95.05"
+    line = f"| NVIDIA-SMI {version}     Driver Version: {version}     CUDA Version: {cuda} |"
+    write_program(folder / "nvidia-smi", f"echo '{line}'")
+
+
+def run_post_deploy(**variables: str) -> subprocess.CompletedProcess[str]:
+    """Run environment.post-deploy.sh with these environment variables."""
     command = ["bash", "environment.post-deploy.sh"]
     return subprocess.run(
         command,
@@ -70,45 +76,49 @@ def staged(**variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("smi", "given", "index", "nccl"),
+    ("driver_cuda", "variable", "index", "nccl"),
     [
-        ("", "", "", "nvidia-nccl-cu13"),  # a login node, or the build of an image
+        # a login node, or the build of an image
+        ("", "", "", "nvidia-nccl-cu13"),
         ("13.0", "", "", "nvidia-nccl-cu13"),
         ("12.8", "", CU126, "nvidia-nccl-cu12"),
         ("12.8", "13", "", "nvidia-nccl-cu13"),
         ("13.2", "12", CU126, "nvidia-nccl-cu12"),
     ],
 )
-def test_torch_and_nccl_are_of_the_drivers_cuda(
-    installed: Path, smi: str, given: str, index: str, nccl: str
+def test_torch_and_nccl_match_the_drivers_cuda(
+    pip_arguments: Path, driver_cuda: str, variable: str, index: str, nccl: str
 ) -> None:
-    if smi:
-        driver(installed.parent, smi)
-    done = staged(CUDA=given)
+    if driver_cuda:
+        write_nvidia_smi(pip_arguments.parent, driver_cuda)
+    done = run_post_deploy(CUDA=variable)
     assert done.returncode == 0, done.stderr
-    lock = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
-    assert installed.read_text().splitlines() == [
-        " ".join(filter(None, ["install", index, f"torch=={pins(lock)['torch']}"])),
-        f"install --requirement requirements/{lock} --requirement requirements/gpu.txt",
+    torch = f"torch=={pins(LOCK)['torch']}"
+    assert pip_arguments.read_text().splitlines() == [
+        f"install {index} {torch}" if index else f"install {torch}",
+        f"install --requirement requirements/{LOCK} --requirement requirements/gpu.txt",
         f"install --no-deps {nccl}=={pins('nccl.txt')[nccl]}",
         "install --no-deps --no-build-isolation --editable .",
     ]
 
 
-def test_a_driver_that_no_torch_is_built_for_is_refused(installed: Path) -> None:
-    driver(installed.parent, "11.8")
-    done = staged()
-    assert (done.returncode, installed.exists()) == (1, False)
+def test_a_driver_that_no_torch_is_built_for_is_refused(pip_arguments: Path) -> None:
+    write_nvidia_smi(pip_arguments.parent, "11.8")
+    done = run_post_deploy()
+    assert done.returncode == 1
+    assert not pip_arguments.exists()
     assert done.stderr.startswith(
         "error: CUDA 11: torch is built for 12 and 13; update the driver, or set CUDA"
     )
 
 
-SAYS = """#!/bin/sh
+# Fake `python` of a machine with a torch for `cuda`; building and loading Transformer Engine exit with
+# `builds` and `loads`.
+FAKE_PYTHON = """#!/bin/sh
 case "$*" in
   *torch.version.cuda*) echo "{cuda}" ;;
-  *pip*transformer-engine*) echo "$@" NVTE=$NVTE_BUILD_USE_NVIDIA_WHEELS JOBS=$MAX_JOBS >> {asked}; exit {builds} ;;
-  *pip*) echo "$@" >> {asked} ;;
+  *pip*transformer-engine*) echo "$@" NVTE=$NVTE_BUILD_USE_NVIDIA_WHEELS JOBS=$MAX_JOBS >> {record}; exit {builds} ;;
+  *pip*) echo "$@" >> {record} ;;
   *"import transformer_engine"*) exit {loads} ;;
 esac
 """
@@ -138,11 +148,12 @@ esac
         ),
     ],
 )
-def test_transformer_engine_says_whether_it_is_there(
+def test_the_script_of_transformer_engine_reports_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, builds: int, loads: int, last: str
 ) -> None:
-    python, asked = tmp_path / "python", tmp_path / "asked"
-    python.write_text(SAYS.format(cuda=cuda, builds=builds, loads=loads, asked=asked))
+    python = tmp_path / "python"
+    record = tmp_path / "pip_arguments"
+    python.write_text(FAKE_PYTHON.format(cuda=cuda, builds=builds, loads=loads, record=record))
     (tmp_path / "c++").touch()
     for tool in (python, tmp_path / "c++"):
         tool.chmod(0o755)
@@ -156,8 +167,9 @@ def test_transformer_engine_says_whether_it_is_there(
     )
     assert done.returncode == (last.startswith("error"))
     assert (done.stdout + done.stderr).splitlines()[-1].startswith(last)
-    if cuda:  # headers of the toolkit that torch was built with
-        headers, engine = asked.read_text().splitlines()
+    if cuda:
+        headers, engine = record.read_text().splitlines()
+        # the headers are of the CUDA that torch was built with
         assert (
             f"cuda-toolkit[cccl,crt,nvcc,profiler]=={cuda}.* nvidia-cudnn-frontend>=1.29 wheel ninja"
             in headers
@@ -169,50 +181,49 @@ def test_transformer_engine_says_whether_it_is_there(
 
 
 @pytest.mark.parametrize(("version", "lock"), [((3, 11), "lock.txt"), ((3, 12), "lock-3.12.txt")])
-def test_setup_takes_the_lock_of_its_python(
+def test_setup_installs_the_lock_of_its_python(
     tmp_path: Path, version: tuple[int, int], lock: str
 ) -> None:
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = {version}; $2"\n'
+    write_program(
+        python, f'exec {sys.executable} -c "import sys; sys.version_info = {version}; $2"'
     )
-    python.chmod(0o755)
     command = ["make", "--dry-run", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"requirements/[\w.-]+", said) == [f"requirements/{lock}"] * 2
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"requirements/[\w.-]+", done.stdout) == [f"requirements/{lock}"] * 2
 
 
 @pytest.mark.parametrize(
-    ("runs", "taken"),
+    ("working", "expected"),
     [(("3.11", "3.12"), "python3.12"), (("3.11",), "python3.11"), ((), "python3.12")],
 )
-def test_setup_takes_the_python_that_runs(
-    tmp_path: Path, runs: tuple[str, ...], taken: str
+def test_setup_uses_a_python_that_works(
+    tmp_path: Path, working: tuple[str, ...], expected: str
 ) -> None:
-    """As pyenv has them, both commands may be there without running."""
+    """With pyenv, the commands of both versions may exist without working."""
     for version in ("3.11", "3.12"):
-        python = tmp_path / f"python{version}"
-        python.write_text(f"#!/bin/sh\nexit {0 if version in runs else 127}\n")
-        python.chmod(0o755)
-    unset = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")
-    }
-    environment = {**unset, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["make", "--dry-run", "setup", f"VENV={tmp_path / 'venv'}"]
-    said = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert f"\n{taken} -m venv {tmp_path / 'venv'}\n" in said
+        write_program(tmp_path / f"python{version}", f"exit {0 if version in working else 127}")
+    commands = dry_run_setup(tmp_path / "venv", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert f"\n{expected} -m venv {tmp_path / 'venv'}\n" in commands
 
 
-def test_setup_stays_with_the_python_of_its_environment(tmp_path: Path) -> None:
+def test_setup_keeps_the_python_of_an_existing_environment(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    command = ["make", "--dry-run", "setup", f"VENV={tmp_path / 'venv'}"]
-    unset = {
+    commands = dry_run_setup(tmp_path / "venv")
+    assert re.findall(r"requirements/[\w.-]+", commands) == [f"requirements/{LOCK}"] * 2
+
+
+def dry_run_setup(venv: Path, **variables: str) -> str:
+    """Return the commands that `make setup` would run, with these environment variables."""
+    environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")
     }
-    said = subprocess.run(
-        command, cwd=ROOT, env=unset, capture_output=True, text=True, check=True
-    ).stdout
-    own = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
-    assert re.findall(r"requirements/[\w.-]+", said) == [f"requirements/{own}"] * 2
+    done = subprocess.run(
+        ["make", "--dry-run", "setup", f"VENV={venv}"],
+        cwd=ROOT,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout

@@ -1,4 +1,4 @@
-"""How often configs are composed: each once, whatever reads the suite again."""
+"""Cache of composed configs: each run of a suite is composed once."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ RUNS = {
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that were composed."""
-    found: list[str] = []
+    """Return the list of runs that were composed so far."""
+    names: list[str] = []
     resolve = suites.resolve
 
-    def counted(overrides: Sequence[str], *rest: Any, **own: Any) -> dict[str, Any]:
-        found.append(
-            next(word.removeprefix("run=") for word in overrides if word.startswith("run="))
-        )
-        return resolve(overrides, *rest, **own)
+    def record(overrides: Sequence[str], *rest: Any, **keywords: Any) -> dict[str, Any]:
+        (name,) = [word for word in overrides if word.startswith("run=")]
+        names.append(name.removeprefix("run="))
+        return resolve(overrides, *rest, **keywords)
 
-    monkeypatch.setattr(suites, "resolve", counted)
-    return found
+    monkeypatch.setattr(suites, "resolve", record)
+    return names
 
 
 def load(folder: Path, **runs: list[str]) -> Suite:
+    """Load a suite of these runs, with its cache in `folder`."""
     return Suite.load({"suite": "s", "experiments": runs}, folder, cache=folder / "cache")
 
 
-def test_a_job_that_reads_its_suite_again_composes_nothing(
-    tmp_path: Path, composed: list[str]
-) -> None:
+def test_a_suite_that_is_loaded_again_composes_nothing(tmp_path: Path, composed: list[str]) -> None:
     first = load(tmp_path, **RUNS)
     assert composed == ["one", "two"]
     again = load(tmp_path, **RUNS)
@@ -51,20 +49,20 @@ def test_a_job_that_reads_its_suite_again_composes_nothing(
     assert again == first
 
 
-def test_only_what_changed_is_composed(tmp_path: Path, composed: list[str]) -> None:
+def test_only_changed_runs_are_composed(tmp_path: Path, composed: list[str]) -> None:
     load(tmp_path, **RUNS)
     edited = load(tmp_path, one=[*RUNS["one"], "trainer.steps=3"], two=RUNS["two"])
     assert composed == ["one", "two", "one"]
     assert edited.runs["one"]["trainer"]["steps"] == 3
-    (tmp_path / "cache/s.json").write_text("{")  # as a machine that stopped might leave it
+    (tmp_path / "cache/s.json").write_text("{")  # as after a crash of the machine
     assert load(tmp_path, two=RUNS["two"]).runs["two"] == edited.runs["two"]
     assert composed == ["one", "two", "one", "two"]
 
 
-def test_a_change_of_the_users_files_is_seen(tmp_path: Path, composed: list[str]) -> None:
-    own = tmp_path / "configs/experiment/mine.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("defaults: [demo_math, {override /advantage: grpo}]\n")
+def test_a_change_of_the_users_files_is_noticed(tmp_path: Path, composed: list[str]) -> None:
+    experiment = tmp_path / "configs/experiment/mine.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("defaults: [demo_math, {override /advantage: grpo}]\n")
     code = tmp_path / "counted_rewards.py"
     code.write_text("def plain(group): return group\n")
     runs = {"mine": ["experiment=mine", "reward.name=counted_rewards:plain", "reward.options={}"]}
@@ -74,12 +72,12 @@ def test_a_change_of_the_users_files_is_seen(tmp_path: Path, composed: list[str]
     os.utime(code, (1, 1))
     load(tmp_path, **runs)
     assert composed == ["mine"] * 2
-    own.write_text("defaults: [demo_math, {override /advantage: rloo}]\n")
+    experiment.write_text("defaults: [demo_math, {override /advantage: rloo}]\n")
     assert load(tmp_path, **runs).runs["mine"]["advantage"]["name"] == "rloo"
     assert composed == ["mine"] * 3
 
 
-def test_what_reads_the_environment_is_composed_again(
+def test_runs_that_read_the_environment_are_composed_again(
     tmp_path: Path, composed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = {"one": [*RUNS["one"], "tracking.uri=${oc.env:URI_OF_TEST}"]}
@@ -91,7 +89,7 @@ def test_what_reads_the_environment_is_composed_again(
 
 @pytest.mark.slow
 def test_planning_all_tables_composes_each_run_once_without_torch(tmp_path: Path) -> None:
-    """A dry run of every table, each run placed on GPUs, is a matter of seconds: see benchmarks/dry_run.py."""
+    """A dry run of all tables takes seconds (see benchmarks/dry_run.py), and needs no heavy import."""
     program = """
 import sys
 from pathlib import Path
@@ -99,13 +97,16 @@ from mcore_mas.pipeline import suite as suites
 from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.paper_tables import table_names
-made = []
+composed = []
 resolve = suites.resolve
-suites.resolve = lambda *given, **own: made.append(given) or resolve(*given, **own)
+def record(*arguments, **keywords):
+    composed.append(arguments)
+    return resolve(*arguments, **keywords)
+suites.resolve = record
 suite = Suite.load(paper_suite(table_names(), {"gpus": "8xH100", "results": "here"}), cache=Path("cache"))
-assert len(suite.runs) == len(made), (len(suite.runs), len(made))
+assert len(suite.runs) == len(composed), (len(suite.runs), len(composed))
 assert all(config["cluster"]["gpus"] == "8xH100" for config in suite.runs.values())
-print(len(made), sorted({"torch", "megatron", "transformers", "ray", "pandas"} & set(sys.modules)))
+print(len(composed), sorted({"torch", "megatron", "transformers", "ray", "pandas"} & set(sys.modules)))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

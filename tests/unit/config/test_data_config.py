@@ -1,4 +1,4 @@
-"""Splits made of data files: which files, which part of each, and mistakes in saying so."""
+"""Splits from data files: parts of files, faults in their configuration, and generators of tasks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from rollout.records.trajectory import Task
 from rollout.tasks.generators import Generator
 
 
-def problems(path: Path, count: int, **columns: Any) -> Path:
-    rows = [{"problem": f"{path.stem} {i}?", "answer": i, **columns} for i in range(count)]
+def write_problems(path: Path, count: int) -> Path:
+    """Write a file of so many math problems; return it."""
+    rows = [{"problem": f"{path.stem} {number}?", "answer": number} for number in range(count)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
@@ -37,29 +38,33 @@ def config(**splits: Any) -> DataConfig:
 
 def test_a_validation_split_of_three_files(tmp_path: Path) -> None:
     """The first 50 of MATH-500, AIME 2024 and AIME 2025 are 110 tasks of three sources."""
-    train = problems(tmp_path / "train.jsonl", 5)
-    test = problems(tmp_path / "test.jsonl", 1)
+    train = write_problems(tmp_path / "train.jsonl", 5)
+    test = write_problems(tmp_path / "test.jsonl", 1)
     files = [
-        {"path": problems(tmp_path / "m.jsonl", 60), "format": "math_500", "limit": 50},
-        {"path": problems(tmp_path / "a.jsonl", 30), "format": "aime_2024"},
-        {"path": problems(tmp_path / "b.jsonl", 30), "format": "aime_2025", "source": "aime25"},
+        {"path": write_problems(tmp_path / "m.jsonl", 60), "format": "math_500", "limit": 50},
+        {"path": write_problems(tmp_path / "a.jsonl", 30), "format": "aime_2024"},
+        {
+            "path": write_problems(tmp_path / "b.jsonl", 30),
+            "format": "aime_2025",
+            "source": "aime25",
+        },
     ]
     tasks = make_tasks(config(train=str(train), validation=files, test=[str(test)]), seed=1)
-    found = tasks["validation"]
-    assert len(found) == 110
-    assert [found[i].source for i in (49, 50, 79, 80)] == [
+    validation = tasks["validation"]
+    assert len(validation) == 110
+    assert [validation[index].source for index in (49, 50, 79, 80)] == [
         "math_500",
         "aime_2024",
         "aime_2024",
         "aime25",
     ]
-    assert found[49].prompt == "m 49?"
-    assert {task.split for task in found} == {"validation"}
+    assert validation[49].prompt == "m 49?"
+    assert {task.split for task in validation} == {"validation"}
     assert prompts(tasks["train"]) == [f"train {i}?" for i in range(5)]
 
 
 def test_splits_cut_from_one_file(tmp_path: Path) -> None:
-    path = str(problems(tmp_path / "x.jsonl", 9))
+    path = str(write_problems(tmp_path / "x.jsonl", 9))
     data = config(
         train={"path": path, "skip": 4},
         validation={"path": path, "limit": 2},
@@ -72,7 +77,7 @@ def test_splits_cut_from_one_file(tmp_path: Path) -> None:
     assert data.paths == (Path(path),)
 
 
-def test_the_first_of_every_source(tmp_path: Path) -> None:
+def test_a_file_is_limited_for_every_source(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     rows = [
         {"question": f"{i}?", "golden_answers": ["a"], "data_source": source}
@@ -91,7 +96,7 @@ def test_the_first_of_every_source(tmp_path: Path) -> None:
     assert prompts(tasks["test"]) == ["0?", "1?", "2?"]
 
 
-def test_a_file_that_is_published_with_repeats(tmp_path: Path) -> None:
+def test_repeated_rows_are_refused_or_dropped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"problem": "{i % 3}?", "answer": 1}}\n' for i in range(300)))
     with pytest.raises(RecordError, match=r"row 3: task math/.* set data.duplicates: drop"):
@@ -102,8 +107,8 @@ def test_a_file_that_is_published_with_repeats(tmp_path: Path) -> None:
     assert prompts(tasks["test"]) == ["0?", "1?"]
 
 
-def test_a_file_with_nothing_left(tmp_path: Path) -> None:
-    path = problems(tmp_path / "x.jsonl", 3)
+def test_a_file_without_tasks_after_skipping_is_refused(tmp_path: Path) -> None:
+    path = write_problems(tmp_path / "x.jsonl", 3)
     with pytest.raises(
         RecordError, match=r"x.jsonl: no task for data.test after skipping 3; see skip and limit"
     ):
@@ -136,17 +141,28 @@ def test_a_file_with_nothing_left(tmp_path: Path) -> None:
         ({"train": 5}, "data.train is 5; expected a data file, as no generator is named"),
     ],
 )
-def test_a_mistake_is_said(data: dict[str, Any], words: str) -> None:
+def test_a_mistake_is_described(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**{"train": "x.json", "validation": "x.json", "test": "x.json", **data})
     assert words in caught.value.errors()[0]["msg"]
 
 
-def made(seed: int, sizes: dict[str, int], *, fault: str = "") -> Any:
+def generate(seed: int, sizes: dict[str, int], *, fault: str = "") -> Any:
+    """Return tasks, with a fault; a fault with the name of a split leaves its tasks out."""
     if fault == "raises":
         raise RuntimeError("boom\nand more")
-    own = {"prompt": "?", "answers": (), "env": "math", "source": "own"}
-    tasks = [Task(id=f"{s}{n}", split=s, **own) for s, size in sizes.items() for n in range(size)]
+    tasks = []
+    for split, size in sizes.items():
+        for number in range(size):
+            task = Task(
+                id=f"{split}{number}",
+                prompt="?",
+                answers=(),
+                env="math",
+                source="own",
+                split=split,
+            )
+            tasks.append(task)
     faults = {
         "none": None,
         "number": [*tasks, 3],
@@ -156,7 +172,7 @@ def made(seed: int, sizes: dict[str, int], *, fault: str = "") -> Any:
     return faults.get(fault, [task for task in tasks if task.split != fault])
 
 
-MADE = Generator(tasks=made)
+GENERATOR = Generator(tasks=generate)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +192,17 @@ MADE = Generator(tasks=made)
         ("validation", "makes no validation task; expected 1"),
     ],
 )
-def test_a_generator_of_ones_own_that_makes_no_tasks_is_named(fault: str, words: str) -> None:
+def test_faults_of_a_users_generator_are_described(fault: str, words: str) -> None:
     sizes = {"train": 2, "validation": 1, "test": 0}
-    own = {"generator": f"{__name__}:MADE", **sizes}
-    assert {split: len(tasks) for split, tasks in make_tasks(DataConfig(**own), 1).items()} == sizes
-    with pytest.raises(ValueError, match=r"^data\.generator") as refused:
-        make_tasks(DataConfig(**own, options={"fault": fault}), 1)
-    said = str(refused.value)
-    assert said.startswith(f"data.generator '{__name__}:MADE' {words}") and "\n" not in said
+    settings = {"generator": f"{__name__}:GENERATOR", **sizes}
+    tasks = make_tasks(DataConfig(**settings), 1)
+    assert {split: len(tasks_of_split) for split, tasks_of_split in tasks.items()} == sizes
+
+    with pytest.raises(ValueError, match=r"^data\.generator") as error:
+        make_tasks(DataConfig(**settings, options={"fault": fault}), 1)
+    message = str(error.value)
+    assert message.startswith(f"data.generator '{__name__}:GENERATOR' {words}")
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -198,28 +217,28 @@ def test_a_generator_of_ones_own_that_makes_no_tasks_is_named(fault: str, words:
             r"tasks of a Generator must take \(seed, sizes, \*, ...\); it is of type NoneType",
         ),
         (
-            {"tasks": made, "demonstrations": lambda n: []},
+            {"tasks": generate, "demonstrations": lambda n: []},
             r"demonstrations of a Generator must take \(seed, n, \*, ",
         ),
     ],
 )
-def test_a_generator_takes_what_it_is_given(parts: dict[str, Any], words: str) -> None:
+def test_a_generator_with_wrong_parameters_is_refused(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionsError, match=words):
         Generator(**parts)
 
 
 def test_a_generator_may_yield_its_tasks() -> None:
-    def drawn(seed: int, sizes: dict[str, int]) -> Any:
-        yield from made(seed, sizes)
+    def yield_tasks(seed: int, sizes: dict[str, int]) -> Any:
+        yield from generate(seed, sizes)
 
-    assert len(list(Generator(tasks=drawn).tasks(1, {"train": 2}))) == 2
+    assert len(list(Generator(tasks=yield_tasks).tasks(1, {"train": 2}))) == 2
 
 
-def test_tasks_of_a_run(tmp_path: Path) -> None:
-    """The resolved config names the files, and the run's tasks are theirs; files of tasks are taken as they are."""
-    own = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
-    write_tasks(tmp_path / "own.parquet", [own])
-    train = problems(tmp_path / "train.jsonl", 4)
+def test_a_run_has_the_tasks_of_the_files_in_its_config(tmp_path: Path) -> None:
+    """Rows of data files are converted; files of tasks are used as they are."""
+    own_task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
+    write_tasks(tmp_path / "own.parquet", [own_task])
+    train = write_problems(tmp_path / "train.jsonl", 4)
     values = resolve(
         [
             "experiment=demo_math",
@@ -233,18 +252,18 @@ def test_tasks_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(tmp_path / "config.yaml", tmp_path / "tasks")
     assert prompts(read_tasks(tmp_path / "tasks" / "train.parquet")) == ["train 0?", "train 1?"]
-    assert read_tasks(tmp_path / "tasks" / "test.parquet") == [own]
+    assert read_tasks(tmp_path / "tasks" / "test.parquet") == [own_task]
 
 
 def test_a_task_twice_or_of_an_unknown_environment_is_refused_at_the_start(tmp_path: Path) -> None:
-    own = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
-    write_tasks(tmp_path / "test.parquet", [own])
-    assert prepared_tasks(tmp_path, "test") == [own]
+    task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
+    write_tasks(tmp_path / "test.parquet", [task])
+    assert prepared_tasks(tmp_path, "test") == [task]
     for tasks, fault in (
-        ([own, own], "task 't/1' is there twice; make the file again"),
-        ([replace(own, env="maths")], "unknown env 'maths'; nearest: math; known: "),
+        ([task, task], "task 't/1' is there twice; make the file again"),
+        ([replace(task, env="maths")], "unknown env 'maths'; nearest: math; known: "),
     ):
         write_tasks(tmp_path / "test.parquet", tasks)
-        with pytest.raises(RecordError) as refused:
+        with pytest.raises(RecordError) as error:
             prepared_tasks(tmp_path, "test")
-        assert str(refused.value).startswith(f"{tmp_path / 'test.parquet'}: {fault}")
+        assert str(error.value).startswith(f"{tmp_path / 'test.parquet'}: {fault}")

@@ -1,4 +1,4 @@
-"""Acquiring: pinned, resumed, verified, converted and reported, from a hub on the loopback."""
+"""Acquisition of data sets and models from a fake hub: pinned, resumed, verified and converted."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DATA = "data/math/math_500.parquet"
 MODEL = "models/Qwen3-Mini"
 ROWS = [
     {"problem": "What is 1+1?", "answer": "2", "unique_id": "a"},
-    {"problem": "What is 1+1?", "answer": "2", "unique_id": "a"},  # again
-    {"problem": "What is $1+1$?", "answer": "2", "unique_id": "b"},  # the same but for LaTeX
+    {"problem": "What is 1+1?", "answer": "2", "unique_id": "a"},  # the same row
+    {"problem": "What is $1+1$?", "answer": "2", "unique_id": "b"},  # the same text except LaTeX
     {"problem": "What is 1+1?", "answer": "3", "unique_id": "a"},  # contradicts the first
     {"problem": "What is 2+2?", "answer": "", "unique_id": "c"},
     {"problem": "What is 3+3?", "answer": "6", "unique_id": "d"},
@@ -42,7 +42,7 @@ LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with one data set, and a working folder of its own."""
+    """Return a hub with one data set; the test works in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with running(
@@ -51,10 +51,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield server
 
 
-def named(monkeypatch: pytest.MonkeyPatch, item: str = DATA, **keys: object) -> Source:
-    """What `item` is from, in place of the shipped sources."""
-    keys = {"repository": "some/math", "files": ("test.jsonl",), "format": "math_500", **keys}
-    source = Source.model_validate(keys)
+def set_source(monkeypatch: pytest.MonkeyPatch, item: str = DATA, **keys: object) -> Source:
+    """Make a source of `item` the only one; return it."""
+    defaults = {"repository": "some/math", "files": ("test.jsonl",), "format": "math_500"}
+    source = Source.model_validate({**defaults, **keys})
     monkeypatch.setattr(acquiring, "load_sources", lambda: {item: source})
     return source
 
@@ -66,7 +66,7 @@ def client(server: FakeHub, **keys: bool) -> Hub:
 def test_a_data_set_is_fetched_converted_and_recorded(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named(monkeypatch, revision=COMMIT)
+    set_source(monkeypatch, revision=COMMIT)
     acquire(DATA, Path("r.json"), client(hub))
     receipt = json.loads(Path("r.json").read_text())
     digest = hashlib.sha256(LINES).hexdigest()
@@ -87,15 +87,17 @@ def test_a_data_set_is_fetched_converted_and_recorded(
     requests = [path for path, _ in hub.asked]
     assert requests[0] == f"api/datasets/some/math/revision/{COMMIT}"
     assert set(requests[1:]) == {f"datasets/some/math/resolve/{COMMIT}/test.jsonl"}
-    Path(DATA).unlink()  # is made again from the downloaded file without a request
+
+    # It is converted again from the downloaded file, without a request.
+    Path(DATA).unlink()
     acquire(DATA, Path("r.json"), client(hub, offline=True))
     assert [path for path, _ in hub.asked] == requests
 
 
-def test_the_first_fetch_pins_what_later_ones_must_equal(
+def test_later_downloads_must_equal_the_first_one(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named(monkeypatch)
+    set_source(monkeypatch)
     acquire(DATA, Path("r.json"), client(hub))
     assert json.loads(Path("r.json").read_text())["revision"] == COMMIT
     for path in (Path(DATA), Path("data/raw/some--math/test.jsonl")):
@@ -117,7 +119,7 @@ def test_files_that_are_complete_are_not_downloaded_again(
 ) -> None:
     first, second = LINES.splitlines(keepends=True)[::5]
     hub.repositories["datasets/some/math"] = {"a.jsonl": first, "b.jsonl": second}
-    named(monkeypatch, files=("*.jsonl",))
+    set_source(monkeypatch, files=("*.jsonl",))
     hub.cut["b.jsonl"] = 10
     with pytest.raises(AcquireError, match="answered 503"):
         acquire(DATA, Path("r.json"), client(hub))
@@ -131,14 +133,16 @@ def test_files_that_are_complete_are_not_downloaded_again(
     assert not Path("data/raw/some--math/.cache").exists()
 
 
-def test_wrong_bytes_are_one_line_and_gone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    named(monkeypatch, sha256={"test.jsonl": "0" * 64})
+def test_files_with_wrong_digests_are_refused_and_removed(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_source(monkeypatch, sha256={"test.jsonl": "0" * 64})
     with pytest.raises(
         AcquireError,
         match=r"test\.jsonl: sha256 is \w{64}, but sources.yaml says 0+; the file is removed",
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    named(monkeypatch)
+    set_source(monkeypatch)
     hub.swapped.add("test.jsonl")
     with pytest.raises(
         AcquireError,
@@ -152,7 +156,7 @@ def test_wrong_bytes_are_one_line_and_gone(hub: FakeHub, monkeypatch: pytest.Mon
 def test_a_hub_that_lists_a_file_outside_is_refused(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    named(monkeypatch, files=("*test.jsonl",))
+    set_source(monkeypatch, files=("*test.jsonl",))
     hub.repositories["datasets/some/math"] = {name: LINES}
     with pytest.raises(
         AcquireError, match=f"some/math: {hub.url} lists '{name}', which leads out of its folder"
@@ -161,9 +165,9 @@ def test_a_hub_that_lists_a_file_outside_is_refused(
     assert not [*tmp_path.rglob("*test.jsonl")]
 
 
-def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated.add("datasets/some/math")
-    named(monkeypatch, licence="llama3.2", gated=True)
+    set_source(monkeypatch, licence="llama3.2", gated=True)
     page = f"{hub.url}/datasets/some/math"
     with pytest.raises(
         AcquireError,
@@ -175,20 +179,20 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         acquire(DATA, Path("r.json"), client(hub))
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     acquire(DATA, Path("r.json"), client(hub))
-    assert hub.tokens_elsewhere == set()  # the file came from another host, which learns no token
+    assert hub.tokens_elsewhere == set()  # the host of large files gets no token
     Path(DATA).unlink()
-    named(monkeypatch, files=("train.jsonl", "train-*.parquet"))
+    set_source(monkeypatch, files=("train.jsonl", "train-*.parquet"))
     with pytest.raises(
         AcquireError,
         match=r"no file like train.jsonl or train-\*.parquet; it has test.jsonl, README",
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    named(monkeypatch, repository="some/other")
+    set_source(monkeypatch, repository="some/other")
     with pytest.raises(
         AcquireError, match=r"datasets/some/other: no such repository, or it is not public \(401\)"
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    named(monkeypatch, revision="f" * 40)
+    set_source(monkeypatch, revision="f" * 40)
     with pytest.raises(AcquireError, match=f"some/math: no revision f+ at {hub.url}"):
         acquire(DATA, Path("r.json"), client(hub))
     with pytest.raises(
@@ -200,7 +204,7 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         match=r"127.0.0.1:9: cannot fetch some/math .* name another hub in HF_ENDPOINT",
     ):
         acquire(DATA, Path("r.json"), Hub(endpoint="http://127.0.0.1:9"))
-    named(monkeypatch, repository=None, by_hand="train.json of github.com/x")
+    set_source(monkeypatch, repository=None, by_hand="train.json of github.com/x")
     with pytest.raises(
         AcquireError,
         match=r"it is on no hub; put .* there by hand, from train.json of github.com/x",
@@ -212,79 +216,80 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_good")
-    where, digest = f"data/{'a' * 40}.jsonl", hashlib.sha256(LINES).hexdigest()
+    file = f"data/{'a' * 40}.jsonl"
+    digest = hashlib.sha256(LINES).hexdigest()
     item = "data/math/math_500.json"
     keys = {
         "item": item,
         "host": "github",
-        "files": (where,),
+        "files": (file,),
         "revision": COMMIT,
         "licence": "mit",
         "rows": 6,
     }
-    source = named(monkeypatch, **keys, sha256={where: digest})
+    source = set_source(monkeypatch, **keys, sha256={file: digest})
     assert source.description == "some/math of GitHub, 6 rows, licence mit"
-    there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
+    github = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
     with pytest.raises(
         AcquireError,
         match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)",
     ):
-        acquire(item, Path("r.json"), there)
-    hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
-    acquire(item, Path("r.json"), there)
-    found = json.loads(Path("r.json").read_text())
-    assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (
-        COMMIT,
-        digest,
-        3,
-    )
-    assert hub.tokens_elsewhere == set()  # the hub's token is the hub's alone
-    assert json.loads(Path(item).read_text()) == [
-        ROWS[0],
-        ROWS[2],
-        ROWS[5],
-    ]  # of the format that its name says
-    acquire(item, Path("again.json"), there)
-    assert json.loads(Path("again.json").read_text())["kept"] == 3  # checked, as it is there
+        acquire(item, Path("r.json"), github)
+    hub.raw[f"some/math/{COMMIT}/{file}"] = LINES
+    acquire(item, Path("r.json"), github)
+    receipt = json.loads(Path("r.json").read_text())
+    assert receipt["revision"] == COMMIT
+    assert receipt["files"][file]["sha256"] == digest
+    assert receipt["kept"] == 3
+    assert hub.tokens_elsewhere == set()  # GitHub does not get the hub's token
+    # the item's name says that it is a JSON file
+    assert json.loads(Path(item).read_text()) == [ROWS[0], ROWS[2], ROWS[5]]
+
+    acquire(item, Path("again.json"), github)  # the existing file is checked
+    assert json.loads(Path("again.json").read_text())["kept"] == 3
     Path(item).unlink()
     Path("data/sources.lock").unlink()
-    named(monkeypatch, **keys, sha256={where: "0" * 64})
+    set_source(monkeypatch, **keys, sha256={file: "0" * 64})
     with pytest.raises(
         AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; the file is removed"
     ):
-        acquire(item, Path("r.json"), there)
+        acquire(item, Path("r.json"), github)
 
 
-def test_rows_are_those_that_the_authors_draw(
+def test_rows_are_drawn_as_the_authors_draw_them(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """numpy's RandomState(42).choice(6, 2, replace=False) is 0 and 1; of these rows the second repeats the first."""
-    named(monkeypatch, rows=6, drawn=(2, 42))
+    """NumPy's RandomState(42).choice(6, 2, replace=False) draws rows 0 and 1, which are equal."""
+    set_source(monkeypatch, rows=6, drawn=(2, 42))
     acquire(DATA, Path("r.json"), client(hub))
-    found = json.loads(Path("r.json").read_text())
-    assert (found["kept"], found["duplicates"], found["dropped"]) == (1, 1, {"is not drawn": 4})
-    acquire(DATA, Path("r.json"), client(hub))  # what is there was drawn already
+    receipt = json.loads(Path("r.json").read_text())
+    assert (receipt["kept"], receipt["duplicates"]) == (1, 1)
+    assert receipt["dropped"] == {"is not drawn": 4}
+
+    acquire(DATA, Path("r.json"), client(hub))  # the existing file is not drawn from again
     assert json.loads(Path("r.json").read_text())["kept"] == 1
 
 
-def test_rows_and_columns_are_those_that_are_expected(
+def test_unexpected_rows_or_columns_are_refused(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named(monkeypatch, rows=500)
+    set_source(monkeypatch, rows=500)
     with pytest.raises(AcquireError, match="some/math: 6 rows, expected 500"):
         acquire(DATA, Path("r.json"), client(hub))
-    named(monkeypatch, format="apps")
+    set_source(monkeypatch, format="apps")
     with pytest.raises(AcquireError, match=r"no row of format apps \(has no problem with tests\)"):
         acquire(DATA, Path("r.json"), client(hub))
-    named(monkeypatch, where={"unique_id": "a"})
+    set_source(monkeypatch, where={"unique_id": "a"})
     acquire(DATA, Path("r.json"), client(hub))
     assert json.loads(Path("r.json").read_text())["rows"] == 3
 
 
-def test_what_is_there_is_checked_and_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_file_is_checked_and_used(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path(DATA).parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(ROWS[:1]), DATA)
-    named(monkeypatch)
+    set_source(monkeypatch)
     acquire(DATA, Path("r.json"), client(hub))
     assert json.loads(Path("r.json").read_text())["origin"] == "was there"
     assert hub.asked == []
@@ -295,18 +300,18 @@ def test_what_is_there_is_checked_and_used(hub: FakeHub, monkeypatch: pytest.Mon
         acquire(DATA, Path("r.json"), client(hub))
 
 
-def test_a_model_is_there_once_it_is_whole(
+def test_a_model_appears_when_all_its_files_are_complete(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tmp_path / "made" / "Qwen3-Mini"
-    make_tiny_model(made)
-    files = {path.name: path.read_bytes() for path in made.iterdir()}
+    original = tmp_path / "original" / "Qwen3-Mini"
+    make_tiny_model(original)
+    files = {path.name: path.read_bytes() for path in original.iterdir()}
     hub.repositories["some/model"] = {
         **files,
-        "onnx/model.onnx": b"not asked for",
-        "notes.md": b"nor this",
+        "onnx/model.onnx": b"not downloaded",
+        "notes.md": b"not downloaded",
     }
-    named(monkeypatch, MODEL, repository="some/model", files=(), format=None)
+    set_source(monkeypatch, MODEL, repository="some/model", files=(), format=None)
     hub.cut["model.safetensors"] = 1000
     with pytest.raises(AcquireError, match="some/model: answered 503"):
         acquire(MODEL, Path("r.json"), client(hub))
@@ -323,21 +328,25 @@ def test_a_model_is_there_once_it_is_whole(
         acquire(MODEL, Path("r.json"), client(hub))
 
 
-def test_parts_are_joined_and_unpacked(tmp_path: Path) -> None:
+def test_parts_of_a_file_are_joined(tmp_path: Path) -> None:
     (tmp_path / "part_aa").write_bytes(b"ab")
     (tmp_path / "part_ab").write_bytes(b"cd")
     assemble([tmp_path / "part_aa", tmp_path / "part_ab"], tmp_path / "whole")
     assert (tmp_path / "whole").read_bytes() == b"abcd"
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:  # as wiki-18.jsonl.gz is
+
+
+def test_compressed_files_and_archives_are_unpacked(tmp_path: Path) -> None:
+    """wiki-18.jsonl.gz is a compressed tar archive of one file."""
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
         folder = tarfile.TarInfo("data00")
         folder.type = tarfile.DIRTYPE
         archive.addfile(folder)
         entry = tarfile.TarInfo("data00/wiki_dump.jsonl")
         entry.size = len(LINES)
         archive.addfile(entry, io.BytesIO(LINES))
-    for content in (LINES, packed.getvalue()):
+    for content in (LINES, tar.getvalue()):
         (tmp_path / "a.gz").write_bytes(gzip.compress(content))
         assemble([tmp_path / "a.gz"], tmp_path / "corpus")
         assert (tmp_path / "corpus").read_bytes() == LINES
@@ -347,8 +356,10 @@ def test_parts_are_joined_and_unpacked(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_the_report_says_what_leaks(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    named(monkeypatch)
+def test_the_report_lists_leaks_between_splits(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_source(monkeypatch)
     acquire(DATA, Path("r.json"), client(hub))
     data = {
         "format": "math_500",
@@ -375,24 +386,28 @@ def test_the_report_says_what_leaks(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_every_published_input_has_a_source() -> None:
-    known = load_sources()
+    sources = load_sources()
     for name in experiments():
         config = resolve([f"experiment={name}"])
         data = DataConfig.model_validate(config["data"])
         files = [file for split in SPLITS for file in data.files(split)]
         models = [policy["model"] for policy in config["policies"].values() if policy["model"]]
         missing = [
-            path for path in (*(str(file.path) for file in files), *models) if path not in known
+            path for path in (*(str(file.path) for file in files), *models) if path not in sources
         ]
         assert not [path for path in missing if not path.startswith("results/")], name
         readers = {
-            (file.format or data.format).removesuffix("_shown"): known[str(file.path)].format
+            (file.format or data.format).removesuffix("_shown"): sources[str(file.path)].format
             for file in files
         }
-        assert all(asked == has for asked, has in readers.items()), name
-    assert all(len(source.revision or "f" * 40) == 40 for source in known.values())
-    free = [path for path, source in known.items() if source.repository and not source.revision]
-    assert free == [
+        for data_format, source_format in readers.items():
+            assert data_format == source_format, name
+    assert all(len(source.revision or "f" * 40) == 40 for source in sources.values())
+    # No public code says which revision of these was used.
+    unpinned = [
+        path for path, source in sources.items() if source.repository and not source.revision
+    ]
+    assert unpinned == [
         *(
             f"data/math/{name}.parquet"
             for name in ("amc_23", "minerva", "olympiad_bench", "dapo_filter")
@@ -404,7 +419,11 @@ def test_every_published_input_has_a_source() -> None:
                 *(f"AReaL-boba-2-{size}B" for size in (8, 14, 32)),
             )
         ),
-    ]  # of which no public code that was read says one revision
-    pinned = [source for source in known.values() if source.host == "github"]
-    assert all(source.revision and set(source.files) == set(source.sha256) for source in pinned)
-    assert all(len(digest) == 64 for source in known.values() for digest in source.sha256.values())
+    ]
+    github_sources = [source for source in sources.values() if source.host == "github"]
+    assert all(
+        source.revision and set(source.files) == set(source.sha256) for source in github_sources
+    )
+    assert all(
+        len(digest) == 64 for source in sources.values() for digest in source.sha256.values()
+    )

@@ -1,4 +1,4 @@
-"""A trajectory in the terminal: a line whole, a tree by its path or with all branches."""
+"""`mcore-mas show`: trajectories in the terminal, and trees by their best path or with all branches."""
 
 from __future__ import annotations
 
@@ -26,36 +26,48 @@ REPLIES = {
 }
 
 
-async def twice(task, team, env):
-    said = env.reset(task)
+async def two_turns(task, team, env):
+    """Orchestra: agent a calls a tool and acts, twice."""
+    observation = env.reset(task)
     for _ in range(2):
-        reply = await team.act("a", said=said)
+        reply = await team.act("a", said=observation)
         await env.step(f"look {reply.text}")
-        said = (await env.step(reply.text)).observation
+        step = await env.step(reply.text)
+        observation = step.observation
 
 
 def record(path, tree):
+    """Write the trajectory of two turns, or its tree, to a file; return the file."""
     engine, _ = seeded(REPLIES)
-    groups = asyncio.run(
+    [group] = asyncio.run(
         collect(
-            [TASK], make_team(engine), Adder, twice, group_size=1, seed=SEED, step=STEP, tree=tree
+            [TASK],
+            make_team(engine),
+            Adder,
+            two_turns,
+            group_size=1,
+            seed=SEED,
+            step=STEP,
+            tree=tree,
         )
     )
-    write_trajectories(path, groups[0].trajectories)
-    assert read_trajectories(path)[0].tools == groups[0].trajectories[0].tools
+    write_trajectories(path, group.trajectories)
+    assert read_trajectories(path)[0].tools == group.trajectories[0].tools
     return path
 
 
-def shown(capsys, monkeypatch, *arguments, columns=160) -> str:
+def show(capsys, monkeypatch, *arguments, columns=160) -> str:
+    """Return the output of `mcore-mas show` with these arguments."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.argv", ["mcore-mas", "show", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main()
-    assert ended.value.code == 0
+    assert end.value.code == 0
     return capsys.readouterr().out
 
 
 def titles(text):
+    """Return the title of every turn."""
     return [line.strip("│ ") for line in text.splitlines() if "(p v0)" in line]
 
 
@@ -64,8 +76,8 @@ def tree(tmp_path):
     return record(tmp_path / "tree.parquet", Branching(width=2))
 
 
-def test_a_line_shows_every_turn_with_its_scores(tmp_path, capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, record(tmp_path / "line.parquet", None))
+def test_a_trajectory_shows_every_turn_with_its_scores(tmp_path, capsys, monkeypatch):
+    text = show(capsys, monkeypatch, record(tmp_path / "line.parquet", None))
     assert "completed   outcome 4   2 turns" in text
     assert titles(text) == [
         "0 a (p v0) · 2 tokens, log p 0.00 · team 1 · total 1",
@@ -74,18 +86,19 @@ def test_a_line_shows_every_turn_with_its_scores(tmp_path, capsys, monkeypatch):
     assert text.count("eye: look") == 2
 
 
-def test_a_tree_shows_its_path(tree, capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, tree)
+def test_a_tree_shows_its_best_path(tree, capsys, monkeypatch):
+    text = show(capsys, monkeypatch, tree)
     assert "completed   outcome 9   2 turns on the path to 1.1, 4 in the tree" in text
     assert titles(text) == [
         "0 a (p v0) · branch 1 · 2 tokens, log p 0.00 · team 5 · total 5 · branch 5",
         "1 a (p v0) · branch 1.1 · 2 tokens, log p 0.00 · team 4 · total 9 · branch 4",
     ]
-    assert "eye: look 5" in text and "eye: look 1" not in text
+    assert "eye: look 5" in text
+    assert "eye: look 1" not in text
 
 
 def test_branches_shows_the_siblings_with_their_scores(tree, capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, tree, "--branches")
+    text = show(capsys, monkeypatch, tree, "--branches")
     assert [title.split(" · ")[1] for title in titles(text)] == [
         "branch 0",
         "branch 1",
@@ -98,7 +111,7 @@ def test_branches_shows_the_siblings_with_their_scores(tree, capsys, monkeypatch
         "branch 2",
         "branch 4",
     ]
-    assert text.count("user → a") == 2  # siblings saw what the path saw
+    assert text.count("user → a") == 2  # siblings have the same prompt
     assert text.count("eye: look") == 4
 
 
@@ -107,44 +120,44 @@ def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(
 ):
     path = tmp_path / f"{'long' * 20}.parquet"
     write_trajectories(path, [trajectory(turn(0)), trajectory(turn(0), id="second")])
-    assert (
-        shown(capsys, monkeypatch, path, columns=40).splitlines()[-1]
-        == f"mcore-mas show {path} --index 0"
-    )
+    text = show(capsys, monkeypatch, path, columns=40)
+    assert text.splitlines()[-1] == f"mcore-mas show {path} --index 0"
 
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b2J a\rb \x1b]52;c;aGk=\x07 \u202eevil\u202c\ttab"
 
 
-def test_nothing_that_was_said_commands_a_terminal(capsys, monkeypatch, tmp_path) -> None:
-    said = trajectory(
+def test_control_characters_of_a_trajectory_are_escaped(capsys, monkeypatch, tmp_path) -> None:
+    hostile = trajectory(
         turn(0, text=HOSTILE, messages=(Message(role="user", content=HOSTILE),)),
         tools=(ToolEvent(after_turn=0, tool="python", query=HOSTILE, result=HOSTILE),),
         error=HOSTILE,
     )
-    write_trajectories(tmp_path / "said.parquet", [said])
-    text = shown(capsys, monkeypatch, tmp_path / "said.parquet")
+    write_trajectories(tmp_path / "hostile.parquet", [hostile])
+    text = show(capsys, monkeypatch, tmp_path / "hostile.parquet")
     assert not set(text) & set("\x1b\x07\r\x9b\u202e\u202c")
-    assert (
-        text.count("\\x1b]0;owned\\x07") == 5
-    )  # what was asked, said, searched, found, and the error
+    # in the prompt, the reply, the query, the tool's result and the error
+    assert text.count("\\x1b]0;owned\\x07") == 5
 
 
-def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
+def test_control_characters_of_a_note_are_escaped(capsys) -> None:
     ProgressReporter("r train", 3).note(f"first: {HOSTILE}\r\nr train: 3/3 done")
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.endswith("\\r\\nr train: 3/3 done\n")
+    note = capsys.readouterr().err
+    assert note.count("\n") == 1
+    assert note.endswith("\\r\\nr train: 3/3 done\n")
+
     say(f"retriever: {HOSTILE}\nr train: 3/3 done")
-    said += capsys.readouterr().err
-    assert said.count("\n") == 2 and "retriever: \\x1b]0;owned" in said
-    assert not set(said) & set("\x1b\x07\r\x9b\u202e")
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "retriever: \\x1b]0;owned" in line
+    assert not set(note + line) & set("\x1b\x07\r\x9b\u202e")
     assert describe_error(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
 
 
 def test_a_file_of_several_is_listed_and_everything_fits_80_columns(
     capsys, monkeypatch, tmp_path
 ) -> None:
-    played = [
+    trajectories = [
         replace(
             trajectory(replace(turn(0), reward=0.25), replace(turn(1), reward=0.75)),
             id="3/t/0",
@@ -152,14 +165,17 @@ def test_a_file_of_several_is_listed_and_everything_fits_80_columns(
         ),
         replace(failed(turn(0), sample=1), id="3/t/1"),
     ]
-    write_trajectories(tmp_path / "step_000003.parquet", played)
-    text = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", columns=80)
+    write_trajectories(tmp_path / "step_000003.parquet", trajectories)
+    text = show(capsys, monkeypatch, tmp_path / "step_000003.parquet", columns=80)
     rows = [line.split() for line in text.splitlines() if line.strip().partition(" ")[0].isdigit()]
-    assert [row[0] for row in rows] == ["0", "1", "2"]  # two trajectories, and how many there are
-    assert "0.5" in rows[0] and "completed" in rows[0]  # the mean of 0.25 and 0.75
+    assert [row[0] for row in rows] == ["0", "1", "2"]  # two trajectories, and their number
+    assert "0.5" in rows[0]  # the mean of 0.25 and 0.75
+    assert "completed" in rows[0]
     assert "failed: EngineError" in " ".join(rows[1])
-    one = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "0", columns=80)
-    assert "reward 0.25" in " ".join(one.replace("│", " ").split())
-    assert (
-        max(map(len, text.splitlines()[:-1] + one.splitlines())) <= 80
-    )  # a command that is copied is one line
+    details = show(
+        capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "0", columns=80
+    )
+    assert "reward 0.25" in " ".join(details.replace("│", " ").split())
+    # the last line of the list is a command, which must stay one line
+    lines = text.splitlines()[:-1] + details.splitlines()
+    assert max(map(len, lines)) <= 80
