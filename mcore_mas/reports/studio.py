@@ -61,10 +61,11 @@ class Studio:
 
     def metrics(self, run: str, start: WholeNumber = 0) -> dict[str, Any]:
         """Return the steps' rows of metrics.jsonl from byte `start` on, and the end's offset."""
-        path = self._run_folder(run) / "train" / "metrics.jsonl"
+        folder = self._run_folder(run)
+        path = folder / "train" / "metrics.jsonl"
         rows: list[dict[str, Any]] = []
         end = 0
-        if path.is_file():
+        if path.is_file() and _is_inside(path, folder):
             rows, end = read_json_lines(path, start)
         return {"rows": [row for row in rows if has_step(row)], "end": end}
 
@@ -75,7 +76,7 @@ class Studio:
             *sorted(folder.glob("train/trajectories/*.parquet")),
             *sorted(folder.glob("evaluation/*/*.parquet")),
         ]
-        return [path.relative_to(folder).as_posix() for path in paths]
+        return [path.relative_to(folder).as_posix() for path in paths if _is_inside(path, folder)]
 
     def trajectories(
         self, run: str, file: str, first: WholeNumber = 0, **filters: str
@@ -115,9 +116,12 @@ class Studio:
 
     def log(self, run: str) -> str:
         """Return the end of the training's log."""
-        path = self._run_folder(run) / "logs" / "train.log"
+        folder = self._run_folder(run)
+        path = folder / "logs" / "train.log"
         if not path.is_file():
             return ""
+        if not _is_inside(path, folder):
+            return f"{path} is a link to a file outside of the run's folder, and not shown"
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LOG_BYTES))
             return escape_text(file.read().decode("utf-8", errors="replace"))
@@ -130,9 +134,14 @@ class Studio:
         return {"settings": config_differences(first, second), "scores": scores}
 
     def _run_folder(self, name: str) -> Path:
-        folder = self._results / name
-        if "/" in name or name in ("", ".", "..") or not (folder / "config.yaml").is_file():
+        # The name comes from the request, so it is compared with the names in the folder first.
+        folders = {folder.name: folder for folder in self._results.iterdir()}
+        if name not in folders:
             raise HTTPException(404, f"no run '{name[:80]}' in {self._results}")
+        folder = folders[name]
+        config = folder / "config.yaml"
+        if not config.is_file() or not _is_inside(config, folder):
+            raise HTTPException(404, f"no run '{name[:80]}' in {self._results}: it has no config")
         return folder
 
     def _file_path(self, run: str, name: str) -> Path:
@@ -152,6 +161,11 @@ class Studio:
                 texts = _decode_tokens(file, turn.completion_ids)
                 tokens[turn.node, turn.index] = list(zip(texts, turn.logprobs, strict=True))
         return tokens
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return True if a file lies in a folder after links in both are followed."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def escape_texts(value: Any) -> Any:

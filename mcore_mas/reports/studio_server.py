@@ -23,7 +23,7 @@ from mcore_mas.reports.studio import Studio, WholeNumber, escape_texts
 from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import FolderError
 from rollout.base.processes import say
-from rollout.base.urls import is_loopback
+from rollout.base.urls import is_loopback_header
 from rollout.records.files import RecordError
 
 # A trajectory's page runs no scripts and loads nothing.
@@ -137,11 +137,12 @@ def _json_response(value: Any) -> Response:
 def _check_access(request: Request, token: str | None) -> None:
     """Refuse a request without the token.
 
-    Without a token, refuse a request whose Host is not this machine (DNS rebinding).
+    Without a token, refuse a request whose Host header does not name this machine, because a
+    hostile page may have a host name that resolves to this machine (DNS rebinding).
     """
     if token is None:
-        # A hostile page may have a host name that resolves to this machine.
-        if not is_loopback(request.url.hostname or ""):
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1 or not is_loopback_header(hosts[0]):
             raise HTTPException(403, "the studio answers to its address on this machine only")
         return
     query_token = request.query_params.get("token", "")

@@ -2,11 +2,14 @@
 
 import ipaddress
 import os
+import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
+
+_MAX_PORT = 65535
 
 
 def without_proxy(*hosts: str) -> dict[str, str]:
@@ -24,6 +27,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+# A Host header as browsers write it: in lower case, without user or path, and without a default port.
+_HOST_HEADER = re.compile(
+    r"(?P<host>[a-z0-9.-]+|\[(?P<ipv6>[0-9a-f:]+)\])(:(?P<port>[1-9][0-9]{0,4}))?"
+)
+
+
+def is_loopback_header(header: str) -> bool:
+    """Return True if a Host header names this machine, in the form that browsers send."""
+    match = _HOST_HEADER.fullmatch(header)
+    if match is None or int(match["port"] or 0) > _MAX_PORT:
+        return False
+    return is_loopback(match["ipv6"] or match["host"])
 
 
 def _validate_url(url: str) -> str:

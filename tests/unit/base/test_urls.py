@@ -5,7 +5,60 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rollout.base.urls import Url, check_private, is_loopback, without_proxy
+from rollout.base.urls import Url, check_private, is_loopback, is_loopback_header, without_proxy
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["127.0.0.1", "127.0.0.1:8001", "127.1.2.3:65535", "localhost", "localhost:1", "[::1]:8001"],
+)
+def test_host_headers_of_this_machine_are_loopback(header: str) -> None:
+    assert is_loopback_header(header)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "evil.example",
+        "evil.example:8001",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:8001",
+        "10.0.0.1",
+        "[2001:db8::1]",
+        # No browser sends these.
+        "127.0.0.1:8001@evil.example",
+        "evil.example@127.0.0.1:8001",
+        "user@127.0.0.1",
+        "127.0.0.1/path",
+        "127.0.0.1?x",
+        "127.0.0.1#x",
+        "http://127.0.0.1",
+        "127.0.0.1, evil.example",
+        "127.0.0.1 evil.example",
+        " 127.0.0.1",
+        "127.0.0.1\n",
+        "127.0.0.1:",
+        "127.0.0.1:0",
+        "127.0.0.1:080",
+        "127.0.0.1:65536",
+        "127.0.0.1:8001:8001",
+        "127.0.0.1:x",
+        "127.0.0.1:\u0661",
+        "::1",
+        "[::1",
+        "[::1]evil.example",
+        "[::1%lo]",
+        "[127.0.0.1]",
+        "[localhost]",
+        "LOCALHOST",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+    ],
+)
+def test_other_host_headers_are_not_loopback(header: str) -> None:
+    assert not is_loopback_header(header)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://host/path", "http://[::1]:1/"])

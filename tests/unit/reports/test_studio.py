@@ -121,7 +121,7 @@ def test_tokens_are_shaded_if_the_policy_has_a_tokenizer(results: Path) -> None:
     assert '<span style="--surprise:36%" title="p 0.050"> &lt;b&gt;</span></pre>' in page
 
 
-@pytest.mark.parametrize("run", ["../a", "..", ".", "", "c"])
+@pytest.mark.parametrize("run", ["../a", "..", ".", "", "c", "a/", "x" * 5000, "a\0", "\udcff"])
 def test_a_run_is_a_folder_of_the_results(results: Path, run: str) -> None:
     with pytest.raises(HTTPException, match="no run"):
         Studio(results).metrics(run)
@@ -131,6 +131,38 @@ def test_a_run_is_a_folder_of_the_results(results: Path, run: str) -> None:
 def test_a_file_is_one_of_the_runs_trajectories(results: Path, file: str) -> None:
     with pytest.raises(HTTPException, match="has no file of trajectories"):
         Studio(results).trajectories("a", file)
+
+
+def test_files_outside_of_the_runs_folder_are_not_shown(results: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("train.log", "metrics.jsonl", "config.yaml"):
+        (elsewhere / name).write_text('{"step": 0, "secret": 1}\n')
+    (results / "a" / STEP_0).rename(elsewhere / "step_000000.parquet")
+    studio = Studio(results)
+    (results / "a" / "logs").symlink_to(elsewhere)
+    for file in ("train/metrics.jsonl", STEP_0):
+        (results / "a" / file).unlink(missing_ok=True)
+        (results / "a" / file).symlink_to(elsewhere / Path(file).name)
+    assert "secret" not in studio.log("a")
+    assert "is a link to a file outside of the run's folder" in studio.log("a")
+    assert studio.metrics("a")["rows"] == []
+    assert studio.files("a") == []
+    (results / "b" / "config.yaml").unlink()
+    (results / "b" / "config.yaml").symlink_to(elsewhere / "config.yaml")
+    with pytest.raises(HTTPException, match="no run 'b'"):
+        studio.compare("a", "b")
+
+
+def test_a_run_may_lie_on_another_disk(results: Path, tmp_path: Path) -> None:
+    (results / "a" / "logs").mkdir()
+    (results / "a" / "logs" / "train.log").write_text("a line\n")
+    (tmp_path / "disk").mkdir()
+    (results / "a").rename(tmp_path / "disk" / "a")
+    (results / "a").symlink_to(tmp_path / "disk" / "a")
+    studio = Studio(results)
+    assert studio.log("a") == "a line\n"
+    assert studio.files("a") == [STEP_0]
 
 
 def test_texts_of_an_answer_have_no_control_characters() -> None:

@@ -71,6 +71,10 @@ def test_an_answer_has_no_control_characters_and_no_nan(results: Path) -> None:
         ("/trajectory", {"run": "a", "file": STEPS[0], "index": "3"}, 404),
         ("/trajectory", {"run": "a", "file": STEPS[0], "index": "9" * 400}, 400),
         ("/config.yaml", {}, 404),
+        ("/api/log", {"run": "x" * 5000}, 404),
+        ("/api/compare", {"a": "a", "b": "x" * 5000}, 404),
+        ("/api/trajectories", {"run": "a", "file": "x" * 5000}, 404),
+        ("/" + "x" * 5000, {}, 404),
     ],
 )
 def test_a_wrong_request_is_refused(
@@ -112,8 +116,13 @@ def test_settings_that_json_lacks_are_compared(results: Path) -> None:
 
 def test_without_a_token_only_this_machines_own_address_is_answered(results: Path) -> None:
     app = studio_app(Studio(results), None)
-    with TestClient(app, base_url="http://evil.example") as client:
-        assert client.get("/api/runs").status_code == 403
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        for host in ("127.0.0.1", "localhost:8001", "[::1]:8001"):
+            assert client.get("/api/runs", headers={"Host": host}).status_code == 200
+        for host in ("evil.example", "127.0.0.1:8001@evil.example", "evil@127.0.0.1", ""):
+            assert client.get("/api/runs", headers={"Host": host}).status_code == 403
+        two_hosts = [("Host", "127.0.0.1"), ("Host", "evil.example")]
+        assert client.get("/api/runs", headers=two_hosts).status_code == 403
 
 
 def test_with_a_token_every_request_needs_it(results: Path) -> None:
