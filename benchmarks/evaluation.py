@@ -35,7 +35,7 @@ REPLY_S = 0.16
 PLAIN_REQUESTS = 1_600
 TASKS = 521
 SAMPLES = 16
-CALLS = 3  # of a trajectory: solver, verifier without a verdict, solver
+CALLS = 3  # calls of a trajectory: solver, verifier without a verdict, solver
 REQUESTS = TASKS * SAMPLES * CALLS
 # Numbers of requests after which memory is compared.
 EARLY = 5_000

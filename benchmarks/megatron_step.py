@@ -19,7 +19,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.packing.pack import pack
 
 _MICROBATCHES = 2
-_SEQUENCES = 4  # of a micro-batch
+_SEQUENCES = 4  # number of sequences of a micro-batch
 _LENGTH = 256
 _VOCAB = 4096
 _GOAL = 0.95

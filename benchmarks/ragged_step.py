@@ -32,8 +32,8 @@ _SEQUENCES = 32
 _SHORTEST = 32
 _LONGEST = 512
 _VOCAB = 4096
-_MICROBATCH_TOKENS = 1024  # of a packed micro-batch
-_MICROBATCH_ROWS = 2  # of a padded micro-batch
+_MICROBATCH_TOKENS = 1024  # limit of a packed micro-batch
+_MICROBATCH_ROWS = 2  # rows of a padded micro-batch
 _GOAL = 2.0
 
 

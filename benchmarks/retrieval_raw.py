@@ -39,7 +39,7 @@ from rollout.base.processes import free_port
 CALLERS = 64
 K = 3
 BLAS_THRESHOLD = 800  # queries times dimensions, as in retrieval/server.py
-GOAL = 0.90  # of the throughput of FAISS alone
+GOAL = 0.90  # share of the throughput of FAISS alone
 
 
 @dataclass

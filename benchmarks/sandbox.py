@@ -20,7 +20,7 @@ from rollout.sandbox.tiers import interpreter
 PROGRAM = "print(sum(map(int, input().split())))"
 STDIN = "1 2 3\n"
 STDOUT = "6\n"
-RUNS = 100  # of a repeat
+RUNS = 100  # number of runs of a repeat
 SLOTS = 2
 GOAL_MS = 9.0
 GOAL_RATE = 180.0

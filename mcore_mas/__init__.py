@@ -14,7 +14,7 @@ SHIPPED = (
     _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
 )
 
-PACKAGES = ("mcore_mas", "rollout", "retrieval")  # of this distribution, side by side
+PACKAGES = ("mcore_mas", "rollout", "retrieval")  # packages of this distribution, side by side
 
 
 def package_folders() -> list[Path]:

@@ -42,7 +42,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 100  # requests under way at each server
 MAX_POST_QUERIES = 256  # queries in one request; more are sent in several requests
 MAX_POST_BYTES = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
-SHOWN_CHARS = 200  # of a server's error message
+SHOWN_CHARS = 200  # length of a shown error message of a server
 BUSY_STATUSES = (408, 425, 429)  # statuses below 500 after which another attempt may succeed
 
 Parsed = TypeVar("Parsed")

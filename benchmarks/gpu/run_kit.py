@@ -69,7 +69,7 @@ PACKAGES = (
 )
 # The lock file's 4.9.3, which OmegaConf needs, has no wheel; math-verify takes this version too.
 ANTLR = "antlr4-python3-runtime==4.13.2"
-PYTHON_VERSION = "3.12"  # of the machines without internet
+PYTHON_VERSION = "3.12"  # version on the machines without internet
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",

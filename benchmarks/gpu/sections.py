@@ -32,7 +32,7 @@ from benchmarks.gpu.machine import device, say, seconds, settle, start_trainer, 
 from benchmarks.gpu.shapes import CASES, LAYOUTS, TINY, of_case, operations
 
 PEAK_FLOPS = 989e12  # advertised operations per second in bfloat16, the denominator of MFU
-USABLE_SHARE = 0.96  # of a GPU's free memory, because the allocator leaves gaps
+USABLE_SHARE = 0.96  # usable share of a GPU's free memory, because the allocator leaves gaps
 
 
 def probe(tiny: bool) -> None:

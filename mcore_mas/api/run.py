@@ -39,7 +39,7 @@ from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
 
 _T = TypeVar("_T")
-_TASKS_PER_STEP = 8  # by default
+_TASKS_PER_STEP = 8  # default of tasks_per_step
 _EXPLAINED_TASKS = 3
 _COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the task's answers
 
@@ -126,7 +126,7 @@ class Run:
         }
         self.config = RunConfig.check(self._values, f"run '{name}'")
         _check_run(self.config, self._tasks.get("train"))
-        self._training: TrainingThread | None = None  # of the newest loop
+        self._training: TrainingThread | None = None  # that of the newest loop
 
     def _task_file(self, split: str) -> Path:
         """Return the file of the tasks that were given for a split."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
 data_commands = typer.Typer()
 DATA_PANEL = "Look at data and names"
 
-_SHOWN_CHARS = 60  # of a prompt
+_SHOWN_CHARS = 60  # length of a shown prompt
 _LEAK_NAMES = {
     "id": "the same id",
     "text": "the same text",

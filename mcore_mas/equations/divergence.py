@@ -268,7 +268,7 @@ OUTLIER_GAP = 1.0  # nats; larger gaps are counted as outliers and clamped in th
 FEW_TOKENS = 1000  # below this the bounds on the distribution are multiplied by FEW_TOKENS_SLACK
 FEW_TOKENS_SLACK = 10.0
 _FIGURES: tuple[Figure, ...] = ("mean", "k3", "p99", "max")
-_PREFIX = "logprob_gap_"  # of the metrics' names
+_PREFIX = "logprob_gap_"  # prefix of the metrics' names
 
 
 @cache

@@ -28,7 +28,7 @@ from rollout.tasks.rows import read_rows
 
 _BATCH_ROWS = 256
 _COPY_BYTES = 1 << 24
-_TAR_MAGIC = slice(257, 262)  # of a tar archive's first block
+_TAR_MAGIC = slice(257, 262)  # position in the first block of a tar archive
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class Suite:
     # For each run, the first run with the same tasks and, if runs build an index, the same index.
     task_owner: Mapping[str, str]
     scale: str = "paper"  # or "tiny"
-    folder: Path | None = None  # of the suite file
+    folder: Path | None = None  # folder of the suite file
     configs: Path | None = None  # the user's configs, which take precedence over the shipped ones
     _run_configs: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 

@@ -28,8 +28,8 @@ from rollout.models.published_shapes import planned_architecture
 Models = Mapping[str, Architecture]  # by policy
 
 # Assumed, as no formula gives them; not measured.
-USABLE_SHARE = 0.92  # of a GPU's memory that a plan may fill
-PROCESS_BYTES = 1.0e9  # of a GPU that the CUDA context of every process on it takes
+USABLE_SHARE = 0.92  # share of a GPU's memory that a plan may fill
+PROCESS_BYTES = 1.0e9  # GPU memory of the CUDA context of each process
 # CUDA graphs of an SGLang server, which stay while it sleeps: 2 MB for each of 192 requests and
 # 8 MB for each of 58 prompt lengths, as SGLang 0.5.23 reserves them (`reserve_for_graph_mb`).
 GRAPH_BYTES = 0.9e9

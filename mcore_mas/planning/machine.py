@@ -13,7 +13,7 @@ from mcore_mas.config.run import RunConfig
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MAX_CORES = 8
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by version 2 of the kernel's cgroups
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container, in version 2 of cgroups
 
 
 def count_visible_gpus() -> int:

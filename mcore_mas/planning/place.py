@@ -21,7 +21,7 @@ from rollout.base.errors import ModelError
 from rollout.models.layout import ParallelLayout, check_fit
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)
-_CLUSTER_SIZES = (1, 2, 4, 8, 16, 32, 64)  # that an error may propose
+_CLUSTER_SIZES = (1, 2, 4, 8, 16, 32, 64)  # sizes that an error may propose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from statistics import fmean
 from mcore_mas.config.run import RunConfig
 
 # Assumed, as no formula gives them; not measured.
-MEAN_REPLY_SHARE = 0.5  # of `max_tokens` that a mean reply takes
-MEAN_PROMPT_SHARE = 0.25  # of the tokens left for a prompt that a mean prompt takes
+MEAN_REPLY_SHARE = 0.5  # share of `max_tokens` that a mean reply takes
+MEAN_PROMPT_SHARE = 0.25  # share of the longest possible prompt that a mean prompt takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

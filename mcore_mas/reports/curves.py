@@ -73,7 +73,7 @@ def _checked_row(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, f
     values = {}
     for name, value in row.items():
         if isinstance(value, int | float):
-            with suppress(OverflowError):  # of an integer above 1e308
+            with suppress(OverflowError):  # raised for an integer above 1e308
                 values[name] = float(value)
     return {**values, "step": row["step"]}
 

@@ -24,8 +24,8 @@ class RunState:
     steps: int  # finished training steps
     total_steps: int | None  # None if the config cannot be read
     done: bool
-    reward: float | None  # of the last step that has one
-    accuracy: float | None  # of the last validation
+    reward: float | None  # that of the last step with a reward
+    accuracy: float | None  # that of the last validation
     scores: Mapping[str, float]  # avg@k of each evaluation, by state
     problems: tuple[str, ...]  # a line on each file that cannot be read
 

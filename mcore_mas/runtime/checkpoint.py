@@ -47,7 +47,7 @@ class Checkpoint:
     folder: Path
     step: int
     state: dict[str, Any]
-    metric: float | None  # that the best checkpoints are chosen by; None: not measured
+    metric: float | None  # by which the best checkpoints are chosen; None: not measured
 
 
 class Checkpoints:

@@ -14,7 +14,7 @@ from mcore_mas.runtime.recipe import Identity, describe_differences
 from rollout.base.digests import sha256
 from rollout.base.json_files import read_json, unsealed
 
-CHECKPOINT_FORMAT = 2  # of the files in the folder of a checkpoint
+CHECKPOINT_FORMAT = 2  # version of the format of the files in a checkpoint's folder
 CHECKPOINT_MANIFEST = "manifest.json"
 
 

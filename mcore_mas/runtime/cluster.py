@@ -18,9 +18,9 @@ from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.stop_signal import sigterm_handler_kept
 from rollout.base.processes import ProcessLost
 
-_CONNECT_S = 10.0  # that the head may take to accept a connection
+_CONNECT_S = 10.0  # time in which the head must accept a connection
 _CHECK_S = (
-    300.0  # that a node may take to start a process and read a file; a busy one takes minutes
+    300.0  # time in which a node must start a process and read a file; a busy node takes minutes
 )
 _POLL_S = 1.0  # between two looks at which nodes are alive
 

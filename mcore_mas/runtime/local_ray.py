@@ -27,7 +27,7 @@ KEEP_PAGES = {
     # with two threads took seven times the CPU time of one. With this count they sleep after some 20 us.
     "GOMP_SPINCOUNT": "10000",
 }
-_ATTEMPTS = 3  # to start Ray, which gives up after 30 s on a machine that is too busy
+_ATTEMPTS = 3  # attempts to start Ray, which gives up after 30 s on a busy machine
 
 
 @contextmanager

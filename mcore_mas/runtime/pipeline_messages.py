@@ -39,7 +39,7 @@ def success_message(results: Path | str, suite: str) -> str:
 class _FailedJob:
     log: str
     cause: str
-    slurm_cause: str | None  # by Snakemake's log; None if Slurm has not said anything
+    slurm_cause: str | None  # from Snakemake's log; None if it has no status of Slurm
 
 
 def failure_message(

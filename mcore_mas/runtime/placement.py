@@ -25,10 +25,10 @@ from mcore_mas.planning.worker_groups import (
 from mcore_mas.runtime.devices import RunDevices
 from mcore_mas.runtime.local_ray import KEEP_PAGES
 
-ActorOptions = Mapping[str, Any]  # of `ray.remote`
+ActorOptions = Mapping[str, Any]  # options of `ray.remote`
 
-_RESERVE_S = 60.0  # that Ray may take to set devices aside
-_FRACTIONS = 10_000  # of a device that Ray tells apart
+_RESERVE_S = 60.0  # time in which Ray must reserve devices
+_FRACTIONS = 10_000  # Ray counts devices in units of 1/10,000
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
 
 

@@ -21,7 +21,7 @@ _WARNED_S = 360
 # Longer than the time that Slurm leaves a job between a signal and its end.
 _WAIT_FOR_END_S = 600.0
 
-_SINFO_S = 20.0  # for an answer of sinfo, without which a pipeline starts all the same
+_SINFO_S = 20.0  # deadline of sinfo; a pipeline starts without its answer
 
 
 def slurm_job_id() -> str | None:

@@ -158,6 +158,6 @@ def _read_record(path: Path) -> TrainingRecord | None:
     if not path.is_file():
         return None
     values = read_json(path)
-    if "key" not in values:  # of version 0.1.0
+    if "key" not in values:  # a file that version 0.1.0 wrote
         return None
     return TrainingRecord(**values)

@@ -25,9 +25,9 @@ from rollout.base.json_files import read_json, read_record
 from rollout.base.ownership import FolderError
 from rollout.tasks.splits import SPLITS
 
-LOCAL_PAGES = "http://127.0.0.1:5000"  # where `make ui` serves a local store
-SECONDS_PER_RUN = 30.0  # that a job waits for MLflow
-_DIGEST_TAG = "sha256"  # of the file that a run of MLflow was made from
+LOCAL_PAGES = "http://127.0.0.1:5000"  # address at which `make ui` serves a local store
+SECONDS_PER_RUN = 30.0  # for which a job waits for MLflow
+_DIGEST_TAG = "sha256"  # tag with the digest of the file that a run of MLflow was made from
 # Errors of reading damaged files of a run. MLflow's own errors are of other types.
 _DAMAGE = (FolderError, LookupError, TypeError, ValueError, AttributeError)
 # Files with the measurements of stages.

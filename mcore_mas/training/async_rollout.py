@@ -147,7 +147,7 @@ class AsyncRollouts:
         groups: list[Group] = []
         samples: list[Sample] = []
         trained_tasks: set[str] = set()
-        number = 0  # of batches so far
+        number = 0  # number of batches so far
         task_batches = self._task_batches(step, started)
         tasks: list[Task] | None = next(task_batches)
         while tasks is not None:

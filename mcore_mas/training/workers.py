@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 
 # errors that the loss of a node can cause before Ray reports the loss
 _CAUSED_BY_LOSS = (RayError, EngineError, CheckpointError, ProcessLost)
-_REPORT_S = 90.0  # from such an error until Ray reports that the node is gone
-_REPLACE_S = 600.0  # that a run waits for enough devices after the loss of a node
+_REPORT_S = 90.0  # time from such an error until Ray reports that the node is gone
+_REPLACE_S = 600.0  # for which a run waits for enough devices after the loss of a node
 
 
 class RunWorkers:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-CLEANUP_S = 10.0  # that a cancelled task has to clean up before it is cancelled again
+CLEANUP_S = 10.0  # in which a cancelled task may clean up before it is cancelled again
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from rollout.base.text import nearest_hint
 
-_SHOWN_CHARS = 120  # of a value
+_SHOWN_CHARS = 120  # length of a shown value
 # Types of errors, as pydantic names them.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)

@@ -25,7 +25,7 @@ BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest pause
 MAX_REPLY_BYTES = 64 << 20
 _CONNECT_TIMEOUT_S = 10.0
-_QUOTED_CHARS = 200  # of a server's reply, in an error message
+_QUOTED_CHARS = 200  # length of a quoted server's reply in an error message
 _RETRIED_STATUSES = (408, 409, 425, 429)  # below 500; another attempt may succeed
 # A machine that is cut off does not close its connections. The kernel probes them, so that a
 # request to such a machine fails after about a minute instead of waiting for its reply without end.

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MAX_ROWS = 10_000_000
-MAX_BYTES = 64 << 30  # of all columns, uncompressed
+MAX_BYTES = 64 << 30  # limit of all columns, uncompressed
 # pyarrow cannot read more than 2 GiB of text inside lists at once, and the texts of a trajectory
 # may take tens of MiB.
 _BATCH_ROWS = 64

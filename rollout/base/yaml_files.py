@@ -10,7 +10,7 @@ from retrieval.regular_files import MAX_REGULAR_BYTES, check_regular
 # libyaml's parser is ten times as fast; PyYAML may have been built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_VALUES = 1_000_000
-_MAX_DEPTH = 100  # of values in each other; code that walks a config is recursive
+_MAX_DEPTH = 100  # limit of nested values; code that walks a config is recursive
 
 
 def read_yaml(path: Path) -> Any:

@@ -19,7 +19,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_MAX_BITS = 4096  # of a numerator or a denominator
+_MAX_BITS = 4096  # limit of a numerator or a denominator
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # in an action: score the submission
 SUBMISSION = "submission.csv"
-_MAX_TABLE_BYTES = 1 << 30  # of one file
+_MAX_TABLE_BYTES = 1 << 30  # limit of one file
 
 
 def pack_file(name: str, content: str | Path) -> str:

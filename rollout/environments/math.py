@@ -11,7 +11,7 @@ from rollout.environments.protocol import Step
 from rollout.environments.running import CalculatingEnv
 from rollout.records.trajectory import Task
 
-_SHOWN_CHARS = 60  # of an answer in an error
+_SHOWN_CHARS = 60  # length of a shown answer in an error
 
 
 class MathEnv(CalculatingEnv):

@@ -5,9 +5,9 @@ import re
 from itertools import accumulate
 
 MAX_CHARS = 400
-MAX_DEPTH = 30  # of nested brackets
-MAX_DIGITS = 100  # of one number
-MAX_COMMAS = 100  # of one list
+MAX_DEPTH = 30  # limit of nested brackets
+MAX_DIGITS = 100  # limit of one number
+MAX_COMMAS = 100  # limit of one list
 MAX_OPERAND = 10_000  # an exponent, the argument of a factorial, the upper index of a binomial
 
 _BEYOND = MAX_OPERAND + 1

@@ -26,7 +26,7 @@ from rollout.models.tensors import (
 )
 from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
-_FILE_BYTES = 1 << 30  # of one file, and so of the tensors that rank 0 holds at a time
+_FILE_BYTES = 1 << 30  # limit of one file, and so of the tensors on rank 0 at a time
 
 
 class FolderSender(WeightSender):

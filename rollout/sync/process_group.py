@@ -104,7 +104,7 @@ class DistributedSender(PushSender):
         except EngineError:
             self._leave_group()
             raise
-        except RuntimeError as error:  # from gloo, if a server has died
+        except RuntimeError as error:  # gloo raises it if a server has died
             self._leave_group()
             raise EngineError(f"SGLang: broadcast: {error}") from error
 

@@ -48,7 +48,9 @@ class PushSender(WeightSender):
         self.bucket_bytes = PUSHED_BUCKET_BYTES
         self._shapes = tensor_shapes(route.model)
         self._pool = ThreadPoolExecutor(max_workers=len(self.urls) + 1)
-        self._responses: Sequence[Future[None]] = ()  # to the last bucket, if not awaited yet
+        self._responses: Sequence[
+            Future[None]
+        ] = ()  # responses to the last bucket that are not awaited yet
         self._in_flight: Any = None  # the last bucket, as long as servers may read it
 
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:

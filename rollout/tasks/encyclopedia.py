@@ -263,7 +263,7 @@ class _SearchTeacher(TeachingSession):
         super().__init__(roles, slips, episode.random)
         self._person = episode.person
         self._fact = episode.fact
-        self._query = ""  # that the lead asks the scout for
+        self._query = ""  # query that the lead gives to the scout
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
         """Return the reply of an agent, and record it.

@@ -152,7 +152,7 @@ class _CodingTeacher:
         self._example_value = str(FORMULAS[right].value(a, b))
         self._random = random
         self._slips = slips
-        self._formula = ""  # that the coder has tried last
+        self._formula = ""  # formula that the coder has tried last
         self._has_noticed = False  # the coder notices a wrong value once
 
     def reply(self, agent: str, messages: Sequence[Message]) -> str:

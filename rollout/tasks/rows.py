@@ -16,7 +16,7 @@ from rollout.records.files import RecordError
 
 _BATCH_ROWS = 256
 _MAX_CELL_CHARS = 1 << 24
-_MAX_JSON_BYTES = 2 << 30  # of a file that is read whole
+_MAX_JSON_BYTES = 2 << 30  # limit of a file that is read whole
 _MAX_LINE_CHARS = 64 << 20
 
 

@@ -41,7 +41,7 @@ _METRICS: dict[TableKind, tuple[str, ...]] = {
 }
 _COLUMNS = ("length", "width", "age", "dose", "speed", "load")
 _LEVELS = ("low", "middle", "high")
-_MISSING_SHARE = 0.05  # of the numeric cells that agents see
+_MISSING_SHARE = 0.05  # share of the numeric cells that agents see
 _TEXTS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 

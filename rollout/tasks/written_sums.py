@@ -35,7 +35,7 @@ def work_out(operation: str, numbers: Sequence[int], slip: Slip | None = None) -
         slip: mistake in the solution; None: the solution is right.
     """
     is_sum = operation == "+"
-    digits: list[int] = []  # of the answer, from the lowest one
+    digits: list[int] = []  # digits of the answer, from the lowest one
     lines: list[str] = []
     carry = 0
     for column in range(_columns_of(numbers)):

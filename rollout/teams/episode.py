@@ -48,8 +48,8 @@ class Episode:
             name: environment's name in errors; "": that in the task.
         """
         self.session = session
-        self.rewards: list[float] = []  # of every step
-        self.answer: str | None = None  # of the latest step that reported one
+        self.rewards: list[float] = []  # rewards of all steps
+        self.answer: str | None = None  # that of the latest step with an answer
         self.metrics: dict[str, float] = {}  # each of the latest step that reported it
         self.error = ""  # why the episode failed
         self.failure: EngineError | EnvError | None = None  # exception behind `error`, if any
