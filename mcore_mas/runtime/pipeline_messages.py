@@ -1,5 +1,6 @@
 """The last lines of a pipeline: where its results are, or which jobs failed and why."""
 
+import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ _KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
 
 
 def success_message(results: Path | str, suite: str) -> str:
-    """Return what to look at after a pipeline that ended well."""
+    """Return the gains of a pipeline that ended well, and where to look next."""
+    gains = _gains(Path(results) / "tables" / f"{suite}.csv")
     made = ["Done."]
     for name, folder, suffix in (("Report", "reports", "html"), ("Table", "tables", "md")):
         path = Path(results) / folder / f"{suite}.{suffix}"
@@ -32,7 +34,43 @@ def success_message(results: Path | str, suite: str) -> str:
     if str(results) != "results":
         studio += f" {results}"
         mlflow += f" --store sqlite:///{results}/mlflow.db"
-    return f"\n{'   '.join(made)}\n`{studio}` opens curves and conversations, `{mlflow}` MLflow."
+    return (
+        f"\n{gains}{'   '.join(made)}\n"
+        f"`{studio}` opens curves and conversations, `{mlflow}` MLflow."
+    )
+
+
+def _gains(table: Path) -> str:
+    """Return a line for each experiment of a table: its score before and after training.
+
+    Only experiments with both evaluations have a line, on all of their test tasks. Without any, or
+    without the table, return "".
+    """
+    if not table.is_file():
+        return ""
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"].startswith("avg@")]
+    # The row of all data sources comes before those of single ones.
+    by_state: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        by_state.setdefault((row["experiment"], row["policy_state"]), row)
+
+    experiments = dict.fromkeys(row["experiment"] for row in rows)
+    width = max(map(len, experiments), default=0)
+    lines = []
+    for experiment in experiments:
+        base, trained, gain = (
+            by_state.get((experiment, state)) for state in ("base", "trained", "trained-base")
+        )
+        if base is None or trained is None or gain is None:
+            continue
+        before, after, difference = (100 * float(row["value"]) for row in (base, trained, gain))
+        low, high = (100 * float(gain[bound]) for bound in ("ci_low", "ci_high"))
+        lines.append(
+            f"{experiment:{width}}  {gain['metric']}: {before:.1f} % before training, "
+            f"{after:.1f} % after: {difference:+.1f} points [{low:+.1f}, {high:+.1f}]\n"
+        )
+    return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

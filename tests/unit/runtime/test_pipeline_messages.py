@@ -19,6 +19,23 @@ def test_success_names_what_was_made(tmp_path: Path) -> None:
     assert f"Done.   Report: {tmp_path}/reports/demo.html\n" in success_message(tmp_path, "demo")
 
 
+def test_success_begins_with_the_gains(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/demo.csv").write_text(
+        "experiment,policy_state,dataset,metric,value,ci_low,ci_high\n"
+        "math,base,all,avg@4,0.4,0.35,0.45\n"
+        "math,trained,all,avg@4,0.836,0.79,0.87\n"
+        "math,trained-base,all,avg@4,0.436,0.386,0.484\n"
+        "math,base,all,pass@4,0.7,0.6,0.8\n"
+        "math,base,add_2digit,avg@4,0.6,0.5,0.7\n"
+        "untrained,base,all,avg@4,0.5,0.4,0.6\n"
+    )
+    assert success_message(tmp_path, "demo").splitlines()[1:3] == [
+        "math       avg@4: 40.0 % before training, 83.6 % after: +43.6 points [+38.6, +48.4]",
+        "Done.",
+    ]
+
+
 def test_failure_names_each_cause_and_its_logs(tmp_path: Path) -> None:
     first, second, silent = (tmp_path / f"{name}.log" for name in ("first", "second", "silent"))
     for log in (first, second):
