@@ -1,8 +1,10 @@
-"""Chat templates in the shape of published ones, and a tokenizer of bytes that has their special tokens."""
+"""Chat templates like those of published models, and a tokenizer of bytes with their special tokens."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +38,7 @@ QWEN25 = (
     "{%- elif message.role == 'tool' %}" + _HERMES_RESULTS + "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# thoughts before the last question are left out; those since then, which lead from tool to tool, stay
+# Thoughts before the last question are omitted; those after it, between calls of tools, stay.
 QWEN3 = (
     _SYSTEM
     + "{%- set ns = namespace(last=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}"
@@ -79,56 +81,97 @@ LLAMA3 = (
     + _HEADER % "assistant"
     + "{%- endif %}"
 )
-_QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 256, 257, 258
-_LLAMA_TOKENS = [
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelKind:
+    """Chat template and special tokens of a model; ids of special tokens begin at 256.
+
+    Attributes:
+        template: text of the chat template; None for the template `chatml` of this package.
+        special_tokens: in the order of their ids.
+        reply_ends: tokens that end a reply; the first is the tokenizer's end of text.
+        begin: token that begins a chat, or None.
+    """
+
+    template: str | None
+    special_tokens: Sequence[str]
+    reply_ends: Sequence[str]
+    begin: str | None = None
+
+
+_QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_LLAMA_TOKENS = (
     "<|begin_of_text|>",
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eot_id|>",
     "<|eom_id|>",
-]
+    "<|python_tag|>",
+)
 _KINDS = {
-    "qwen2.5": (QWEN25, _QWEN_TOKENS, "<|im_end|>", None, []),
-    "qwen3": (QWEN3, _QWEN_TOKENS, "<|im_end|>", None, []),
-    "llama3": (
-        LLAMA3,
-        [*_LLAMA_TOKENS, "<|python_tag|>"],
-        "<|eot_id|>",
-        "<|begin_of_text|>",
-        ["<|eom_id|>"],
+    "qwen2.5": _ModelKind(template=QWEN25, special_tokens=_QWEN_TOKENS, reply_ends=["<|im_end|>"]),
+    "qwen3": _ModelKind(template=QWEN3, special_tokens=_QWEN_TOKENS, reply_ends=["<|im_end|>"]),
+    "llama3": _ModelKind(
+        template=LLAMA3,
+        special_tokens=_LLAMA_TOKENS,
+        reply_ends=["<|eot_id|>", "<|eom_id|>"],
+        begin="<|begin_of_text|>",
     ),
-    "no_tools": ("chatml", _QWEN_TOKENS, "<|im_end|>", None, []),
+    "no_tools": _ModelKind(template=None, special_tokens=_QWEN_TOKENS, reply_ends=["<|im_end|>"]),
 }
 
 
 def byte_tokenizer(
-    folder: Path, special: list[str], merges: Sequence[tuple[str, str]] = (), **named: str
+    folder: Path,
+    special_tokens: Sequence[str],
+    merges: Sequence[tuple[str, str]] = (),
+    **named_tokens: str,
 ) -> Path:
-    """A folder with a tokenizer of bytes, ids 0 to 255, and behind them what is merged, and special tokens."""
-    signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=list(merges))
-    )
+    """Save a tokenizer of bytes in a folder, and return the folder.
+
+    Ids 0 to 255 are the bytes; then come the merges, and then the special tokens.
+
+    Args:
+        folder: folder to save the tokenizer in.
+        special_tokens: special tokens.
+        merges: pairs of tokens that are merged into one.
+        named_tokens: `eos_token` and other named special tokens.
+    """
+    byte_texts = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged_texts = [first + second for first, second in merges]
+    vocabulary = {text: number for number, text in enumerate([*byte_texts, *merged_texts])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(str(folder))
+    tokenizer.add_special_tokens(list(special_tokens))
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named_tokens)
+    fast_tokenizer.save_pretrained(str(folder))
     return folder
 
 
-def renderer_of(kind: str, folder: Path, **arguments: object) -> Renderer:
-    """A renderer with a template of `_KINDS`."""
-    template, special, end, begin, further = _KINDS[kind]
-    named = {"eos_token": end} | ({"bos_token": begin} if begin else {})
-    byte_tokenizer(folder, special, **named)
-    if further:
-        ids = [256 + special.index(token) for token in (end, *further)]
-        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
-    if template == "chatml":
+def renderer_of(name: str, folder: Path, **arguments: object) -> Renderer:
+    """Save the tokenizer and the chat template of a kind of model, and return their renderer.
+
+    Args:
+        name: key of `_KINDS`.
+        folder: folder to save them in.
+        arguments: variables of the template.
+    """
+    kind = _KINDS[name]
+    named_tokens = {"eos_token": kind.reply_ends[0]}
+    if kind.begin is not None:
+        named_tokens["bos_token"] = kind.begin
+    byte_tokenizer(folder, kind.special_tokens, **named_tokens)
+    if len(kind.reply_ends) > 1:
+        end_ids = [256 + kind.special_tokens.index(token) for token in kind.reply_ends]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_ids}))
+    if kind.template is None:
         return Renderer(folder, template="chatml")
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(kind.template)
     return Renderer(folder, arguments=arguments)
 
 
 def call(name: str, arguments: str = "{}") -> str:
+    """Return a tool call as Qwen writes it; `arguments` are a JSON object."""
     return f'<tool_call>{{"name":"{name}","arguments":{arguments}}}</tool_call>'
