@@ -29,7 +29,7 @@ from mcore_mas.training.weight_sync import WeightSync
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.architecture import read_architecture
-from rollout.models.tensors import whole
+from rollout.models.tensors import join_blocks
 from rollout.sync.memory import memory_path
 from rollout.sync.shared import SharedWeights
 
@@ -65,7 +65,7 @@ def measure_transfer(folder: Path) -> float:
     """Return the time of memcpy, divided by that of gathering all weights and writing them in the engine's layout."""
     trainer = start_trainer(folder, OBJECTIVE)
     shared = SharedWeights(memory_path(), read_architecture(folder), create=True)
-    source = [whole(rows).clone() for _, rows in trainer.model.weights()]
+    source = [join_blocks(rows).clone() for _, rows in trainer.model.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 
     def copy() -> None:

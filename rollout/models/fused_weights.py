@@ -15,7 +15,7 @@ from rollout.models.named_buffers import (
     NamedBuffers,
     in_hugging_face_order,
 )
-from rollout.models.tensors import WEIGHT_UPDATE, RowBlocks, WeightStream, whole
+from rollout.models.tensors import WEIGHT_UPDATE, RowBlocks, WeightStream, join_blocks
 
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT_LAYER = "lm_head.weight"
@@ -105,7 +105,7 @@ class _TiedTensors:
         """Yield the tensors of a stream, and keep the embedding and the output layer."""
         for name, rows in stream:
             if name in (_EMBEDDING, _OUTPUT_LAYER):
-                self._tensors[name] = whole(rows).detach()
+                self._tensors[name] = join_blocks(rows).detach()
             yield name, rows
 
     def check(self, where: str) -> None:

@@ -12,7 +12,7 @@ from rollout.models.tensors import (
     RowBlocks,
     WeightStream,
     blocks_of,
-    complete,
+    check_stream,
     split_like,
 )
 
@@ -81,7 +81,7 @@ class NamedBuffers:
             EngineError: a tensor is missing, unknown, repeated or of another shape.
         """
         shapes = {name: buffer.shape for name, buffer in self.buffers.items()}
-        for name, rows in complete(stream, shapes, where):
+        for name, rows in check_stream(stream, shapes, where):
             yield name, rows, self.buffers[name].view
 
 

@@ -30,7 +30,7 @@ def blocks_of(rows: RowBlocks) -> Sequence[Tensor]:
     return [rows] if isinstance(rows, Tensor) else rows
 
 
-def whole(rows: RowBlocks) -> Tensor:
+def join_blocks(rows: RowBlocks) -> Tensor:
     """Return the full tensor; several blocks are copied into one."""
     blocks = blocks_of(rows)
     return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
@@ -125,7 +125,7 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
 
-def complete(
+def check_stream(
     weights: WeightStream, shapes: Mapping[str, Sequence[int]], where: str = WEIGHT_UPDATE
 ) -> Iterator[tuple[str, RowBlocks]]:
     """Yield the tensors of a stream, and check that they are exactly those of `shapes`.
@@ -158,7 +158,7 @@ def complete(
         raise EngineError(f"{where}: tensor '{next(iter(missing))}'{more} is missing")
 
 
-def compare(engine: Mapping[str, str], trainer: Mapping[str, str], version: int) -> None:
+def compare_checksums(engine: Mapping[str, str], trainer: Mapping[str, str], version: int) -> None:
     """Check that an engine's checksums are the trainer's, for all tensors that both name.
 
     Raises:

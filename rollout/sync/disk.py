@@ -19,10 +19,10 @@ from rollout.models.named_buffers import META_STORAGE
 from rollout.models.tensors import (
     WeightStream,
     buckets,
+    check_stream,
     checksum,
-    complete,
+    join_blocks,
     tensor_shapes,
-    whole,
 )
 from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
@@ -39,7 +39,7 @@ class FolderSender(WeightSender):
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
         """Write `v<version>/` below the target."""
         folder = _version_folder(self.route, version)
-        stream = complete(weights, self._shapes)
+        stream = check_stream(weights, self._shapes)
         if self.rank != 0:
             _drain(stream)
             return SentWeights(location=str(folder), bytes=0)
@@ -77,7 +77,7 @@ class AdapterSender(WeightSender):
             EngineError: a tensor has an infinite value or NaN.
         """
         folder = _version_folder(self.route, version)
-        stream = complete(weights, self._shapes)
+        stream = check_stream(weights, self._shapes)
         if self.rank != 0:
             _drain(stream)
             return SentWeights(location=str(folder), bytes=0)
@@ -112,7 +112,7 @@ def _version_folder(route: SyncRoute, version: int) -> Path:
 def _on_host(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of a stream in the host's memory."""
     for name, rows in stream:
-        yield name, whole(rows).detach().cpu().contiguous()
+        yield name, join_blocks(rows).detach().cpu().contiguous()
 
 
 def _drain(stream: WeightStream) -> None:

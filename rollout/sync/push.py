@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
+from rollout.models.tensors import WeightStream, buckets, check_stream, join_blocks, tensor_shapes
 from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
 PUSHED_BUCKET_BYTES = 2 << 30  # up to two buckets exist at a time
@@ -114,8 +114,8 @@ class PushSender(WeightSender):
             raise EngineError(problem)
 
     def _full_tensors(self, weights: WeightStream) -> Iterator[tuple[str, Tensor]]:
-        for name, rows in complete(weights, self._shapes):
-            yield name, whole(rows).detach()
+        for name, rows in check_stream(weights, self._shapes):
+            yield name, join_blocks(rows).detach()
 
     @contextmanager
     def _session(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from rollout.models.tensors import whole
+from rollout.models.tensors import join_blocks
 
 
 def full_gradients(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
@@ -30,7 +30,7 @@ def full_gradients(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
     }
     plan = plan_export(local, model.architecture)
     for name, blocks in export_weights(local.__getitem__, model.architecture, plan):
-        yield name, whole(blocks)
+        yield name, join_blocks(blocks)
 
 
 def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:

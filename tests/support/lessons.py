@@ -40,7 +40,7 @@ from rollout.environments.predictions import Target
 from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.environments.search import Retriever
 from rollout.models.chat_template import Renderer
-from rollout.models.tensors import whole
+from rollout.models.tensors import join_blocks
 from rollout.records.trajectory import Message, Sampling, Status, Task
 from rollout.sandbox.judge import StdinTest
 from rollout.teams.roles import Agent
@@ -386,10 +386,10 @@ def _update(
     for sample, row in zip(samples, trainer_logprobs, strict=True):
         gaps += [abs(ours - theirs) for ours, theirs in zip(row, sample.behaviour, strict=True)]
 
-    before = {name: whole(blocks).clone() for name, blocks in trainer.model.weights()}
+    before = {name: join_blocks(blocks).clone() for name, blocks in trainer.model.weights()}
     metrics = trainer.update(batches)
     changes = [
-        float((whole(blocks) - before[name]).abs().max())
+        float((join_blocks(blocks) - before[name]).abs().max())
         for name, blocks in trainer.model.weights()
     ]
     advantages = [advantage for sample in samples for advantage in sample.advantages or (0.0,)]

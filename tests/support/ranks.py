@@ -30,7 +30,7 @@ from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.layout import ParallelLayout
-from rollout.models.tensors import WeightStream, whole
+from rollout.models.tensors import WeightStream, join_blocks
 from rollout.sync.transport import SyncRoute, make_sender
 from tests.support.gradients import full_gradients
 from tests.support.starts import preload
@@ -131,7 +131,7 @@ def make_spec(model: str, **changes: Any) -> TrainerSpec:
 
 def copy_stream(stream: WeightStream) -> dict[str, torch.Tensor]:
     """Return copies of the full tensors of a weight stream."""
-    return {name: whole(blocks).clone() for name, blocks in stream}
+    return {name: join_blocks(blocks).clone() for name, blocks in stream}
 
 
 def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:

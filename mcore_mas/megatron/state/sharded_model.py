@@ -37,7 +37,7 @@ from rollout.base.errors import ModelError
 from rollout.models.adapter_weights import write_peft
 from rollout.models.architecture import read_architecture
 from rollout.models.layout import check_fit
-from rollout.models.tensors import whole
+from rollout.models.tensors import join_blocks
 
 
 class ShardedModel:
@@ -296,5 +296,5 @@ def _collect_on_rank_0(stream: Iterator[tuple[str, list[Tensor]]]) -> dict[str, 
     tensors = {}
     for name, blocks in stream:  # every rank must iterate to the end
         if is_writer:
-            tensors[name] = whole(blocks).cpu().contiguous()
+            tensors[name] = join_blocks(blocks).cpu().contiguous()
     return tensors

@@ -13,7 +13,7 @@ from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
-from rollout.models.tensors import checksum, compare, read_tensors
+from rollout.models.tensors import checksum, compare_checksums, read_tensors
 from rollout.sync.shared import SharedWeights
 
 
@@ -105,7 +105,7 @@ class Host(EmbeddedEngine):
         engine_checksums = {
             name: checksum(tensor) for name, tensor in shared.halves[half].tensors()
         }
-        compare(engine_checksums, checksums, version)
+        compare_checksums(engine_checksums, checksums, version)
         if number:
             self.adopt_adapter(number, shared.halves[half], version)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from rollout.models.tensors import checksum, copy_with_checksum, shape_of, whole
+from rollout.models.tensors import checksum, copy_with_checksum, join_blocks, shape_of
 
 
 def test_a_checksum_sees_what_hand_overs_get_wrong() -> None:
@@ -87,8 +87,8 @@ def test_blocks_of_rows_are_copied_like_the_full_tensor() -> None:
     memory = torch.cat([gap, weight[:210], gap, weight[210:]])
     blocks = [memory[5:215], memory[220:]]
     assert shape_of(blocks) == weight.shape
-    assert torch.equal(whole(blocks), weight)
-    assert whole([weight]) is weight
+    assert torch.equal(join_blocks(blocks), weight)
+    assert join_blocks([weight]) is weight
     for target in (torch.zeros(300, 1000), torch.zeros(10, 15, 2, 1000).transpose(1, 2)):
         assert copy_with_checksum(blocks, target) == checksum(weight)
         assert torch.equal(target.reshape(300, 1000), weight)

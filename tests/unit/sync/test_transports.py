@@ -19,9 +19,9 @@ from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
 from rollout.models.named_buffers import NamedBuffers
 from rollout.models.tensors import (
+    check_stream,
     checksum,
-    compare,
-    complete,
+    compare_checksums,
     read_tensors,
     tensor_shapes,
 )
@@ -67,9 +67,9 @@ def test_shared_weights_are_compared_bit_by_bit(tmp_path: Path) -> None:
             last = tuple(size - 1 for size in bits.shape)
             bits[last] ^= 1
             with pytest.raises(EngineError, match=f"tensor '{name}': the engine's bytes differ"):
-                compare(checksums_of(half), update.checksums, 7)
+                compare_checksums(checksums_of(half), update.checksums, 7)
             bits[last] ^= 1
-        compare(checksums_of(half), update.checksums, 7)
+        compare_checksums(checksums_of(half), update.checksums, 7)
 
         def broken() -> Iterator[tuple[str, Tensor]]:
             yield from list(weights.items())[:3]
@@ -90,7 +90,7 @@ def test_a_stream_is_held_to_the_model(model: Path) -> None:
     manifest = tensor_shapes(model)
     assert manifest == {"a.weight": (50, 20), "b.weight": (10, 64), "c.bias": (3,)}
     head = ("lm_head.weight", torch.zeros(1))
-    assert [name for name, _ in complete([*tensors().items(), head], manifest)] == list(
+    assert [name for name, _ in check_stream([*tensors().items(), head], manifest)] == list(
         NAMES
     )  # a tied head
     for spoilt, message in [
@@ -102,18 +102,18 @@ def test_a_stream_is_held_to_the_model(model: Path) -> None:
         ),
     ]:
         with pytest.raises(EngineError, match=message):
-            list(complete(spoilt.items(), manifest))
+            list(check_stream(spoilt.items(), manifest))
     with pytest.raises(EngineError, match="expected a Hugging Face model folder"):
         tensor_shapes(model.parent)
 
 
 def test_a_difference_is_named() -> None:
-    compare({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, 4)
+    compare_checksums({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, 4)
     with pytest.raises(
         EngineError,
         match="tensor 'b' and 1 more: the engine's bytes differ from the trainer's at v",
     ):
-        compare({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "c": "y"}, 4)
+        compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "c": "y"}, 4)
 
 
 def test_a_folder_holds_the_newest_version(model: Path, tmp_path: Path) -> None:
