@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import signal
 import socket
 import time
@@ -23,6 +24,7 @@ from rollout.sandbox.records import (
 )
 
 _REPORT_S = 5.0  # within which a warden must report the end of a job
+_MAX_DROPPED = 1000  # answers of earlier cells that are dropped while one cell runs
 _INTERRUPT_S = 1.0  # within which a cell must react to an interrupt before its process is killed
 
 # verdicts on jobs that a warden has ended, by its reason; any other reason is a time limit
@@ -56,6 +58,7 @@ class Session:
         self._limits = limits
         self._slot = slot
         self._cells: socket.socket | None = None  # channel to the process of the cells
+        self._tokens: list[str] = []  # of the cells that the process was sent
         self._lock = asyncio.Lock()
 
     async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:
@@ -108,6 +111,7 @@ class Session:
     def _start_process(self) -> socket.socket:
         self._cells, process_end = wire.pair()
         self._cells.setblocking(False)
+        self._tokens.clear()
         with process_end:
             self._jail.start("cells", [process_end.fileno()])
         return self._cells
@@ -123,12 +127,14 @@ class Session:
         try:
             if not is_fresh:
                 self._jail.resume()
-            wire.send(cells, {}, files)
-            error = await _receive_error(cells, wall_s)
+            token = secrets.token_hex(16)
+            self._tokens.append(token)
+            wire.send(cells, {"token": token}, files)
+            error = await self._receive_error(cells, wall_s)
             if error is None:
                 is_late = True
                 self._jail.interrupt()
-                error = await _receive_error(cells, _INTERRUPT_S)
+                error = await self._receive_error(cells, _INTERRUPT_S)
             if error is None:
                 self._jail.kill()
                 raise EOFError
@@ -156,24 +162,33 @@ class Session:
             fresh=is_fresh,
         )
 
+    async def _receive_error(self, cells: socket.socket, timeout_s: float) -> str | None:
+        """Return the name of the exception that ended the last cell, or "" for none.
 
-async def _receive_error(cells: socket.socket, timeout_s: float) -> str | None:
-    """Return the name of the exception that ended a cell, "" for none, or None after the timeout.
+        The code of a cell can write answers into the channel, so each answer has the token of its
+        cell. If a cell forges its own answer, its real answer comes later, and is dropped.
 
-    Raises:
-        EOFError: the process has closed its channel or sent something else.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await until_readable(cells)
-    except TimeoutError:
-        return None
-    # recv, unlike recv_fds, drops descriptors that come with the message
-    body = cells.recv(wire.MAX_MESSAGE_BYTES)
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise EOFError from None
+        Returns:
+            The name, or None after the timeout.
+
+        Raises:
+            EOFError: the process has closed its channel, sent something else, or floods it.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(_MAX_DROPPED):
+                    await until_readable(cells)
+                    # recv, unlike recv_fds, drops descriptors that come with the message
+                    answer = json.loads(cells.recv(wire.MAX_MESSAGE_BYTES))
+                    if answer["token"] == self._tokens[-1]:
+                        return str(answer["error"])
+                    if answer["token"] not in self._tokens:
+                        raise EOFError
+        except TimeoutError:
+            return None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise EOFError from None
+        raise EOFError
 
 
 async def _end_unresponsive(jail: Jail) -> JobReport:

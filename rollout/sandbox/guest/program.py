@@ -66,7 +66,7 @@ def run_cells(channel: int) -> NoReturn:
     cell_count = 0
     while True:
         try:
-            _, (source, stdout, stderr) = wire.receive(host)
+            request, (source, stdout, stderr) = wire.receive(host)
         except KeyboardInterrupt:  # an interrupt that came just after the end of its cell
             continue
         except (EOFError, OSError):
@@ -77,7 +77,8 @@ def run_cells(channel: int) -> NoReturn:
         text = _read_file(source)
         for file in (source, stdout, stderr):
             os.close(file)
-        wire.send(host, {"error": _run_cell(text, f"cell {cell_count}", scope)})
+        error = _run_cell(text, f"cell {cell_count}", scope)
+        wire.send(host, {"error": error, "token": request["token"]})
 
 
 def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:

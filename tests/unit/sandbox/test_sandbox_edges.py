@@ -25,6 +25,9 @@ INVALID_ANSWERS = {
     "number": b"5",
     "bytes": b"\xff\xfe\xfd",
     "no error": b'{"done": true}',
+    "no token": b'{"error": ""}',
+    "a token of no cell": b'{"error": "", "token": "0"}',
+    "a token that is a list": b'{"error": "", "token": []}',
     "long": b"x" * 60_000,
     "deep": b"[" * 60_000,
 }
@@ -66,6 +69,36 @@ def test_descriptors_that_a_cell_sends_are_dropped(box: Sandbox) -> None:
             assert len(list(Path("/proc/self/fd").iterdir())) == before
 
     asyncio.run(cells())
+
+
+FORGED_ANSWERS = {
+    "without token": 'answer = b\'{"error": ""}\'',
+    "with another token": 'answer = b\'{"error": "", "token": "0"}\'',
+    # the token of the cell, from the function that runs the cells
+    "with its token": (
+        "import json, sys\nframe = sys._getframe()\n"
+        "while 'request' not in frame.f_locals: frame = frame.f_back\n"
+        "answer = json.dumps({'error': '', **frame.f_locals['request']}).encode()"
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", FORGED_ANSWERS)
+def test_a_forged_answer_does_not_become_that_of_a_later_cell(
+    box: Sandbox, kind: str, count: int
+) -> None:
+    forging = f"{CHANNEL}{FORGED_ANSWERS[kind]}\nfor _ in range({count}): host.send(answer)\nhost.detach()"
+
+    async def cells() -> list[tuple[str, str]]:
+        async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
+            await session.run(f"{forging}\nraise ValueError")
+            sources = ("print('second')", "raise KeyError", "print('fourth')")
+            results = [await session.run(source) for source in sources]
+        return [(result.verdict, result.stdout.strip()) for result in results]
+
+    expected = [(Verdict.OK, "second"), (Verdict.RE, ""), (Verdict.OK, "fourth")]
+    assert asyncio.run(cells()) == expected
 
 
 DEEP = """
