@@ -141,28 +141,28 @@ def test_every_mistake_of_every_run_is_a_line() -> None:
     assert '(got "1o")' in third
 
 
-def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
+def test_the_evaluation_of_an_untrained_team_depends_on_settings_that_decide_replies() -> None:
     config = Suite.load(suite(a=MATH)).runs["a"]
 
-    def score(**own: Any) -> str:
-        solver = {**config["policies"]["solver"], **own}
-        return settings_digest(
-            {**config, "policies": {**config["policies"], "solver": solver}}, "evaluate"
-        )
+    def digest_with(**policy_settings: Any) -> str:
+        """Return the digest of an evaluation after changing the solver's policy."""
+        solver = {**config["policies"]["solver"], **policy_settings}
+        policies = {**config["policies"], "solver": solver}
+        return settings_digest({**config, "policies": policies}, "evaluate")
 
-    trained = {
+    training_settings = {
         "lr": 1.0,
         "lora": {"rank": 4, "adapter": None},
         "own": {"engine": {}, "trainer": {"passes": 2}},
     }
-    assert score(**trained) == score()
-    answers = (
-        score(),
-        score(model="m"),
-        score(lora={"adapter": "a"}),
-        score(own={"engine": {"max_length": 64}}),
+    assert digest_with(**training_settings) == digest_with()
+    digests = (
+        digest_with(),
+        digest_with(model="m"),
+        digest_with(lora={"adapter": "a"}),
+        digest_with(own={"engine": {"max_length": 64}}),
     )
-    assert len(set(answers)) == 4
+    assert len(set(digests)) == 4
 
 
 def test_a_target_that_configfile_took_is_named(
