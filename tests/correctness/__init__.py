@@ -15,64 +15,64 @@ from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, ValueObjective
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "correctness.md"
 
-DEFECTS = {  # what was wrong once, and must stay right
-    "d1": "σ of one vote, or of equal votes, divided by ε: advantages of 7.5e5",
-    "d2": "runs that can learn nothing were accepted",
-    "d3": "bootstrap intervals over five seeds covered 84 %, and norms were counted against an agent's own median",
-    "d4": "exactness was proven of cross-entropy, not of the reinforcement-learning objective",
-    "d5": "states were whole prompts, history included; step rewards lacked penalties",
-    "d6": "peers, vote and baseline were fixed, and some were not the papers'",
-    "d7": "outliers were taken from all turns rather than from each group",
-    "d8": "GAE along an agent's turns went through sibling branches",
-    "d9": "the reward of a reply without tokens went to its neighbour",
-    "d10": "smaller ones: k3 without a bound, ReMax's baseline, masked turns, cut distributions, a tree's alpha twice",
+DEFECTS = {  # earlier defects, which tests named test_d<number>_... must exclude
+    "d1": "the σ of one vote, or of equal votes, was replaced by ε, which gave advantages of 7.5e5",
+    "d2": "runs that cannot learn anything were accepted",
+    "d3": "bootstrap intervals over five seeds covered 84 %; norms were compared with the same agent's median",
+    "d4": "exactness was tested for cross-entropy, and not for the objectives of reinforcement learning",
+    "d5": "the state of a turn was its whole prompt with the history; step rewards lacked penalties",
+    "d6": "peers, vote and baseline of estimators were fixed, and some differed from the papers",
+    "d7": "outliers were chosen among all turns instead of within each group",
+    "d8": "GAE along the turns of an agent crossed sibling branches",
+    "d9": "the reward of a reply without tokens was added to the next reply",
+    "d10": "smaller ones: an unbounded k3, ReMax's baseline, masked turns, truncated sampling, a tree's alpha twice",
 }
-ELSEWHERE = {  # a defect whose tests have names of their own
+ELSEWHERE = {  # defects whose tests have other names
     "d3": ("tests/workflow/test_stability.py::test_norms_are_absolute_and_by_agent",),
     "d4": ("tests/exactness/test_exactness.py", "tests/exactness/test_mutations.py"),
 }
-EVALUATION = {  # what must hold of an evaluation at the papers' scale
-    "a task stays whatever becomes of a reply; a prompt that is too long is wrong": (
+EVALUATION = {  # properties of an evaluation at the scale of the papers
+    "no task is dropped because of a reply; a prompt that is too long counts as wrong": (
         "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_a_prompt_that_is_too_long_is_wrong_and_its_task_counts",
     ),
-    "or it is cut by the stated side, and counted": (
+    "alternatively, a prompt that is too long is cut on the configured side, and counted": (
         "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_a_prompt_is_cut_at_the_stated_side",
         "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_cut_prompts_are_played_and_counted",
     ),
-    "failures are retried, with their own seeds": (
+    "failed replies are retried with the same seeds": (
         "tests/unit/evaluation/test_measure.py::TestFailures::test_failed_replies_are_played_again_with_their_seeds",
     ),
-    "what fails every time is reported beside the score; too much of it is no score": (
+    "replies that fail every time are reported beside the score; with too many of them there is no score": (
         "tests/unit/evaluation/test_measure.py::TestFailures::test_replies_that_always_fail_are_left_out_of_their_task_and_counted",
         "tests/unit/evaluation/test_evaluate.py::test_too_many_failures_give_no_score_and_the_same_command_goes_on",
     ),
-    "deadlines count from when a request has a slot": (
+    "the deadline of a request starts when it has a slot": (
         "tests/unit/base/test_limits.py::test_waiting_for_a_slot_is_not_late",
         "tests/unit/engines/test_sglang_engine.py::test_requests_that_wait_for_a_slot_are_not_late",
     ),
-    "what is in flight is bounded": (
+    "the number of concurrent trajectories and calls is bounded": (
         "tests/unit/evaluation/test_measure.py::test_trajectories_in_flight_are_bounded_and_waiting_ones_are_not_late",
         "tests/unit/base/test_limits.py::test_calls_in_flight_are_bounded_first_come_first_served",
     ),
-    "trajectories are written as they come, and an evaluation that was killed goes on to the same scores": (
+    "trajectories are written as they finish, and an evaluation that was killed continues to the same scores": (
         "tests/unit/evaluation/test_evaluate.py::test_a_killed_evaluation_goes_on_to_the_same_scores",
         "tests/unit/evaluation/test_trajectory_shards.py::test_trajectories_of_another_model_are_removed",
     ),
-    "all GPUs serve": ("tests/unit/evaluation/test_engine_gpus.py::test_all_gpus_serve",),
-    "a validation measures by the same rules, with evaluation's sampling": (
+    "engines use all GPUs": ("tests/unit/evaluation/test_engine_gpus.py::test_all_gpus_serve",),
+    "a validation has the rules and the sampling parameters of an evaluation": (
         "tests/unit/training/test_async_rollout.py::test_a_validation_has_the_rules_of_an_evaluation",
     ),
     "pass@k and maj@k": (
         "tests/unit/evaluation/test_measure.py::TestPassAtK::test_it_is_the_mean_best_of_all_draws",
         "tests/unit/evaluation/test_measure.py::TestVotes::test_the_most_frequent_answer_is_worth_its_score",
     ),
-    "any model in any seat; one agent left out": (
+    "any model can play any agent, and one agent can be left untrained": (
         "tests/workflow/test_cross_play.py::test_each_agent_plays_the_model_of_its_seat",
         "tests/unit/evaluation/test_seats.py::test_one_agent_of_a_shared_policy_can_have_another_model",
         "tests/unit/evaluation/test_seats.py::test_a_model_behind_an_api_can_have_a_seat",
     ),
 }
-_CHECKED = {  # part of the objective -> whose values are worked out by hand where
+_CHECKED = {  # test file with values that are calculated by hand, by part of the objective
     "loss": "test_losses.py",
     "correction": "test_corrections.py",
     "KL": "test_kl.py",
@@ -80,7 +80,9 @@ _CHECKED = {  # part of the objective -> whose values are worked out by hand whe
     "filter": "test_filters.py",
     "critic": "test_losses.py",
 }
-_ROWS = {  # a name -> what rows of docs/exactness.md with it have in their own name; "": those of the first table
+# Text in the names of the rows of docs/exactness.md that cover a part of the objective, by its name; "" stands for all
+# rows of the first table.
+_ROWS = {
     "cross_entropy": "",
     "reinforce": "REINFORCE",
     "ppo_clip": "PPO",
@@ -148,7 +150,7 @@ def page(differences: Mapping[str, float]) -> str:
     """Return the page's text.
 
     Args:
-        differences: by estimator, from `tests.support.credit_oracle.largest_differences`.
+        differences: difference of each estimator, from `tests.support.credit_oracle.largest_differences`.
     """
     credit_page = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
     equations = {
@@ -175,7 +177,7 @@ def page(differences: Mapping[str, float]) -> str:
             ("part", "name", "equation and source", "by hand", "largest gradient error"), objective
         ),
         defects=_table(("defect", "tests"), _with_tests(defects)),
-        evaluation=_table(("what holds", "tests"), _with_tests(EVALUATION.items())),
+        evaluation=_table(("property", "tests"), _with_tests(EVALUATION.items())),
         findings=_table(("team", "measure", "grpo", "drmas", "drmas - grpo"), findings()),
     )
 
@@ -225,7 +227,7 @@ def _first_line(entry: Any) -> str:
     text = (
         getattr(entry, "source", None)
         or entry.__doc__
-        or "the value of the estimate without +, the gradient of k2"
+        or "value of the estimate without +, gradient of k2"
     )
     return " ".join(str(text).strip().partition("\n")[0].replace("|", "\\|").split())
 
@@ -237,36 +239,39 @@ def _table(head: tuple[str, ...], rows: list[Any]) -> str:
 
 _TEXT = """# Correctness
 
-Every equation, its source, and what checks it independently. `make site` writes this page.
+Each equation, its source, and the independent checks of it. `make site` writes this page.
 
 ## Estimators
 
-`tests/support/credit_oracle.py` computes every estimator with every choice of its options in NumPy,
-turn by turn. The last column is the largest |ours − oracle| / (1 + |oracle|) over 25 random ragged
-batches, a third of them trees.
+`tests/support/credit_oracle.py` is a second implementation of each estimator with all of its options
+in NumPy, which computes one turn after the other. The last column is the largest
+|ours − oracle| / (1 + |oracle|) over 25 random batches with replies of different lengths, a third of
+them trees.
 
 {estimators}
 
 ## Objective
 
-Each part has values worked out by hand in `tests/unit/equations/`. [exactness.md](exactness.md)
-compares gradients of a whole model, in every parallel layout, with those of a float64 Hugging Face
-model and formulas written out by hand (`tests/exactness/formulas.py`). A clip, a KL term or a cut
-that is 1 % off is refused. The last column is the largest relative error of a gradient over all
-rows that have the part; – means that no gradient depends on it.
+Tests in `tests/unit/equations/` compare each part with values that were calculated by hand.
+[exactness.md](exactness.md) compares gradients of a whole model, in each parallel layout, with those
+of a float64 Hugging Face model and an independent implementation of the formulas
+(`tests/exactness/formulas.py`). The tests fail if a clip, a KL term or a bound is wrong by 1 %. The
+last column is the largest relative error of a gradient over all rows that use the part; – means
+that no gradient depends on it.
 
 {objective}
 
 ## Defects
 
-An independent check found each of these defects. The tests repeat its numbers.
+Each of these defects was found by an independent check, whose numbers the tests repeat.
 
 {defects}
 
 ## The claim of Dr. MAS
 
-Dr. MAS compares an agent's turns only with each other. [studies/claim.md](studies/claim.md) trains
-two teams in which this should matter. Some of its figures (means over seeds with 95 % t intervals):
+Dr. MAS compares the turns of an agent only with each other. [studies/claim.md](studies/claim.md)
+trains two teams for which this should matter. Some of its results (means over seeds with 95 % t
+intervals):
 
 {findings}
 
@@ -274,15 +279,16 @@ two teams in which this should matter. Some of its figures (means over seeds wit
 
 {evaluation}
 
-`benchmarks/evaluation.py` plays 25,000 scripted requests against a slow server and counts lost ones
+`benchmarks/evaluation.py` sends 25,000 scripted requests to a slow server and counts lost replies
 ([benchmarks.md](benchmarks.md)).
 
 ## Engine and trainer
 
 After every update, the checksums of the embedded engine's tensors must equal those of the
 trainer's. In every step, the log-probabilities of both are compared
-([engines.md](engines.md#agreement)): with several mini-batches, those of the first, because the
-update before a later one has changed the trainer's weights; with a correction, all of them,
-computed before the first update. Right and stale weights of bfloat16 models with 2 to 32 layers are
-measured in [exactness.md](exactness.md#engine-and-trainer-in-bfloat16).
+([engines.md](engines.md#agreement)). With several mini-batches, only those of the first one are
+compared, because later ones see updated weights. With an importance correction, all of them are
+compared, because they are computed before the first update.
+[exactness.md](exactness.md#engine-and-trainer-in-bfloat16) measures the differences for right and
+stale weights of bfloat16 models with 2 to 32 layers.
 """
