@@ -24,6 +24,7 @@ from mcore_mas.config.experiments import (
     CONFIGS,
     GROUPS,
     Expansion,
+    check_config_file,
     expand_experiment,
     expand_recipe,
     find_config,
@@ -31,7 +32,6 @@ from mcore_mas.config.experiments import (
 from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import at_scale
-from retrieval.regular_files import check_regular
 from rollout.base.nested import merged
 from rollout.base.text import nearest_hint
 
@@ -141,7 +141,7 @@ def _version(folders: Sequence[Path]) -> int:
     """Return a number that changes with config.yaml and the files of the groups in these folders.
 
     Raises:
-        ConfigError: one of them is no regular file.
+        ConfigError: one of them is no regular file, or is too large.
     """
     files: list[Path] = []
     for folder in folders:
@@ -149,10 +149,7 @@ def _version(folders: Sequence[Path]) -> int:
         for group in GROUPS:
             files += (folder / group).rglob("*.yaml")
     for file in files:
-        try:
-            check_regular(file)  # Hydra would wait for ever for a pipe
-        except OSError as error:
-            raise ConfigError(f"{file}: {error}; remove it, or write the config there") from error
+        check_config_file(file)
     return hash(tuple((file, file.stat().st_mtime_ns) for file in files))
 
 

@@ -26,6 +26,8 @@ from rollout.base.yaml_files import read_yaml
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking")
 
+_MAX_CONFIG_BYTES = 1 << 17
+
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
@@ -132,10 +134,28 @@ def _load_config(file: Path) -> dict[str, Any]:
     return _load_version(file, file.stat().st_mtime_ns)
 
 
+def check_config_file(file: Path) -> None:
+    """Check a file before Hydra or OmegaConf reads it.
+
+    They would wait for ever for a pipe, and take a minute for a hundred thousand keys.
+
+    Raises:
+        ConfigError: the file is no regular file, or is too large.
+    """
+    try:
+        size = check_regular(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error}; remove it, or write the config there") from error
+    if size > _MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{file}: {size} bytes; expected a config of at most {_MAX_CONFIG_BYTES} bytes"
+        )
+
+
 @lru_cache(maxsize=512)
 def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
+    check_config_file(file)
     try:
-        check_regular(file)
         values = OmegaConf.to_container(OmegaConf.load(file))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error

@@ -1,5 +1,6 @@
 """Seats of an evaluation: which model plays each agent of a team (cross-play)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from rollout.base.digests import check_tree
 from rollout.base.json_files import read_record
 from rollout.base.ownership import FolderError
 from rollout.base.text import nearest_hint
+
+_STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
         texts: seats, whose WHO is YAML.
 
     Raises:
-        ConfigError: a seat is not of this form, or `state` is "base" or "trained" with seats, or
-            another name without.
+        ConfigError: a seat is not of this form, or `state` is "base" or "trained" with seats, is
+            another name without, or cannot be the name of a file.
     """
     seats: dict[str, str] = {}
     for text in texts:
@@ -90,6 +93,11 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(
             f"--state {state} with {len(seats)} seats; expected base or trained without seats, or "
             "another name with --seat"
+        )
+    if not _STATE_NAME.fullmatch(state):
+        raise ConfigError(
+            f"--state {state[:120]}: expected at most 100 letters, digits, _, . and -, the first a "
+            "letter or digit; files are named after it"
         )
     try:
         return {agent: yaml.safe_load(who) for agent, who in seats.items()}

@@ -16,7 +16,7 @@ from rollout.base.files import write_text
 # draws weights takes ten times as long as everything else here.
 _TEMPLATE = Path(__file__).with_name("scaffold")
 _TEMPLATE_NAME = "my_team"  # the project's name in these files
-_PACKAGE_NAME = re.compile(r"(?!(?i:nan|inf)$)[A-Za-z]\w*", re.ASCII)
+_PACKAGE_NAME = re.compile(r"(?!(?i:nan|inf)$)[A-Za-z]\w{0,99}", re.ASCII)
 
 
 class ProjectError(ValueError):
@@ -59,7 +59,8 @@ def _check_name(name: str) -> None:
     # YAML reads some names as other values, such as "yes".
     if not _PACKAGE_NAME.fullmatch(name) or keyword.iskeyword(name) or yaml.safe_load(name) != name:
         raise ProjectError(
-            f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team"
+            f"'{name}' cannot be a Python package; expected letters, digits and _, at most 100, such as "
+            "my_team"
         )
     folders = {file.name for file in _TEMPLATE.iterdir()} - {_TEMPLATE_NAME} | {"results"}
     if name in folders:

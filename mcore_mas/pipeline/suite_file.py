@@ -138,7 +138,7 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     if error is not None:
         message = error.message
         if "errorMessage" in error.schema and error.validator != "required":
-            message = f"{error.schema['errorMessage']} (got {error.instance!r})"
+            message = f"{error.schema['errorMessage']} (got {repr(error.instance)[:200]})"
         if error.validator == "additionalProperties":
             allowed_keys = error.schema.get("properties", {})
             unknown_key = next(key for key in error.instance if key not in allowed_keys)

@@ -10,7 +10,8 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from rollout.base.text import nearest_hint
 
-_SHOWN_CHARS = 120  # length of a shown value
+_SHOWN_CHARS = 120  # length of a shown value or key
+_SHOWN_KEYS = 10  # number of wrong keys that a line describes
 # Types of errors, as pydantic names them.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
@@ -19,26 +20,40 @@ _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
 def error_line(
     error: ValidationError, model: type[BaseModel], values: Any, *, prefix: str = ""
 ) -> str:
-    """Return one line about all keys of nested `values` that a model refused, in the order of the model's fields.
+    """Return one line about the keys of nested `values` that a model refused, in the order of the model's fields.
+
+    The line describes the first ten keys, and counts the others.
 
     Args:
         prefix: the dotted key of `values` in the whole config.
     """
     messages: dict[str, str] = {}  # by dotted key
     value_texts: dict[str, str] = {}
+    other_keys: set[str] = set()
     for details in error.errors(include_url=False):
         keys = _keys(details, values)
-        key = ".".join(map(str, [prefix, *keys] if prefix else keys))
+        key = _shortened(".".join(map(str, [prefix, *keys] if prefix else keys)))
+        if key not in messages and len(messages) == _SHOWN_KEYS:
+            other_keys.add(key)
+            continue
         message = _message(details, model, keys)
         if key not in messages:
             messages[key] = message
         elif message not in messages[key]:  # the alternatives of a union
             messages[key] += f", or {message[:1].lower()}{message[1:]}"
         value_texts[key] = _value_text(details)
-    return "; ".join(
+
+    parts = [
         f"{key}: {message}{value_texts[key]}" if key else f"{message}{value_texts[key]}"
         for key, message in messages.items()
-    )
+    ]
+    if other_keys:
+        parts.append(f"and {len(other_keys)} other keys are wrong")
+    return "; ".join(parts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 def error_below(
@@ -46,10 +61,12 @@ def error_below(
 ) -> ValidationError:
     """Return the error of a model for a part of a config, with the keys of the part before its locations."""
     details = []
+    unknown_keys = 0
     for line in error.errors(include_url=False):
         kind: str = line["type"]
         message = line["msg"]
-        if kind in _UNKNOWN_KEY:
+        unknown_keys += kind in _UNKNOWN_KEY
+        if kind in _UNKNOWN_KEY and unknown_keys <= _SHOWN_KEYS:
             # The caller formats the error without this model, so the nearest keys are added here.
             kind = "unknown_key"
             message = _unknown_key(model, line["loc"])
@@ -104,8 +121,7 @@ def _value_text(details: ErrorDetails) -> str:
     value = details["input"]
     if details["type"] in _WITHOUT_VALUE or isinstance(value, Mapping):
         return ""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return f" (got {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'})"
+    return f" (got {_shortened(json.dumps(value, default=str, ensure_ascii=False))})"
 
 
 def _section_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:

@@ -61,3 +61,15 @@ def test_an_odd_config_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path / name)
     with pytest.raises(ConfigError, match=f"{kind}, where a regular file is expected"):
         resolve(["experiment=demo_math"], tmp_path)
+
+
+def test_a_config_of_a_hundred_thousand_keys_is_refused_before_it_is_composed(
+    tmp_path: Path,
+) -> None:
+    keys = "".join(f"  k{number}: 1\n" for number in range(100_000))
+    for name in ("experiment/big.yaml", "team/big.yaml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f"trainer:\n{keys}")
+        with pytest.raises(ConfigError, match=r"big.yaml: \d+ bytes; expected a config of at most"):
+            resolve(["experiment=[demo_math,big]"], tmp_path)
+        (tmp_path / "experiment/big.yaml").write_text("trainer: {steps: 3}")

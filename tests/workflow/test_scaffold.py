@@ -193,7 +193,7 @@ def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: P
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
     before = sorted(project.parent.iterdir())
-    for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan"):
+    for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan", "x" * 101):
         with pytest.raises(ProjectError, match="cannot be a Python package"):
             new_project(name, project.parent)
     for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):

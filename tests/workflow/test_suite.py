@@ -104,6 +104,16 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
             {**suite(a=MATH), "results": "a b; rm"},
             "suite.results: expected a folder's path of letters, ",
         ),
+        ({**suite(a=MATH), "suite": "x" * 101}, "suite.suite: expected text of .* at most 100,"),
+        (suite(**{"x" * 300: MATH}), "suite.experiments: expected letters, .* at most 100,"),
+        (
+            {**suite(a=MATH), "results": "results/" + "x" * 300},
+            "suite.results: expected a folder's path .* at most 100 characters between two /",
+        ),
+        (
+            {**suite(a=MATH), "evaluate": {"a": {"x" * 300: {"solver": "base"}}}},
+            "suite.evaluate.a: expected small letters, digits and _, at most 100,",
+        ),
         (suite(a=["sede=1"]), "run 'a': .*sede"),
         (suite(a=["experiment=demo_maths"]), "run 'a': .*demo_maths"),
         (suite(a=MATH, b=["seed=abc"]), "run 'b': .*seed"),

@@ -1,6 +1,7 @@
 """A refused value is reported with its key, pydantic's message and the value."""
 
 import math
+import time
 from typing import Any, Literal
 
 import pytest
@@ -126,3 +127,30 @@ def test_an_unknown_key_of_a_part_has_its_nearest() -> None:
 
 def test_a_long_value_is_cut() -> None:
     assert line({"trainer": {"steps": "x" * 500}}).endswith("x…)")
+
+
+def test_of_many_wrong_keys_ten_are_named_in_a_moment() -> None:
+    values = {f"k{number}": 1 for number in range(100_000)}
+    started = time.monotonic()
+    text = line({"trainer": {"steps": 1, **values}})
+    assert time.monotonic() - started < 10
+    assert text.startswith("trainer.k0: unknown key")
+    assert text.endswith("; and 99990 other keys are wrong")
+    assert text.count("unknown key") == 10
+
+
+def test_many_wrong_keys_of_a_part_take_a_moment() -> None:
+    values = {f"k{number}": 1 for number in range(100_000)}
+    with pytest.raises(ValidationError) as refused:
+        Trainer.model_validate({"steps": 1, **values})
+    started = time.monotonic()
+    moved = error_below(refused.value, Trainer, ("trainer",))
+    text = error_line(moved, Run, {"trainer": values})
+    assert time.monotonic() - started < 10
+    assert text.endswith("; and 99990 other keys are wrong")
+
+
+def test_a_long_key_is_cut() -> None:
+    text = line({"trainer": {"steps": 1, "x" * 10**6: 1}})
+    assert text.startswith("trainer.xxx")
+    assert len(text) < 500

@@ -9,7 +9,7 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.evaluation.seats import config_with_seats
+from mcore_mas.evaluation.seats import config_with_seats, parse_seats
 from rollout.base.ownership import FolderError
 
 AGENTS = ("solver", "verifier")
@@ -129,3 +129,10 @@ def test_a_run_of_a_seat_must_have_finished_its_training(config: RunConfig) -> N
     (config.results / "alone" / "train" / "done.json").unlink()
     with pytest.raises(FolderError, match=r"alone/train/done.json: no such file; train first"):
         config_with_seats(config, "x", {"solver": "alone"})
+
+
+@pytest.mark.parametrize("state", ["../up", "x" * 101, ".hidden", "a b", "a/b"])
+def test_a_state_that_is_no_name_of_a_file_is_refused(state: str) -> None:
+    with pytest.raises(ConfigError, match="expected at most 100 letters"):
+        parse_seats(state, ["verifier=base"])
+    assert parse_seats("without_verifier-2.x", ["verifier=base"]) == {"verifier": "base"}
