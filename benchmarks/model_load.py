@@ -144,7 +144,7 @@ def load(rank: int, folder: Path) -> None:
     began = time.perf_counter()
     with PeakMemory() as peak:
         parameters = build_model(architecture, spec).numbered_parameters()
-        import_weights(parameters, architecture, SafeTensors(folder))
+        import_weights(parameters, architecture, SafeTensors(folder), str(folder))
     seconds = time.perf_counter() - began
 
     embedding = parameters["embedding.word_embeddings.weight"]

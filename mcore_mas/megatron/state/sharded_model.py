@@ -148,7 +148,12 @@ class ShardedModel:
         for part, slot in memory.slots(trained):
             slot.copy_(part, non_blocking=True)
         try:
-            import_weights(self.trained_parameters, self.architecture, self._initial_weights())
+            import_weights(
+                self.trained_parameters,
+                self.architecture,
+                self._initial_weights(),
+                self._spec.model,
+            )
         finally:
             memory.swap(trained)
         return memory
@@ -192,18 +197,20 @@ class ShardedModel:
             for name, parameter in self.base_parameters.items()
             if name not in shared and (has_value_head or name != VALUE_HEAD)
         }
-        import_weights(missing, self.architecture, source)
+        import_weights(missing, self.architecture, source, self._spec.model)
 
         lora = self._spec.lora
         if lora is None:
             return
         if lora.adapter:
             adapter = AdapterFolder(Path(lora.adapter), lora)
-            import_weights(self._adapter_parameters, self.architecture, adapter)
+            import_weights(self._adapter_parameters, self.architecture, adapter, lora.adapter)
         else:
             seed = self._spec.lora_seed
             new_adapter = partial(initial_adapter, self.architecture, lora.rank, seed)
-            import_weights(self._adapter_parameters, self.architecture, new_adapter)
+            import_weights(
+                self._adapter_parameters, self.architecture, new_adapter, self._spec.model
+            )
 
     def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (Hugging Face name, full tensor) of all weights, with adapters merged into their base.

@@ -273,13 +273,18 @@ def _expert_numbers(name: str) -> range:
 
 
 def import_weights(
-    local: Mapping[str, Tensor], architecture: Architecture, source: Callable[[str], LazyTensor]
+    local: Mapping[str, Tensor],
+    architecture: Architecture,
+    source: Callable[[str], LazyTensor],
+    where: str,
 ) -> None:
     """Fill this rank's shards in place, one parameter at a time, reading only what they hold.
 
     Args:
         local: this rank's tensors by Megatron parameter name.
+        architecture: of the model.
         source: returns the full tensor of a Hugging Face name.
+        where: folder of the source, for errors.
 
     Raises:
         ModelError: a tensor does not have the shape that config.json implies.
@@ -293,7 +298,7 @@ def import_weights(
             for name, shape in mapping.shapes(shard.shape, architecture, tp).items():
                 if full[name].shape != shape:
                     raise ModelError(
-                        f"tensor '{name}' has shape {full[name].shape}; "
+                        f"{where}: tensor '{name}' has shape {full[name].shape}; "
                         f"config.json makes it {shape}"
                     )
             mapping.sharding.fill(shard, list(full.values()), architecture, tp, rank)

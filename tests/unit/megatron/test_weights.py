@@ -1,5 +1,6 @@
 """Hugging Face tensors into Megatron's parameters and back: by the table, by slices, and from nothing but a config."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
@@ -158,14 +159,29 @@ def test_tensors_of_another_model_are_refused(alone: None, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(
         config.replace('"intermediate_size": 96', '"intermediate_size": 64')
     )
-    with pytest.raises(
-        ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"
-    ):
+    wrong_shape = (
+        f"{tmp_path}: tensor 'model.layers.0.mlp.gate_proj.weight' has shape (96, 64); "
+        "config.json makes it (64, 64)"
+    )
+    with pytest.raises(ModelError, match=re.escape(wrong_shape)):
         MegatronTrainer(ranks.make_spec(str(tmp_path)))
-    with pytest.raises(
-        ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"
-    ):
+    missing = f"{tmp_path}: no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"
+    with pytest.raises(ModelError, match=re.escape(missing)):
         SafeTensors(tmp_path)("model.layers.0.mlp.experts.7.up_proj.weight")
+
+
+def test_a_trainer_loads_an_older_checkpoint(alone: None, tmp_path: Path) -> None:
+    """Checkpoints of Llama's first generations have rotary frequencies in every layer."""
+    reference.make_model("llama", tmp_path)
+    expected = ranks.copy_weights(MegatronTrainer(ranks.make_spec(str(tmp_path))))
+    path = tmp_path / "model.safetensors"
+    buffers = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)
+    }
+    save_file(load_file(path) | buffers, path, metadata={"format": "pt"})
+    weights = ranks.copy_weights(MegatronTrainer(ranks.make_spec(str(tmp_path))))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(
