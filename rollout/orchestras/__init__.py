@@ -1,4 +1,4 @@
-"""Orchestras: workflows of several agents, each an async function of a task, a team and an environment.
+"""Orchestras: multi-agent workflows, each an async function of a task, a team and an environment.
 
 An orchestra asks the team's agents and steps the environment, in plain control flow. It raises
 EnvError if the environment lacks a method that it needs (see `PlayedEnv`). Importing this package

@@ -98,8 +98,8 @@ async def ab_mcts(
             feedback = preview.observation
         if posterior == "beta" and not 0.0 <= grade <= 1.0:
             raise EnvError(
-                f"ab_mcts: an attempt was graded {grade:g}, and posterior 'beta' needs grades from 0 "
-                "to 1; use posterior 'gaussian'"
+                f"ab_mcts: an attempt was graded {grade:g}, and posterior 'beta' needs grades from "
+                "0 to 1; use posterior 'gaussian'"
             )
 
         node = search.add(parent, agent, grade)

@@ -32,7 +32,7 @@ _Evaluate = Callable[[Mapping[str, Any]], Any]  # values by name -> value of a p
 class Condition:
     """A condition on named values.
 
-    A dotted name, for example `draft.text`, is the name of one value; it does not read an attribute.
+    A dotted name, for example `draft.text`, is the name of one value and reads no attribute.
     """
 
     text: str

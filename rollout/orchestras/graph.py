@@ -111,7 +111,7 @@ class Graph(StrictSection):
         return self
 
     def initial_values(self) -> dict[str, str | int]:
-        """Return the values of all names, before any node runs, that templates and conditions use."""
+        """Return the value before the first wave of every name that templates may use."""
         values: dict[str, str | int] = dict.fromkeys(_EPISODE_NAMES, "")
         for name in self.nodes:
             values[name] = ""

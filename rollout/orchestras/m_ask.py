@@ -40,7 +40,7 @@ def change_plan(plan: Plan, change: str | None) -> Plan:
 async def m_ask(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5
 ) -> None:
-    """Ask `planner` for a plan with an answer, which searches then improve; the latest answer is final.
+    """Ask `planner` for a plan with an answer, and improve both by searches; the last answer is final.
 
     In each turn `searcher` states a query or ends the search, `summariser` reports what the query
     found, `updater` changes a step of the plan, and `answerer` answers. Templates may use the slot

@@ -33,7 +33,7 @@ async def debate(
     max_others: NonNegativeInt = 5,
     contain_self: bool = True,
 ) -> None:
-    """Ask all `debaters` at the same time, in several rounds; the majority of the last round decides.
+    """Ask all `debaters` at once, in several rounds; the majority of the last round decides.
 
     Templates may use the slots `problem` and `others`, replies of the round before, at first "".
     The order of these replies is random, and the same whenever the task is played again.
@@ -120,7 +120,7 @@ async def mixture(
 async def reason_tool(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 4
 ) -> None:
-    """Ask `tool_user` and `reasoner` at the same time until they agree; the reasoner's answer is final.
+    """Ask `tool_user` and `reasoner` at once until they agree; the reasoner's answer is final.
 
     Templates may use the slots `problem` and `history`: for each earlier turn, the tool user's
     program with its output, and the reasoner's reply. A malformed reply agrees with no answer.

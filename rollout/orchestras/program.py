@@ -216,7 +216,7 @@ async def program(
 
 
 async def _result_unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
-    """Return the result of `work`; if `failure` comes first, cancel the work and raise the failure."""
+    """Return the result of `work`; if `failure` comes first, cancel the work and raise it."""
     task = asyncio.ensure_future(work)
     try:
         awaited: set[asyncio.Future[Any]] = {task, failure}

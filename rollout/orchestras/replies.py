@@ -79,14 +79,14 @@ def parse_enough(text: str) -> str | None:
 
 
 def parse_approval(text: str) -> str | None:
-    """Return "approve" or "reject" from the only `<verify>` tag; None for others or several tags."""
+    """Return "approve" or "reject" from the only `<verify>` tag; None for other or several tags."""
     verdict = last_tag(text, "verify")
     once = text.count("<verify>") == text.count("</verify>") == 1
     return verdict if once and verdict in ("approve", "reject") else None
 
 
 def parse_review(text: str) -> str | None:
-    """Return status and feedback as two lines; None if a tag is missing or the status is unknown."""
+    """Return status and feedback as two lines; None if one is missing or the status is unknown."""
     text = after_thought(text)
     status = last_tag(text, "status")
     feedback = last_tag(text, "feedback")

@@ -103,7 +103,7 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
 async def qa_evidence(
     task: Task, team: TeamSession, env: Env, *, read: Literal["each", "all"] = "each"
 ) -> None:
-    """Ask `decomposer` for queries, `extractor` for the evidence in what they found, then `answerer`.
+    """Ask `decomposer` for queries, `extractor` for evidence in their passages, then `answerer`.
 
     Templates may use the slot `question`; that of the extractor also `query` and `information`, the
     passages of the query; that of the answerer also `history`, every query with its evidence. The

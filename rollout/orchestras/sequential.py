@@ -17,8 +17,10 @@ from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 
 
-def slots(problem: str, replies: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return the slots of both user templates, for rollouts and for demonstrations.
+def solver_verifier_slots(problem: str, replies: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return the slots of the user templates of solver and verifier.
+
+    The demonstrations of `arithmetic` use them, too.
 
     Args:
         problem: problem as the environment states it.
@@ -52,11 +54,11 @@ async def solver_verifier(
     problem = env.reset(task)
     replies: list[tuple[str, str]] = []
     for attempt in range(1, max_loops + 1):
-        solution = await team.act("solver", **slots(problem, replies))
+        solution = await team.act("solver", **solver_verifier_slots(problem, replies))
         replies.append(("solver", solution.text))
         if attempt == max_loops:
             break
-        verdict = await team.act("verifier", **slots(problem, replies))
+        verdict = await team.act("verifier", **solver_verifier_slots(problem, replies))
         replies.append(("verifier", verdict.text))
         if (verdict.value or malformed_verdict) == "approve":
             break
@@ -74,13 +76,14 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     """
     problem = env.reset(task)
     draft = await team.act("generator", problem=problem)
-    right = await grade(team, env, draft.turn, draft.value)
+    draft_score = await grade(team, env, draft.turn, draft.value)
     solution = after_thought(draft.text)
     review = await team.act("verifier", problem=problem, solution=solution)
-    if right is None:
+    if draft_score is None:
         team.score(review.turn, undecided=1.0)
     else:
-        team.score(review.turn, local=float(review.value == str(int(right > 0))))
+        true_verdict = str(int(draft_score > 0))
+        team.score(review.turn, local=float(review.value == true_verdict))
     final = await ask_for_answer(
         team, env, "refiner", problem=problem, solution=solution, review=after_thought(review.text)
     )

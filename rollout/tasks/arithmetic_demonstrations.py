@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 
 from rollout.base.section import Share
-from rollout.orchestras.sequential import slots
+from rollout.orchestras.sequential import solver_verifier_slots
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration, Message
 from rollout.tasks.arithmetic import LEVELS, Sum, draw_sum
@@ -74,7 +74,7 @@ def _demonstrate(
         agent: agent that replies.
         reply: reply of the agent.
     """
-    messages = roles[agent].messages(**slots(problem.text, history))
+    messages = roles[agent].messages(**solver_verifier_slots(problem.text, history))
     return Demonstration(
         agent=agent, messages=(*messages, Message(role="assistant", content=reply))
     )

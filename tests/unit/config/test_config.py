@@ -59,11 +59,17 @@ def test_every_estimator_is_a_choice_of_the_group_advantage() -> None:
     assert set(config_names("advantage", [CONFIGS])) == set(ESTIMATORS)
 
 
-@pytest.mark.parametrize("team", ["graph", "m_ask", "qa_decompose", "qa_evidence", "qa_rewrite"])
-def test_every_search_team_composes(team: str) -> None:
+@pytest.mark.parametrize("team", ["graph", "qa_decompose", "qa_evidence", "qa_rewrite"])
+def test_the_search_demo_composes_with_other_teams(team: str) -> None:
     values = resolve(["experiment=demo_search", f"team={team}"])
     assert values["orchestra"]["name"] == TEAMS[team]["orchestra"]["name"]
     assert {values["agents"][agent]["policy"] for agent in TEAMS[team]["agents"]} == {"shared"}
+
+
+def test_prompts_with_slots_that_the_orchestra_does_not_fill_are_refused() -> None:
+    expected = r"agent 'searcher': orchestra 'm_ask' does not fill the slot \{history\}"
+    with pytest.raises(ConfigError, match=expected):
+        resolve(["experiment=demo_search", "team=m_ask"])
 
 
 @pytest.mark.parametrize(

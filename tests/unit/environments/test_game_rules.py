@@ -1,4 +1,4 @@
-"""Rules of the games: rewards and metrics computed by hand, lists of actions, and invalid puzzles."""
+"""Rules of the games: rewards computed by hand, lists of actions, and invalid puzzles."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def play_actions(
 
 
 class Guess(gymnasium.Env[str, str]):
-    """Game of guessing a word of two letters, which the seed chooses; the action `cab` breaks it."""
+    """Game of guessing two letters, which the seed chooses; the action `cab` breaks it."""
 
     action_space = spaces.Text(4, charset="abc")
     observation_space = spaces.Text(20)

@@ -1,4 +1,4 @@
-"""Orchestras whose agents answer in a box, on scripted replies: outcomes, local scores and prompts."""
+"""Orchestras whose agents answer in a box, on scripted replies."""
 
 from __future__ import annotations
 
@@ -114,8 +114,10 @@ def test_max_others_limits_the_replies_of_others() -> None:
 def test_a_debate_grows_a_tree_of_rounds() -> None:
     roles = dict.fromkeys(("a", "b"), "debater")
     replies = {
-        ("a", 0, ""): WRONG, ("b", 1, ""): WRONG, ("a", 0, "1"): RIGHT, ("b", 1, "1"): WRONG,
-        ("a", 2, "1.0"): WRONG, ("b", 3, "1.0"): WRONG, ("a", 2, "1.1"): RIGHT, ("b", 3, "1.1"): RIGHT,
+        ("a", 0, ""): WRONG, ("b", 1, ""): WRONG,
+        ("a", 0, "1"): RIGHT, ("b", 1, "1"): WRONG,
+        ("a", 2, "1.0"): WRONG, ("b", 3, "1.0"): WRONG,
+        ("a", 2, "1.1"): RIGHT, ("b", 3, "1.1"): RIGHT,
     }  # fmt: skip
     trajectory = grow("debate", roles, replies, debaters=["a", "b"])
     assert (trajectory.status, trajectory.error) == (Status.COMPLETED, "")

@@ -126,7 +126,7 @@ def test_tools_are_refused_in_an_orchestra_without_chats() -> None:
 
 
 def config_with_summariser(name: str) -> RunConfig:
-    """Return a config with the agent `summing`, in which the reviewer's chats are summed up by `name`."""
+    """Return a config in which `name` sums up the reviewer's chats; `summing` is an agent for it."""
     summing = "+agents.summing={role: chat_summariser, policy: shared}"
     chats = f"+agents.reviewer.chats={{when_full: fold, summariser: {name}}}"
     return RunConfig.check(resolve(["experiment=demo_coder", summing, chats]), "here")

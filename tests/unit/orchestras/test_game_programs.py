@@ -1,4 +1,4 @@
-"""The published game team: the tool agent's program runs in a sandbox, and its output is the proposal."""
+"""The published game team, whose tool agent's program runs in a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orchestras of math teams that run programs, on scripted replies: agents, scores and tool calls."""
+"""Orchestras of math teams that run programs, on scripted replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orchestras `qa_decompose`, `qa_evidence` and `qa_rewrite`: searches, prompts and malformed replies."""
+"""Orchestras `qa_decompose`, `qa_evidence` and `qa_rewrite`: searches, prompts and rewards."""
 
 from __future__ import annotations
 

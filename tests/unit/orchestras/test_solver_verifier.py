@@ -11,7 +11,7 @@ import pytest
 from rollout.engines import EngineClient
 from rollout.environments import ENVS
 from rollout.orchestras.replies import parse_approval, parse_boxed
-from rollout.orchestras.sequential import slots, solver_verifier
+from rollout.orchestras.sequential import solver_verifier, solver_verifier_slots
 from rollout.records.trajectory import Sampling, Status, Trajectory
 from rollout.teams.roles import ROLES, Agent
 from rollout.teams.team import Team
@@ -146,7 +146,7 @@ def test_parse_boxed_reads_the_last_box(text: str, value: str | None) -> None:
 
 def test_braces_in_replies_are_no_slots_of_the_template() -> None:
     replies = [("solver", "\\boxed{7}"), ("verifier", REJECT), ("solver", "{problem}")]
-    filled = slots("p", replies)
+    filled = solver_verifier_slots("p", replies)
     assert filled["solution"] == "{problem}"
     content = ROLES["solver"].messages(**filled)[-1].content
     assert "[solver]\n\\boxed{7}\n\n[verifier]\n" in content

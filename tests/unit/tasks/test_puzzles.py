@@ -1,4 +1,4 @@
-"""Demonstrations of puzzles: valid replies, training puzzles only, prompts of the orchestras, slips."""
+"""Demonstrations of puzzles: valid replies, training puzzles, prompts, and slips."""
 
 from __future__ import annotations
 
