@@ -7,11 +7,10 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from mcore_mas.reports.curves import read_step_rows
 from rollout.base.json_files import read_record
-from rollout.base.parquet import bounded_table
+from rollout.base.parquet import bounded_table, open_parquet
 from rollout.records.files import arrow_errors
 
 _TURN_COLUMNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
@@ -149,7 +148,7 @@ def _read_shard(path: Path, number: int) -> pd.DataFrame:
     columns = ["status", *(f"turns.list.element.{name}" for name in _TURN_COLUMNS)]
     with (
         arrow_errors(path, "not a readable file of trajectories", "; evaluate the run again"),
-        pq.ParquetFile(path) as file,
+        open_parquet(path) as file,
     ):
         table = bounded_table(file, columns)
     completed = table.filter(pc.equal(table["status"], "completed"))

@@ -1,12 +1,23 @@
-"""Reading of Parquet files whose footers announce a bounded size."""
+"""Reading of Parquet files whose values have a bounded size."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from retrieval.regular_files import check_regular
 
 MAX_ROWS = 10_000_000
 MAX_BYTES = 64 << 30  # limit of all columns, uncompressed
+_MEASURED_ROWS = 1 << 16  # at a time
+# Bytes of a value of the types whose values have a fixed size, as Arrow stores them.
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Encodings of texts that take at least as many bytes as the texts. RLE and BIT_PACKED are those of
+# lists and missing values.
+_PLAIN_ENCODINGS = frozenset(("PLAIN", "DELTA_LENGTH_BYTE_ARRAY", "RLE", "BIT_PACKED"))
 # pyarrow cannot read more than 2 GiB of text inside lists at once, and the texts of a trajectory
 # may take tens of MiB.
 _BATCH_ROWS = 64
@@ -37,6 +48,70 @@ def bounded_batches(
     if size > MAX_BYTES:
         raise ValueError(f"{size} bytes of values; expected at most {MAX_BYTES}")
     yield from file.iter_batches(rows, columns=columns, row_groups=groups)
+
+
+def open_parquet(path: Path, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file whose values fit into memory.
+
+    The footer gives the size of encoded values. A dictionary may stand for far more: a few bytes
+    say that each of a million texts is the same megabyte. Such texts are measured first if they
+    could be too large; their repetitions are not written out for it.
+
+    Args:
+        options: further arguments of `pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe or a device.
+        ValueError: it is no Parquet file, or its values take more than `MAX_BYTES`.
+    """
+    check_regular(path)
+    file = pq.ParquetFile(path, **options)
+    try:
+        _check_values(path, file.metadata)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_values(path: Path, metadata: pq.FileMetaData) -> None:
+    """Raise ValueError if the values of a file take more memory than `MAX_BYTES`."""
+    size = 0  # of numbers
+    largest_texts = 0  # size of the texts if each were as large as all that are encoded
+    text_columns: set[str] = set()
+    prefixed_columns: set[str] = set()  # whose texts refer to the text before
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.physical_type in _VALUE_BYTES:
+                size += chunk.num_values * _VALUE_BYTES[chunk.physical_type]
+            elif not _PLAIN_ENCODINGS.issuperset(chunk.encodings):
+                text_columns.add(chunk.path_in_schema)
+                if "DELTA_BYTE_ARRAY" in chunk.encodings:
+                    prefixed_columns.add(chunk.path_in_schema)
+                largest_texts += chunk.num_values * chunk.total_uncompressed_size
+
+    if size + largest_texts > MAX_BYTES:
+        for column in sorted(text_columns):
+            # pyarrow cannot read texts with common prefixes as a dictionary.
+            dictionaries = [] if column in prefixed_columns else [column]
+            rows = _MEASURED_ROWS if dictionaries else _BATCH_ROWS
+            with pq.ParquetFile(path, read_dictionary=dictionaries) as file:
+                for batch in file.iter_batches(rows, columns=[column]):
+                    size += _text_bytes(batch.column(0))
+                    if size > MAX_BYTES:
+                        break
+    if size > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES} bytes of values, with all repetitions written out")
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Return the size of the texts in the only leaf of an array, repetitions included."""
+    while pa.types.is_nested(array.type):
+        array = array.field(0) if pa.types.is_struct(array.type) else array.flatten()
+    if not pa.types.is_dictionary(array.type):
+        return int(array.nbytes)
+    lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+    return pc.sum(lengths.take(array.indices)).as_py() or 0
 
 
 def bounded_table(

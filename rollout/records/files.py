@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from rollout.base.files import atomic_path
-from rollout.base.parquet import bounded_table
+from rollout.base.parquet import bounded_table, open_parquet
 from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Task, Trajectory
 
@@ -272,7 +272,7 @@ def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = N
         )
     with (
         arrow_errors(path, "not a readable parquet file", "; name another, or make it again"),
-        pq.ParquetFile(path, page_checksum_verification=True) as file,
+        open_parquet(path, page_checksum_verification=True) as file,
     ):
         table = bounded_table(file, columns)
         # The header of a page has no checksum, and a damaged one can hide its page.
@@ -291,8 +291,8 @@ def arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
     """Raise pyarrow's errors in this context as a RecordError of one line."""
     try:
         yield
-    except (pa.ArrowException, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
+    except (pa.ArrowException, ValueError, OSError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise RecordError(f"{path}: {problem} ({reason}){advice}") from error
 
 

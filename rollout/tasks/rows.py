@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 
 from retrieval.regular_files import check_regular
 from rollout.base.json_files import read_json
-from rollout.base.parquet import bounded_batches
+from rollout.base.parquet import bounded_batches, open_parquet
 from rollout.records.files import RecordError
 
 _BATCH_ROWS = 256
@@ -47,12 +47,13 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
         raise RecordError(f"{path}: no such file") from error
     except RecordError:
         raise
-    except (OSError, ValueError, csv.Error) as error:
-        raise RecordError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    except (OSError, ValueError, csv.Error, pa.ArrowException, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RecordError(f"{path}: cannot be read ({reason})") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
         for batch in bounded_batches(file, rows=_BATCH_ROWS):
             yield from batch.to_pylist()
 
