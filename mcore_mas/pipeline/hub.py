@@ -278,9 +278,25 @@ def _explained(source: Source, host: str, page: str, alternative: str) -> Iterat
                 f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN"
             ) from None
         raise AcquireError(f"{page}: answered {status}; try again, or {alternative}") from None
-    except (httpx2.TransportError, httpx.TransportError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (httpx2.HTTPError, httpx.HTTPError, OSError) as error:
         raise AcquireError(
-            f"{host}: cannot fetch {source.repository} ({reason}); start it again, complete files "
-            f"are kept, or {alternative}"
+            f"{host}: cannot fetch {source.repository} ({_reason(error)}); start it again, "
+            f"complete files are kept, or {alternative}"
         ) from None
+    except (
+        httpx2.InvalidURL,
+        httpx.InvalidURL,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise AcquireError(
+            f"{page}: the answer is not as a hub gives it ({_reason(error)}); {alternative}"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, or its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

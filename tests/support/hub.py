@@ -30,6 +30,8 @@ class FakeHub:
         asked: path and Range header of every request.
         tokens_elsewhere: Authorization headers that were sent to other hosts than the hub.
         raw: content of GitHub's files, by owner/name/revision/path.
+        loops: paths, by their beginnings, that redirect to themselves.
+        listing: bytes that the hub answers in place of each listing, if not None.
         url: URL of the running hub.
     """
 
@@ -40,6 +42,8 @@ class FakeHub:
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     tokens_elsewhere: set[str] = field(default_factory=set)
     raw: dict[str, bytes] = field(default_factory=dict)
+    loops: tuple[str, ...] = ()
+    listing: bytes | None = None
     url: str = ""
 
 
@@ -77,9 +81,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
 
         self.hub.asked.append((path, self.headers.get("Range")))
+        if path.startswith(self.hub.loops):
+            self._send(302, headers={"Location": f"{self.hub.url}{self.path}"})
+            return
         if path in self.hub.raw:
             self._note_token()
             self._send(200, self.hub.raw[path])
+        elif path.startswith("api/") and self.hub.listing is not None:
+            self._send(200, self.hub.listing, {"Content-Type": "application/json"})
         elif path.startswith("api/"):
             self._answer_listing(path.removeprefix("api/").removeprefix("models/"))
         else:

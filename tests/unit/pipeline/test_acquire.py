@@ -212,6 +212,31 @@ def test_errors_of_the_hub_say_what_to_do(hub: FakeHub, monkeypatch: pytest.Monk
         acquire(DATA, Path("r.json"), client(hub))
 
 
+@pytest.mark.parametrize("loop", ["api/", "datasets/some/math/resolve"])
+def test_redirects_without_an_end_are_refused(
+    loop: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.loops = (loop,)
+    set_source(monkeypatch)
+    with pytest.raises(AcquireError, match=r"cannot fetch some/math \(.*redirects") as refusal:
+        acquire(DATA, Path("r.json"), client(hub))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "listing", [b"<html>", b"[]", b"{}", b'{"siblings": 5}', b'{"siblings": [{}]}', b"null"]
+)
+def test_answers_that_no_hub_gives_are_refused(
+    listing: bytes, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.listing = listing
+    set_source(monkeypatch)
+    with pytest.raises(AcquireError) as refusal:
+        acquire(DATA, Path("r.json"), client(hub))
+    assert str(refusal.value).startswith(("some/math", hub.url))
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
