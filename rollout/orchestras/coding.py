@@ -146,7 +146,7 @@ async def tool_coder(
     max_turns: PositiveInt = 3,
     max_calls: PositiveInt = 6,
 ) -> None:
-    """Let `coder`, with tools and reviews of `reviewer`, write programs until one passes visible tests.
+    """Let `coder` write programs with tools, and `reviewer` review them, until visible tests pass.
 
     The last program is final, and the reviewer is not asked about it. Both agents hold one chat.
     The coder's template may use the slot `problem`; later messages to the coder are the result on
@@ -194,7 +194,7 @@ async def dsbench(
     max_turns: PositiveInt = 4,
     artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTIFACTS,
 ) -> None:
-    """Let each agent of `artefacts` write programs until its files exist; then submit and be scored.
+    """Let each agent of `artefacts` write programs until its files exist; then submit the result.
 
     The agents work one after the other, and the next one also follows an agent that left files out.
     Templates may use the slots `problem`; `handed`, the last reply of each agent before, without

@@ -40,13 +40,13 @@ def change_plan(plan: Plan, change: str | None) -> Plan:
 async def m_ask(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5
 ) -> None:
-    """Ask `planner` for a plan with an answer, and improve both by searches; the last answer is final.
+    """Ask `planner` for a plan and an answer, which searches improve; the last answer is final.
 
-    In each turn `searcher` states a query or ends the search, `summariser` reports what the query
-    found, `updater` changes a step of the plan, and `answerer` answers. Templates may use the slot
-    `question`; all but the planner's also `plan`; that of the searcher also `answer` and `queries`,
-    that of the summariser `query` and `information`, that of the updater `query` and `evidence`,
-    and that of the answerer `answer`.
+    In each turn `searcher` states a query or ends the search, `summariser` reports on the query's
+    passages, `updater` changes a step of the plan, and `answerer` answers. Templates may use the
+    slot `question`; all but the planner's also `plan`; that of the searcher also `answer` and
+    `queries`, that of the summariser `query` and `information`, that of the updater `query` and
+    `evidence`, and that of the answerer `answer`.
 
     The turns of planner and answerer are scored with the metrics of the environment that their
     answer has. The reward `turn_difference` with `metric: token_f1` and `scored: [planner,

@@ -72,7 +72,7 @@ class Job:
 
 
 _Program = Callable[[Job], Awaitable[str]]
-_REGISTERED: Mapping[str, _Program] = {}  # there are no programs with names of their own
+_REGISTERED: Mapping[str, _Program] = {}  # programs are found by import path alone
 
 
 def check_program(

@@ -125,9 +125,9 @@ def _tag_parser(name: str, *, skip_thought: bool = False) -> Callable[[str], str
             text = after_thought(text)
         return last_tag(text, name) or None
 
-    place = " after any thought" if skip_thought else ""
+    position = " after any thought" if skip_thought else ""
     parse.__doc__ = (
-        f"Return the content of the last `<{name}>` tag{place}; None if it is missing or empty."
+        f"Return the content of the last `<{name}>` tag{position}; None if it is missing or empty."
     )
     return parse
 

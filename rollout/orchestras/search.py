@@ -58,7 +58,7 @@ async def _answer(team: TeamSession, env: Env, *, question: str, history: str) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SearchResult:
-    """A query with what the environment found."""
+    """A query with its passages."""
 
     query: str
     observation: str  # passages as the environment shows them
@@ -89,7 +89,7 @@ async def _search_parts(team: TeamSession, env: Env, question: str) -> list[_Sea
 
 
 async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
-    """Ask `decomposer` for up to three queries, then `answerer`, who reads all that they found.
+    """Ask `decomposer` for up to three queries, then `answerer`, who reads their passages.
 
     Templates may use the slot `question`; that of the answerer also `history`, every query with its
     passages.
@@ -187,7 +187,7 @@ async def memory_search(
 ) -> None:
     """Let `lead` put requests to `scout`, who searches with a tool, until the lead answers.
 
-    Both hold one chat: the lead remembers every report, the scout its searches and what they found.
+    Both hold one chat: the lead remembers every report, the scout its searches and their passages.
     Templates may use the slot `question`; that of the scout also `wanted`, the lead's first
     request. A malformed report is passed on without its thought. A malformed reply of the lead ends
     the task without an answer.

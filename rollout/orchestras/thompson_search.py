@@ -67,7 +67,7 @@ class SearchNode:
 
 
 class TreeSearch:
-    """A tree of scored attempts, which selects where the next attempt is made, and by whom."""
+    """A tree of scored attempts, which selects parent and agent of the next attempt."""
 
     def __init__(self, agents: Sequence[str], draw: ScoreDraw) -> None:
         """Start with the root alone.
