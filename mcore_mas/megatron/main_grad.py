@@ -30,20 +30,40 @@ def placeholder_grad(weight: Tensor) -> Tensor:
     return torch.empty_like(weight)
 
 
-def head_weight_grad(
-    weight: Tensor, total: Tensor | None, *, main_grad: Tensor | None, embeds: bool
-) -> Tensor | None:
-    """Return what the backward pass of a head hands to autograd as the gradient of its weight.
+class HeadWeightGrad:
+    """Gradient of the weight of a head, which is computed in chunks of rows and summed in float32."""
 
-    Args:
-        total: the gradient of the weight; None: the weight is frozen.
-        main_grad: buffer that `total` was accumulated in; None: `total` is a tensor of its own.
-        embeds: the embedding shares the weight and passes on a gradient itself.
-    """
-    if total is None:
-        return None
-    if main_grad is None:
-        return total.to(weight.dtype)
-    if embeds:
-        return None
-    return placeholder_grad(weight)
+    def __init__(
+        self, weight: Tensor, *, main_grad: Tensor | None, is_trained: bool, embeds: bool
+    ) -> None:
+        """Start with the gradients that are in Megatron's buffer, or with zeros.
+
+        Args:
+            weight: [columns, hidden].
+            main_grad: Megatron's buffer of the weight, if there is one.
+            is_trained: False if the weight is frozen and needs no gradient.
+            embeds: True if the embedding shares the weight, and passes on a gradient itself.
+        """
+        self._weight = weight
+        self._is_in_buffer = main_grad is not None
+        self._embeds = embeds
+        self._total: Tensor | None = None
+        if is_trained:
+            self._total = main_grad
+            if main_grad is None:
+                self._total = torch.zeros(weight.shape, device=weight.device)
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add the part of a chunk: gradients of logits [rows, columns], and hidden states [rows, hidden]."""
+        if self._total is not None:
+            add_product(self._total, grad_logits.t(), hidden)
+
+    def result(self) -> Tensor | None:
+        """Return what the backward pass of the head hands to autograd as the gradient of the weight."""
+        if self._total is None:
+            return None
+        if not self._is_in_buffer:
+            return self._total.to(self._weight.dtype)
+        if self._embeds:
+            return None
+        return placeholder_grad(self._weight)

@@ -1,7 +1,7 @@
 """Watchdog of ranks: each rank reports its phase in a file, and its stack if the phase takes too long.
 
-`RankWatchdog` is the side of a rank, `RankMonitor` the side of the controller, which raises an error if no rank shows
-progress. Code that runs for long within a phase calls `heartbeat` now and then.
+A rank has a `RankWatchdog`. The controller has a `RankMonitor`, which raises an error if no rank shows
+progress. Long computations within a phase call `heartbeat` now and then.
 """
 
 import asyncio
@@ -17,53 +17,68 @@ from typing import NoReturn
 
 from rollout.base.processes import ProcessLost
 
-_POLLS = 8  # of the status files, within the time after which ranks count as hung
-_FRAMES = 4  # of a stack that an error message shows, the innermost last
+# How often the status files are read within the time after which ranks count as hung.
+_POLLS = 8
+
+# Number of a stack's frames in an error message; the innermost frame is last.
+_FRAMES = 4
+
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_ACTOR_FILE = "trainer_rank.py"  # in the stack of the thread that runs the calls of a rank
-_TRACEBACK_HEADER = "Timeout ("  # what faulthandler writes before the stacks
+
+# File in the stack of the thread that runs the calls of a rank.
+_ACTOR_FILE = "trainer_rank.py"
+
+# Text that faulthandler writes before the stacks.
+_TRACEBACK_HEADER = "Timeout ("
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMonitor:
-    """The controller's view of the ranks of one policy, by their status files."""
+    """The controller's view of the ranks of one policy, by their status files.
 
-    folder: Path  # of the status files; all nodes see it
+    Attributes:
+        folder: of the status files, on a file system that all nodes share.
+        policy: name of the policy.
+        hang_s: seconds without progress of any rank after which the ranks count as hung.
+    """
+
+    folder: Path
     policy: str
-    hang_s: float  # seconds without progress of any rank after which the ranks count as hung
+    hang_s: float
 
     def status_file(self, rank: int) -> Path:
         """Return the file with a rank's phase, and with the stacks of its threads if the phase takes too long."""
         return self.folder / f"{self.policy}-{rank}.txt"
 
     async def wait_for_hang(self, results: Sequence[asyncio.Future[object]]) -> NoReturn:
-        """Watch all ranks until this is cancelled.
+        """Watch all ranks until the call is cancelled.
 
         Args:
-            results: the pending result of each rank, by rank.
+            results: pending result of each rank, by rank.
 
         Raises:
-            ProcessLost: no rank has shown progress for `hang_s`. The message says where each unfinished rank is.
+            ProcessLost: no rank has shown progress for `hang_s`. The message describes the state of
+                each rank without a result.
         """
-        progress: list[int] = []
-        since = time.monotonic()
-        # longer than hang_s, so that the watchdogs of the ranks write their stacks first
+        progress_times: list[int] = []
+        last_progress_s = time.monotonic()
+        # The wait is longer than hang_s, so that the watchdogs of the ranks write their stacks first.
         patience_s = self.hang_s * (1 + 2 / _POLLS)
-        while time.monotonic() - since < patience_s:
+        while time.monotonic() - last_progress_s < patience_s:
             await asyncio.sleep(self.hang_s / _POLLS)
             latest = [self._last_progress(rank) for rank in range(len(results))]
-            if latest != progress:
-                progress = latest
-                since = time.monotonic()
+            if latest != progress_times:
+                progress_times = latest
+                last_progress_s = time.monotonic()
 
         unfinished = [rank for rank, result in enumerate(results) if not result.done()]
         raise ProcessLost(
-            f"policy {self.policy}: nothing for {time.monotonic() - since:.0f} s; "
+            f"policy {self.policy}: no progress for {time.monotonic() - last_progress_s:.0f} s; "
             f"{self._describe(unfinished)}"
         )
 
     def _last_progress(self, rank: int) -> int:
-        """Return the time of a rank's last sign of progress, in ns; 0 if its watchdog has dumped its stacks."""
+        """Return the time of a rank's last sign of progress, in ns; 0 if its watchdog has written stacks."""
         path = self.status_file(rank)
         with suppress(OSError):
             if _TRACEBACK_HEADER not in path.read_text():
@@ -71,25 +86,28 @@ class RankMonitor:
         return 0
 
     def _describe(self, ranks: Sequence[int]) -> str:
-        """Describe where ranks are, those at the same place together and those that do not respond first."""
-        ranks_by_place: dict[str, list[int]] = {}
+        """Describe the state of ranks, those in the same state together, and those that do not respond first."""
+        ranks_by_state: dict[str, list[int]] = {}
         for rank in ranks:
-            path = self.status_file(rank)
-            status = path.read_text() if path.is_file() else ""
-            phase, _, stacks = status.partition("\n")
-            if _TRACEBACK_HEADER in stacks:
-                place = f"stands in {phase} at {_call_stack(stacks)}"
-            elif phase:
-                place = f"does not answer in {phase} (is it stopped?)"
-            else:
-                place = "has not begun (is it stopped?)"
-            ranks_by_place.setdefault(place, []).append(rank)
+            ranks_by_state.setdefault(self._state(rank), []).append(rank)
 
         descriptions = []
-        for place, members in sorted(ranks_by_place.items()):
+        for state, members in sorted(ranks_by_state.items()):
             noun = "rank" if len(members) == 1 else "ranks"
-            descriptions.append(f"{noun} {', '.join(map(str, members))} {place}")
+            descriptions.append(f"{noun} {', '.join(map(str, members))}: {state}")
         return "; ".join(descriptions)
+
+    def _state(self, rank: int) -> str:
+        """Describe the state of a rank by its status file."""
+        path = self.status_file(rank)
+        status = path.read_text() if path.is_file() else ""
+        phase, _, stacks = status.partition("\n")
+        if _TRACEBACK_HEADER in stacks:
+            return f"in phase {phase} at {_call_stack(stacks)}"
+        # A process that can run would have written its stacks.
+        if phase:
+            return f"does not respond in phase {phase} (is it stopped?)"
+        return "does not respond before its first phase (is it stopped?)"
 
 
 def _call_stack(stacks: str) -> str:
@@ -104,13 +122,18 @@ def _call_stack(stacks: str) -> str:
 
 
 class RankWatchdog:
-    """A rank's own watchdog. The thread that dumps stacks is faulthandler's, which needs no lock of the interpreter."""
+    """Watchdog in the process of a rank.
+
+    A thread of faulthandler writes the stacks. It does not need the interpreter's lock, which the code
+    that hangs may hold.
+    """
 
     def __init__(self, path: Path, hang_s: float) -> None:
-        """Report in the file `path` from now on.
+        """Create an empty status file.
 
         Args:
-            hang_s: seconds without a heartbeat after which the stacks are dumped.
+            path: of the status file.
+            hang_s: seconds without a heartbeat after which the stacks are written to the file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
@@ -119,7 +142,7 @@ class RankWatchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Report that the block, a phase of this name, runs, and watch it."""
+        """Report that a phase runs during this block, and watch it."""
         global _active
         self._phase = name.encode() + b"\n"
         _active = self
@@ -138,6 +161,7 @@ class RankWatchdog:
         faulthandler.dump_traceback_later(self._hang_s, file=self._file)
 
     def _write(self) -> None:
+        """Write the phase; the time of the file is the time of the last progress."""
         file = self._file.fileno()
         with suppress(OSError):  # a full disk does not stop a rank
             os.ftruncate(file, 0)
@@ -146,10 +170,11 @@ class RankWatchdog:
             os.utime(file)
 
 
-_active: RankWatchdog | None = None  # of this process, while it is in a phase
+# The watchdog of this process while it is in a phase.
+_active: RankWatchdog | None = None
 
 
 def heartbeat() -> None:
-    """Report progress of the rank that this process is; does nothing outside a watched phase."""
+    """Report progress of this process's rank; do nothing outside a watched phase."""
     if _active is not None:
         _active.heartbeat()

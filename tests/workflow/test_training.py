@@ -298,8 +298,9 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     assert restarts[0].endswith(f"policy verifier: rank 0 died; {restart}, 1 restarts left")
     # Rank 0 is only mentioned if it waits for rank 1.
     assert re.search(
-        r"policy solver: nothing for \d+ s; rank 1 (does not answer in \w+|has not begun) \(is it stopped\?\)"
-        rf"(; rank 0 stands in \w+ at \S+:\d+ \w+ > .*)?; {restart}, 0 restarts left$",
+        r"policy solver: no progress for \d+ s; "
+        r"rank 1: does not respond (in phase \w+|before its first phase) \(is it stopped\?\)"
+        rf"(; rank 0: in phase \w+ at \S+:\d+ \w+ > .*)?; {restart}, 0 restarts left$",
         restarts[1],
     ), restarts[1]
     assert not stopped.is_running()

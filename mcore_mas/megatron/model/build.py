@@ -1,4 +1,4 @@
-"""Builds Megatron's GPT model for an architecture: its settings, and the modules of its layers."""
+"""Construction of Megatron's GPT model for an architecture: its settings, and the modules of its layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,15 +46,16 @@ def layer_specs(
         kind: of the layers, a key of `LAYERS`.
         vp_stage: number of the stage, if this rank has several.
     """
-    make, norm = LAYERS[kind]
-    dense = make(config, None)
-    sparse = make(config, config.num_moe_experts) if config.num_moe_experts else dense
-    first = get_transformer_layer_offset(config, vp_stage)
-    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    here = pattern[first : first + get_num_layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules(
-        layer_specs=[sparse if is_sparse else dense for is_sparse in here], layer_norm=norm()
-    )
+    make_layer, final_norm = LAYERS[kind]
+    dense = make_layer(config, None)
+    layers = [dense] * get_num_layers_to_build(config, vp_stage)
+    if config.num_moe_experts:
+        sparse = make_layer(config, config.num_moe_experts)
+        first_layer = get_transformer_layer_offset(config, vp_stage)
+        for index in range(len(layers)):
+            if config.moe_layer_freq[first_layer + index]:
+                layers[index] = sparse
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
 
 
 def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
@@ -66,20 +67,24 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = _core_attention(config)
-    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    attention.linear_qkv = ColumnLinear
+    attention.linear_proj = RowLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     mlp = layer.submodules.mlp
     # From megatron-core 0.18 on, the MLP is a partial function.
     mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if experts is None:
-        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+        mlp.linear_fc1 = ColumnLinear
+        mlp.linear_fc2 = RowLinear
         _use_gated_mlp(layer)
     else:
         mlp.experts = GroupedExperts
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
 
@@ -116,8 +121,8 @@ def _fused_norm() -> Any:
     return TENorm
 
 
-# By kind: a function that returns the specification of a layer, and one that returns the final
-# norm.
+# By kind: a function that returns the specification of a layer, whose second argument is the number
+# of experts of a sparse layer or None, and a function that returns the final norm.
 LAYERS: dict[
     str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]
 ] = {
@@ -134,22 +139,22 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
+def _expert_settings(architecture: Architecture, spec: TrainerSpec) -> dict[str, Any]:
     """Return the settings with which Megatron routes as Hugging Face does; {} for a dense model.
 
     There is no auxiliary loss. It is a product of sums over a micro-batch, and would depend on how
     samples are packed and assigned to ranks. It would also pull the router away from the one that
     the engine sampled with.
     """
-    if a.experts is None:
+    if architecture.experts is None:
         return {}
     return {
-        "num_moe_experts": a.experts.count,
-        "moe_router_topk": a.experts.per_token,
-        "moe_ffn_hidden_size": a.experts.ffn,
-        "moe_layer_freq": [int(sparse) for sparse in a.experts.sparse],
+        "num_moe_experts": architecture.experts.count,
+        "moe_router_topk": architecture.experts.per_token,
+        "moe_ffn_hidden_size": architecture.experts.ffn,
+        "moe_layer_freq": [int(sparse) for sparse in architecture.experts.sparse],
         # A softmax over the k chosen experts is the softmax over all, normalised to a sum of 1.
-        "moe_router_pre_softmax": not a.experts.normalised,
+        "moe_router_pre_softmax": not architecture.experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -188,27 +193,27 @@ def _fuse_rotation() -> bool:
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
-def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
+def transformer_config(architecture: Architecture, spec: TrainerSpec) -> TransformerConfig:
     """Return Megatron's settings of a model that is trained as `spec` says."""
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     return TransformerConfig(
         # architecture
-        num_layers=a.layers,
-        hidden_size=a.hidden,
-        num_attention_heads=a.heads,
-        num_query_groups=a.kv_heads,
-        kv_channels=a.head_dim,
-        ffn_hidden_size=a.ffn,
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn,
         normalization="RMSNorm",
-        layernorm_epsilon=a.norm_eps,
+        layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **_expert_settings(a, spec),
+        **_expert_settings(architecture, spec),
         **_layout(spec),
         # precision, recomputation and initialisation
         bf16=spec.bf16,
@@ -247,29 +252,28 @@ def build_model(
     Args:
         vp_stage: number of the stage, if this rank has several.
     """
-    a = architecture
-    config = transformer_config(a, spec)
+    config = transformer_config(architecture, spec)
     value_head = spec.head == "value"
     model = PackedGPTModel(
         config,
         layer_specs(config, spec.layers, vp_stage),
-        vocab_size=a.vocab_padded(spec.tp),
-        max_sequence_length=a.positions,
+        vocab_size=architecture.vocab_padded(spec.tp),
+        max_sequence_length=architecture.positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=a.tied and not value_head,
+        share_embeddings_and_output_weights=architecture.tied and not value_head,
         position_embedding_type="rope",
         vp_stage=vp_stage,
         value_head=value_head,
-        vocab=a.vocab,
-        rotary_base=a.rope_theta,
+        vocab=architecture.vocab,
+        rotary_base=architecture.rope_theta,
     )
     # Megatron's own frequencies of Llama 3 have fixed bands.
-    model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())
+    model.rotary_pos_emb.inv_freq.copy_(architecture.inverse_frequencies())
     for module in model.modules():
         if isinstance(module, MoELayer) and spec.layers == "local":
             module.token_dispatcher = SortedDispatcher(module)
-    if a.experts is not None and not value_head:
-        replay_routing(model.decoder.layers, a.experts)
+    if architecture.experts is not None and not value_head:
+        replay_routing(model.decoder.layers, architecture.experts)
     return model

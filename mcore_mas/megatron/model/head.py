@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
-from mcore_mas.megatron.main_grad import add_product, head_weight_grad
+from mcore_mas.megatron.main_grad import HeadWeightGrad
 from mcore_mas.megatron.model.cpu_ops import exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.linear import linear_product
@@ -177,11 +177,12 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, temperatures, peak, z, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = ctx.main_grad
-            if grad_weight is None:
-                grad_weight = torch.zeros(weight.shape, device=weight.device)
+        weight_grad = HeadWeightGrad(
+            weight,
+            main_grad=ctx.main_grad,
+            is_trained=ctx.needs_input_grad[1],
+            embeds=ctx.embeds,
+        )
 
         # d log p_l/dz_j = [j = l] − p_j;  dH/dz_j = −p_j log p_j − p_j H
         label_factor: Any = 0.0 if grad_logprobs is None else grad_logprobs / temperatures
@@ -213,16 +214,12 @@ class ChunkedHead(torch.autograd.Function):
 
             grad_logits = gradient.to(weight.dtype)
             grad_hidden[chunk] = linear_product(grad_logits, weight.t())
-            if grad_weight is not None:
-                add_product(grad_weight, grad_logits.t(), hidden[chunk])
+            weight_grad.add(grad_logits, hidden[chunk])
             del gradient, grad_logits  # free the memory before the next chunk needs it
 
         # Every rank has computed the part of its own columns.
         dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        grad_weight = head_weight_grad(
-            weight, grad_weight, main_grad=ctx.main_grad, embeds=ctx.embeds
-        )
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, weight_grad.result(), None, None, None, None, None
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:

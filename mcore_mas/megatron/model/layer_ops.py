@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.main_grad import add_product, head_weight_grad, placeholder_grad
+from mcore_mas.megatron.main_grad import HeadWeightGrad, placeholder_grad
 
 # Smallest number of elements in a block of a norm.
 _NORM_BLOCK = 2048
@@ -351,11 +351,12 @@ class KernelHead(torch.autograd.Function):
         row_numbers = torch.stack([temperatures, log_z, entropy, grad_logprobs, grad_entropy])
 
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = ctx.main_grad
-            if grad_weight is None:
-                grad_weight = torch.zeros(weight.shape, device=weight.device)
+        weight_grad = HeadWeightGrad(
+            weight,
+            main_grad=ctx.main_grad,
+            is_trained=ctx.needs_input_grad[1],
+            embeds=ctx.embeds,
+        )
         for chunk in ctx.chunks:
             is_last = chunk is ctx.chunks[-1]
             logits = last_logits if is_last else _float32_logits(hidden[chunk], weight)
@@ -368,16 +369,12 @@ class KernelHead(torch.autograd.Function):
             )
             del logits
             grad_hidden[chunk] = grad_logits @ weight
-            if grad_weight is not None:
-                add_product(grad_weight, grad_logits.t(), hidden[chunk])
+            weight_grad.add(grad_logits, hidden[chunk])
             del grad_logits  # free the memory before the next chunk needs it
 
         # Every rank has computed the part of its own columns.
         dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        grad_weight = head_weight_grad(
-            weight, grad_weight, main_grad=ctx.main_grad, embeds=ctx.embeds
-        )
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, weight_grad.result(), None, None, None, None, None
 
 
 def _float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:

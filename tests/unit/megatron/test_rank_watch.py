@@ -1,4 +1,4 @@
-"""The watchdog of ranks names those that hang and where they are, whatever locks they hold."""
+"""Watchdog of ranks: it names the ranks that hang and the functions that they are in."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def rank_process(status: Path, behaviour: str, folder: Path) -> Iterator[subproc
         [sys.executable, str(script), str(status), behaviour], stdout=subprocess.PIPE
     )
     try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
         yield process
     finally:
         process.kill()
@@ -64,7 +65,7 @@ async def wait_for_hang(monitor: RankMonitor, *finished: bool) -> None:
     await monitor.wait_for_hang(results)
 
 
-def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_path: Path) -> None:
+def test_a_rank_that_holds_the_interpreter_lock_is_named_with_its_stack(tmp_path: Path) -> None:
     monitor = RankMonitor(folder=tmp_path / "ranks", policy="solver", hang_s=0.5)
     with (
         rank_process(monitor.status_file(0), "waits", tmp_path),
@@ -75,22 +76,22 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
         with pytest.raises(ProcessLost) as lost:
             asyncio.run(wait_for_hang(monitor, False, False, False))
     message = str(lost.value)
-    assert message.startswith("policy solver: nothing for ")
-    assert "rank 2 does not answer in update (is it stopped?); " in message
-    frames = {0: "trainer_rank.py:9 wait", 1: "trainer_rank.py:7 hold_the_lock"}
-    for rank, innermost in frames.items():
-        place = f"rank {rank} stands in update at trainer_rank.py:12 <module> > {innermost}"
-        assert place in message
+    assert message.startswith("policy solver: no progress for ")
+    assert "rank 2: does not respond in phase update (is it stopped?); " in message
+    innermost_frames = {0: "trainer_rank.py:9 wait", 1: "trainer_rank.py:7 hold_the_lock"}
+    for rank, frame in innermost_frames.items():
+        assert f"rank {rank}: in phase update at trainer_rank.py:12 <module> > {frame}" in message
 
 
 def test_ranks_that_have_a_result_are_not_named(tmp_path: Path) -> None:
     monitor = RankMonitor(folder=tmp_path, policy="solver", hang_s=0.1)
     for rank in range(2):  # both files are empty, as between two calls
         RankWatchdog(monitor.status_file(rank), 0.1)
-    with pytest.raises(
-        ProcessLost,
-        match=r"^policy solver: nothing for 0 s; rank 1 has not begun \(is it stopped\?\)$",
-    ):
+    message = (
+        r"^policy solver: no progress for 0 s; "
+        r"rank 1: does not respond before its first phase \(is it stopped\?\)$"
+    )
+    with pytest.raises(ProcessLost, match=message):
         asyncio.run(wait_for_hang(monitor, True, False))
 
 
@@ -124,13 +125,15 @@ def test_ranks_wait_for_each_other_for_longer_than_they_may_hang(
 ) -> None:
     monitor = RankMonitor(folder=tmp_path, policy="p", hang_s=7200.0)
     rank = trainer_rank.TrainerRank(1, monitor)
-    rank._store = store = HashStore()
+    store = HashStore()
+    rank._store = store
     monkeypatch.setattr(trainer_rank.ray, "nodes", list)
     monkeypatch.setattr(rank, "_trainer_class", lambda *_: None)
     rank.join(0, ("", 0), {"p": TrainerSpec(model="")})
     try:
-        groups = dist.group.WORLD, parallel_state.get_tensor_model_parallel_group()
-        waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+        timeouts = [store.timeout]
+        for group in (dist.group.WORLD, parallel_state.get_tensor_model_parallel_group()):
+            timeouts.append(group._get_backend(torch.device("cpu")).options._timeout)
     finally:
         destroy_process_groups()
-    assert {store.timeout, *waits} == {timedelta(hours=4)}
+    assert set(timeouts) == {timedelta(hours=4)}
