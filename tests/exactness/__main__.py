@@ -7,12 +7,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
-from tests.exactness import agreement, objectives
+from tests.exactness.agreement import agreement_section
 from tests.exactness.formulas import CASES, VALUE_CASES
-from tests.exactness.objectives import PLACES
-from tests.exactness.repeats import REPEATS, jobs, same, table
+from tests.exactness.objectives import (
+    OBJECTIVE_ROWS,
+    measure_objectives,
+    objective_jobs,
+    objectives_section,
+)
+from tests.exactness.repeats import (
+    REPEATED_ROWS,
+    compare_repeats,
+    repeat_jobs,
+    repeats_section,
+)
 from tests.exactness.rows import ROWS, Row
-from tests.exactness.training import STEPS, Measured, measure, run
+from tests.exactness.training import STEPS, Measurement, measure_rows, train_rows
 from tests.support.precision import EPS, FACTOR, Errors
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
@@ -49,8 +59,7 @@ the adapters are exported bit for bit too.
 |---|---|---|---|---|---|---|
 """
 
-
-OWN = """
+PLAIN_ERRORS_HEADER = """
 ## Plain torch in float32
 
 | model | samples | loss | norm | agent norms | gradients | parameters |
@@ -58,61 +67,73 @@ OWN = """
 """
 
 
-def line(first: str, second: object, errors: Errors) -> str:
-    """One line of a table."""
-    return (
-        f"| {first} | {second} | "
-        + " | ".join(f"{number:.1e}" for number in asdict(errors).values())
-        + " |\n"
-    )
+def table_line(cells: Sequence[str], errors: Errors) -> str:
+    """Return a line of a table: first cells, then errors."""
+    figures = [f"{error:.1e}" for error in asdict(errors).values()]
+    return f"| {' | '.join([*cells, *figures])} |\n"
 
 
-def own(rows: Sequence[Row], measured: Sequence[Measured]) -> str:
-    """The section with plain float32's own errors, task by task."""
-    tasks = {row.task: found.own for row, found in zip(rows, measured, strict=True)}
-    return OWN + "".join(
-        line(model.replace("_", " "), "depth 3" if deep else "flat", errors)
-        for (model, deep), errors in tasks.items()
-    )
+def plain_errors_section(rows: Sequence[Row], measurements: Sequence[Measurement]) -> str:
+    """Return the section with the errors of plain float32 on each task."""
+    errors_of_task = {
+        row.task: measurement.plain_errors
+        for row, measurement in zip(rows, measurements, strict=True)
+    }
+    text = PLAIN_ERRORS_HEADER
+    for (model, is_deep), errors in errors_of_task.items():
+        cells = [model.replace("_", " "), "depth 3" if is_deep else "flat"]
+        text += table_line(cells, errors)
+    return text
 
 
 def main() -> int:
-    """Measure, print and write; 1 if a row is too far from the reference."""
-    with tempfile.TemporaryDirectory() as folder:
-        others = jobs(REPEATS, Path(folder)) + objectives.jobs(
-            PLACES, (*CASES, *VALUE_CASES), Path(folder)
-        )
-        run(ROWS, Path(folder), others)
-        measured = measure(ROWS, Path(folder))
-        updates = objectives.measure(PLACES, (*CASES, *VALUE_CASES), Path(folder))
-        repeated = same(REPEATS, Path(folder))
-    rows = "".join(
-        line(row.name, row.ranks, found.errors) for row, found in zip(ROWS, measured, strict=True)
-    )
+    """Measure, print and write; return 1 if a row is too far from the reference or not repeatable."""
+    cases = (*CASES, *VALUE_CASES)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        other_jobs = [
+            *repeat_jobs(REPEATED_ROWS, folder),
+            *objective_jobs(OBJECTIVE_ROWS, cases, folder),
+        ]
+        train_rows(ROWS, folder, other_jobs)
+        measurements = measure_rows(ROWS, folder)
+        objective_measurements = measure_objectives(OBJECTIVE_ROWS, cases, folder)
+        repeats = compare_repeats(REPEATED_ROWS, folder)
+
+    text = ""
+    for row, measurement in zip(ROWS, measurements, strict=True):
+        text += table_line([row.name, str(row.ranks)], measurement.errors)
+    text += plain_errors_section(ROWS, measurements)
+    text += objectives_section(objective_measurements)
+    text += repeats_section(REPEATED_ROWS, repeats)
     init_process_groups(rank=0, threads=1)
-    with tempfile.TemporaryDirectory() as folder:
-        rows += own(ROWS, measured) + objectives.section(updates)
-        rows += table(REPEATS, repeated) + agreement.section(Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        text += agreement_section(Path(name))
     destroy_process_groups()
-    print(rows, end="")
-    PAGE.write_text(HEAD + rows)
-    far = {
-        row.name: found.beyond for row, found in zip(ROWS, measured, strict=True) if found.beyond
+    print(text, end="")
+    PAGE.write_text(HEAD + text)
+
+    excessive = {
+        row.name: measurement.excessive
+        for row, measurement in zip(ROWS, measurements, strict=True)
+        if measurement.excessive
     }
-    far |= {
-        f"{found.case.name} under {found.place.name}": found.beyond
-        for found in updates
-        if found.beyond
-    }
-    for name, beyond in far.items():
+    for objective in objective_measurements:
+        if objective.excessive:
+            excessive[f"{objective.case.name} in layout {objective.row.name}"] = objective.excessive
+    for name, errors in excessive.items():
         print(
-            f"{name} is further from the reference than plain float32 allows: {beyond}",
+            f"{name} is further from the reference than plain float32 allows: {errors}",
             file=sys.stderr,
         )
-    different = [repeat.name for repeat, row in zip(REPEATS, repeated, strict=True) if not all(row)]
+    different = [
+        row.name
+        for row, result in zip(REPEATED_ROWS, repeats, strict=True)
+        if not (result.repeated and result.resumed)
+    ]
     if different:
         print(f"not the same bits: {', '.join(different)}", file=sys.stderr)
-    return 1 if far or different else 0
+    return 1 if excessive or different else 0
 
 
 if __name__ == "__main__":

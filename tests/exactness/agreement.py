@@ -1,8 +1,9 @@
-"""Whether the bounds on engine against trainer tell right weights from stale ones in bfloat16, at several depths.
+"""Agreement of engine and trainer in bfloat16: right weights must pass the bounds, and stale weights must not.
 
-The engine is a plain Hugging Face model that samples token by token from its cache, all prompts at once, by torch's
-eager attention; the trainer is Megatron's, with packed sequences and its own attention. The text is a Markov chain that
-is told twice, on which the model is trained a little, so that likely and unlikely tokens both occur.
+The engine is a plain Hugging Face model that samples token by token with its KV cache and torch's eager
+attention, all prompts at once. The trainer is Megatron's, with packed sequences and its own attention.
+The text is a Markov chain that is repeated once. The model is trained on it a little, so that likely
+and unlikely tokens both occur.
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from tests.support import reference
 
-DEPTHS = (2, 8, 16, 32)  # layers
-STEPS, LR = 120, 3e-3  # of training before, and one more at the demo's rate
+LAYER_COUNTS = (2, 8, 16, 32)
+
+# Training steps of the model; the last one is an update with the learning rate of the demo.
+STEPS = 120
+LR = 3e-3
 DEMO_LR = 1e-4
-ROWS, PROMPT, REPLY = 64, 16, 24
-CHOICES = torch.tensor([0.7, 0.2, 0.08, 0.02])  # of what follows a word of the chain
-TABLE = """
+
+# Prompts that the engine gets, and tokens of a prompt and of its reply.
+PROMPTS = 64
+PROMPT_TOKENS = 16
+REPLY_TOKENS = 24
+
+# A word of the chain is followed by one of four words, with these probabilities.
+CHOICE_PROBABILITIES = torch.tensor([0.7, 0.2, 0.08, 0.02])
+CHAIN_WORDS = 20
+
+HEADER = """
 ## Engine and trainer in bfloat16
 
 Engine: a Hugging Face model in bfloat16, sampling token by token with torch's eager attention. Trainer: Megatron in
@@ -49,89 +61,103 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A model, and its weights at three times."""
+class TrainedModel:
+    """A trained model, and earlier weights of it.
 
-    model: transformers.PreTrainedModel  # float32
-    first: Weights  # random
-    before: Weights  # those before the last update
+    Attributes:
+        model: in float32.
+        initial: its random weights.
+        before_update: its weights before the last update.
+    """
+
+    model: transformers.PreTrainedModel
+    initial: Weights
+    before_update: Weights
 
     @property
-    def stale(self) -> dict[str, Weights]:
-        """What the engine may hold in place of the model's own, by what a table says of it."""
+    def stale_weights(self) -> dict[str, Weights]:
+        """Old weights that an engine may have, by their description in the table; "right" has none."""
         layers = self.model.config.num_hidden_layers
-        values = "model.layers.0.self_attn.v_proj.weight"
-        queries = f"model.layers.{layers // 2}.self_attn.q_proj.weight"
-        wide = f"model.layers.{layers // 2}.mlp.up_proj.weight"
+        middle = layers // 2
+        first_values = "model.layers.0.self_attn.v_proj.weight"
+        queries = f"model.layers.{middle}.self_attn.q_proj.weight"
+        up = f"model.layers.{middle}.mlp.up_proj.weight"
         return {
             "right": {},
-            f"`v_proj` of layer 1 of {layers} never updated": {values: self.first[values]},
-            f"`q_proj` of layer {layers // 2 + 1} never updated": {queries: self.first[queries]},
-            f"`up_proj` of layer {layers // 2 + 1} never updated": {wide: self.first[wide]},
-            f"`q_proj` of layer {layers // 2 + 1} one update behind": {
-                queries: self.before[queries]
+            f"`v_proj` of layer 1 of {layers} never updated": {
+                first_values: self.initial[first_values]
             },
-            "all one update behind": self.before,
+            f"`q_proj` of layer {middle + 1} never updated": {queries: self.initial[queries]},
+            f"`up_proj` of layer {middle + 1} never updated": {up: self.initial[up]},
+            f"`q_proj` of layer {middle + 1} one update behind": {
+                queries: self.before_update[queries]
+            },
+            "all one update behind": self.before_update,
         }
 
 
-def told(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """[rows, 40] words of a chain of 20, twice."""
+def chain_text(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return random chains [rows, 2 · `CHAIN_WORDS`], each of which is repeated once."""
     words = reference.BASE["vocab_size"]
-    follow = torch.randint(
-        0, words, (words, len(CHOICES)), generator=torch.Generator().manual_seed(9)
-    )
+    choices = len(CHOICE_PROBABILITIES)
+    followers_generator = torch.Generator().manual_seed(9)
+    followers = torch.randint(0, words, (words, choices), generator=followers_generator)
     text = torch.randint(0, words, (rows, 1), generator=generator)
-    for _ in range(19):
-        choice = torch.multinomial(CHOICES.expand(rows, -1), 1, generator=generator)
-        text = torch.cat([text, follow[text[:, -1]].gather(1, choice)], 1)
+    for _ in range(CHAIN_WORDS - 1):
+        probabilities = CHOICE_PROBABILITIES.expand(rows, -1)
+        choice = torch.multinomial(probabilities, 1, generator=generator)
+        next_word = followers[text[:, -1]].gather(1, choice)
+        text = torch.cat([text, next_word], 1)
     return torch.cat([text, text], 1)
 
 
-def trained(layers: int) -> Trained:
-    """A model that has learned a little, the same each time."""
+def train_model(layers: int) -> TrainedModel:
+    """Train a model a little; the result is the same every time."""
     torch.manual_seed(0)
     config = reference.FAMILIES["qwen3"](num_hidden_layers=layers, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(5.0)  # a deep model then learns as fast as another
+        # With larger embeddings, a deep model learns as fast as a shallow one.
+        model.get_input_embeddings().weight.mul_(5.0)
 
-    def weights() -> Weights:
+    def copy_weights() -> Weights:
         return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
-    first, before, generator = weights(), {}, torch.Generator().manual_seed(1)
+    initial = copy_weights()
+    before_update: Weights = {}
+    generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(STEPS + 1):
         if step == STEPS:
-            before = weights()
+            before_update = copy_weights()
             optimizer.param_groups[0]["lr"] = DEMO_LR
-        text = told(8, generator)
+        text = chain_text(8, generator)
         optimizer.zero_grad()
         model(input_ids=text, labels=text).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return Trained(model=model, first=first, before=before)
+    return TrainedModel(model=model, initial=initial, before_update=before_update)
 
 
 @torch.no_grad()
-def played(engine: transformers.PreTrainedModel) -> list[Sample]:
-    """Replies that an engine samples, with its log-probabilities."""
-    prompts = told(ROWS, torch.Generator().manual_seed(3))[:, :PROMPT]
+def sample_replies(engine: transformers.PreTrainedModel) -> list[Sample]:
+    """Sample replies to the prompts, with their log-probabilities."""
+    prompts = chain_text(PROMPTS, torch.Generator().manual_seed(3))[:, :PROMPT_TOKENS]
     torch.manual_seed(5)
-    sizes = {"max_new_tokens": REPLY, "min_new_tokens": REPLY, "pad_token_id": 0}
-    found = engine.generate(
+    output = engine.generate(
         input_ids=prompts,
         attention_mask=torch.ones_like(prompts),
         do_sample=True,
         top_k=0,
         output_logits=True,
         return_dict_in_generate=True,
-        **sizes,
+        max_new_tokens=REPLY_TOKENS,
+        min_new_tokens=REPLY_TOKENS,
+        pad_token_id=0,
     )
-    replies = found.sequences[:, PROMPT:]
-    logprobs = torch.log_softmax(torch.stack(found.logits, 1).float(), -1).gather(
-        2, replies[..., None]
-    )[..., 0]
+    replies = output.sequences[:, PROMPT_TOKENS:]
+    all_logprobs = torch.log_softmax(torch.stack(output.logits, 1).float(), -1)
+    logprobs = all_logprobs.gather(2, replies[..., None])[..., 0]
     return [
         Sample(
             policy="p",
@@ -141,52 +167,62 @@ def played(engine: transformers.PreTrainedModel) -> list[Sample]:
             turn=0,
             prompt_ids=tuple(prompt.tolist()),
             completion_ids=tuple(reply.tolist()),
-            behaviour=tuple(row.tolist()),
-            advantages=(1.0,) * REPLY,
+            behaviour=tuple(reply_logprobs.tolist()),
+            advantages=(1.0,) * REPLY_TOKENS,
             weight=1.0,
         )
-        for number, (prompt, reply, row) in enumerate(zip(prompts, replies, logprobs, strict=True))
+        for number, (prompt, reply, reply_logprobs) in enumerate(
+            zip(prompts, replies, logprobs, strict=True)
+        )
     ]
 
 
-def compared(
-    known: Trained, engines: Mapping[str, Weights], folder: Path
+def compare_engines(
+    trained: TrainedModel, stale_weights: Mapping[str, Weights], folder: Path
 ) -> dict[str, dict[str, float]]:
-    """The metrics of an update on what engines with older weights sampled, by engine; the weights stay."""
-    known.model.save_pretrained(folder)
+    """Return the metrics of an update on the samples of each engine; the trainer's weights stay.
+
+    Args:
+        trained: model of the trainer and of the engines.
+        stale_weights: weights of each engine that are not the trainer's, by the name of the engine.
+        folder: gets the model.
+    """
+    trained.model.save_pretrained(folder)
     spec = TrainerSpec(model=str(folder), bf16=True, lr=0.0, objective=Objective())
-    trainer, metrics = MegatronTrainer(spec), {}
-    for name, older in engines.items():
-        engine = copy.deepcopy(known.model)
+    trainer = MegatronTrainer(spec)
+    metrics = {}
+    for name, weights in stale_weights.items():
+        engine = copy.deepcopy(trained.model)
         with torch.no_grad():
-            for tensor, old in older.items():
-                engine.get_parameter(tensor).copy_(old)
-        metrics[name] = trainer.update(pack(played(engine.bfloat16()), 1024))
+            for parameter, stale in weights.items():
+                engine.get_parameter(parameter).copy_(stale)
+        samples = sample_replies(engine.bfloat16())
+        metrics[name] = trainer.update(pack(samples, 1024))
     return metrics
 
 
-def stops(metrics: Mapping[str, float]) -> str:
-    """Why a run in bfloat16 would stop, or ""."""
+def stop_reason(metrics: Mapping[str, float]) -> str:
+    """Return the reason why a run in bfloat16 stops, or "" if it continues."""
     return describe_disagreement(metrics, GAP_BOUNDS["bfloat16"])
 
 
-def section(folder: Path) -> str:
-    """The page's section; one process group must be there."""
-    rows = ""
-    for layers in DEPTHS:
-        known = trained(layers)
-        for name, metrics in compared(known, known.stale, folder / str(layers)).items():
-            figures = [
-                metrics[f"agent/solver/logprob_gap_{figure}"]
-                for figure in ("mean", "k3", "p99", "max")
-            ]
-            outliers = metrics["agent/solver/logprob_gap_outlier_count"]
-            verdict = "stops" if stops(metrics) else "goes on"
-            numbers = " | ".join(
-                f"{figure:.1e}" if figure < 0.01 else f"{figure:.3f}" for figure in figures
-            )
-            rows += f"| {layers} | {name} | {numbers} | {outliers:.0f} | {verdict} |\n"
-    bounds, maximum = GAP_BOUNDS["bfloat16"], GAP_BOUNDS["float32"]["max"]
-    return (
-        TABLE.format(steps=STEPS + 1, tokens=ROWS * REPLY, maximum=maximum, **bounds) + rows + NOTE
+def agreement_section(folder: Path) -> str:
+    """Return the section of docs/exactness.md; process groups of one rank must exist."""
+    text = HEADER.format(
+        steps=STEPS + 1,
+        tokens=PROMPTS * REPLY_TOKENS,
+        maximum=GAP_BOUNDS["float32"]["max"],
+        **GAP_BOUNDS["bfloat16"],
     )
+    for layers in LAYER_COUNTS:
+        trained = train_model(layers)
+        by_engine = compare_engines(trained, trained.stale_weights, folder / str(layers))
+        for name, metrics in by_engine.items():
+            cells = [str(layers), name]
+            for figure in ("mean", "k3", "p99", "max"):
+                value = metrics[f"agent/solver/logprob_gap_{figure}"]
+                cells.append(f"{value:.1e}" if value < 0.01 else f"{value:.3f}")
+            cells.append(f"{metrics['agent/solver/logprob_gap_outlier_count']:.0f}")
+            cells.append("stops" if stop_reason(metrics) else "goes on")
+            text += f"| {' | '.join(cells)} |\n"
+    return text + NOTE

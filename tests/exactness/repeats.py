@@ -1,4 +1,4 @@
-"""Whether a training that is repeated, or stopped and resumed, comes to the same bits."""
+"""Trainings that are repeated, or stopped and resumed, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
 STEPS = 3
-TABLE = """
+HEADER = """
 ## Repeated and resumed
 
 Trained twice, and stopped after the first of {} steps and resumed in new trainers; compared by the sha256 of weights
@@ -28,79 +28,114 @@ and Adam's moments at the end.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeat:
-    """A layout that is trained, trained again, and resumed."""
+class RepeatedRow:
+    """Layout that is trained, trained again, and resumed.
+
+    Attributes:
+        name: in the table.
+        layout: fields of the `TrainerSpec`.
+        tested: True if the tests measure it too.
+    """
 
     name: str
-    layout: dict[str, Any] = field(default_factory=dict)  # of the TrainerSpec
-    ci: bool = False  # measured by `make test` too
+    layout: dict[str, Any] = field(default_factory=dict)
+    tested: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return ranks.spec_of("", **self.layout).ranks
 
 
-REPEATS = (
-    Repeat(name="one rank"),
-    Repeat(name="TP2 + SP", layout={"tp": 2, "sp": True}),
-    Repeat(name="PP2", layout={"pp": 2}),
-    Repeat(name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}),
-    Repeat(
+@dataclass(frozen=True, kw_only=True)
+class RepeatResult:
+    """Comparison of a row's trainings with the first one.
+
+    Attributes:
+        repeated: True if the second training ended with the same bits.
+        resumed: True if the resumed training ended with the same bits.
+    """
+
+    repeated: bool
+    resumed: bool
+
+
+REPEATED_ROWS = (
+    RepeatedRow(name="one rank"),
+    RepeatedRow(name="TP2 + SP", layout={"tp": 2, "sp": True}),
+    RepeatedRow(name="PP2", layout={"pp": 2}),
+    RepeatedRow(
+        name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}
+    ),
+    RepeatedRow(
         name="TP2 × DP2 + distributed optimizer, bfloat16",
         layout={"tp": 2, "dp": 2, "distributed_optimizer": True, "bf16": True},
-        ci=True,
+        tested=True,
     ),
 )
 
 
-def jobs(repeats: Sequence[Repeat], folder: Path) -> list[ranks.Job]:
-    """What trains them, with a model of their own, into `folder`."""
+def repeat_jobs(rows: Sequence[RepeatedRow], folder: Path) -> list[ranks.Job]:
+    """Write the rows' model to `folder`, and return the jobs that train rows there."""
     reference.make_model("qwen2", folder / "repeated")
-    found = []
-    for number, repeat in enumerate(repeats):
-        spec = ranks.make_spec(str(folder / "repeated"), **repeat.layout)
-        sizes = {name: size for name, size in repeat.layout.items() if name in ("tp", "pp", "dp")}
-        first = folder / f"repeat_{number}" / "first"
-        for out, start in (
+    jobs = []
+    for number, row in enumerate(rows):
+        spec = ranks.spec_of(str(folder / "repeated"), **row.layout)
+        sizes = {name: size for name, size in row.layout.items() if name in ("tp", "pp", "dp")}
+        row_folder = folder / f"repeat_{number}"
+        first = row_folder / "first"
+        for out, resumed_from in (
             (first, None),
-            (first.with_name("again"), None),
-            (first.with_name("resumed"), first),
+            (row_folder / "again", None),
+            (row_folder / "resumed", first),
         ):
-            found.append(
-                ranks.Job(
-                    function=_train, arguments={"spec": spec, "out": out, "start": start}, **sizes
-                )
-            )
-    return found
+            arguments = {"spec": spec, "out": out, "resumed_from": resumed_from}
+            jobs.append(ranks.Job(function=_train, arguments=arguments, **sizes))
+    return jobs
 
 
-def same(repeats: Sequence[Repeat], folder: Path) -> list[tuple[bool, bool]]:
-    """Of each row, whether the second training and the resumed one ended with the first one's bits."""
-    rows = []
-    for number, repeat in enumerate(repeats):
+def compare_repeats(rows: Sequence[RepeatedRow], folder: Path) -> list[RepeatResult]:
+    """Compare the trainings of each row, which the jobs have written to `folder`."""
+    results = []
+    for number, row in enumerate(rows):
+        row_folder = folder / f"repeat_{number}"
         digests = {}
-        for out in sorted((folder / f"repeat_{number}").iterdir()):
-            files = [json.loads(path.read_text()) for path in sorted(out.glob("digests_*.json"))]
-            assert len(files) == ranks.make_spec("", **repeat.layout).ranks
-            digests[out.name] = files
-        rows.append((digests["again"] == digests["first"], digests["resumed"] == digests["first"]))
-    return rows
+        for name in ("first", "again", "resumed"):
+            files = sorted((row_folder / name).glob("digests_*.json"))
+            assert len(files) == row.ranks
+            digests[name] = [json.loads(file.read_text()) for file in files]
+        results.append(
+            RepeatResult(
+                repeated=digests["again"] == digests["first"],
+                resumed=digests["resumed"] == digests["first"],
+            )
+        )
+    return results
 
 
-def table(repeats: Sequence[Repeat], rows: Sequence[tuple[bool, bool]]) -> str:
-    """The page's section."""
-    lines = [
-        f"| {repeat.name} | {ranks.make_spec('', **repeat.layout).ranks} | "
-        + " | ".join("identical" if equal else "different" for equal in row)
-        + " |\n"
-        for repeat, row in zip(repeats, rows, strict=True)
-    ]
-    return TABLE.format(STEPS) + "".join(lines)
+def repeats_section(rows: Sequence[RepeatedRow], results: Sequence[RepeatResult]) -> str:
+    """Return the section of docs/exactness.md."""
+    text = HEADER.format(STEPS)
+    for row, result in zip(rows, results, strict=True):
+        cells = [
+            row.name,
+            str(row.ranks),
+            "identical" if result.repeated else "different",
+            "identical" if result.resumed else "different",
+        ]
+        text += f"| {' | '.join(cells)} |\n"
+    return text
 
 
-def _train(rank: int, spec: TrainerSpec, out: Path, start: Path | None) -> None:
-    """All steps, or those after the first from where `start` saved it; every rank writes its files' digests."""
+def _train(rank: int, spec: TrainerSpec, out: Path, resumed_from: Path | None) -> None:
+    """Train all steps, or the steps after the first if resumed; every rank writes its files' digests."""
     batches = pack(reference.make_samples(), 16)
     trainer = MegatronTrainer(spec)
-    if start is not None:
-        trainer.restore(start / "checkpoint")
-    for step in range(0 if start is None else 1, STEPS):
+    first_step = 0
+    if resumed_from is not None:
+        trainer.restore(resumed_from / "checkpoint")
+        first_step = 1
+    for step in range(first_step, STEPS):
         trainer.update(batches)
         if step == 0:
             ranks.save(trainer, out / "checkpoint")

@@ -1,22 +1,23 @@
-"""In bfloat16 right weights agree, shallow and deep, and a tensor that was left behind does not."""
+"""Bounds on the gap between engine and trainer in bfloat16, in shallow and deep models."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.exactness.agreement import DEPTHS, compared, stops, trained
+from tests.exactness.agreement import LAYER_COUNTS, compare_engines, stop_reason, train_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+# `make exactness` measures the other depths too.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layers", (DEPTHS[0], DEPTHS[-2])
-)  # `make exactness` measures the others too
-def test_right_weights_go_on_and_a_stale_tensor_stops(layers: int, tmp_path: Path) -> None:
-    known = trained(layers)
-    right, stale = list(known.stale)[:2]
-    found = compared(known, {name: known.stale[name] for name in (right, stale)}, tmp_path)
-    assert found[right]["agent/solver/logprob_gap_max"] > 0  # the two do round differently
-    assert not stops(found[right])
-    assert stops(found[stale]).startswith("agent/solver: ")
+@pytest.mark.parametrize("layers", [LAYER_COUNTS[0], LAYER_COUNTS[-2]])
+def test_right_weights_pass_and_a_stale_tensor_stops_the_run(layers: int, tmp_path: Path) -> None:
+    trained = train_model(layers)
+    right, stale = list(trained.stale_weights)[:2]
+    stale_weights = {name: trained.stale_weights[name] for name in (right, stale)}
+    metrics = compare_engines(trained, stale_weights, tmp_path)
+    # Engine and trainer round differently, so they do not agree to the bit.
+    assert metrics[right]["agent/solver/logprob_gap_max"] > 0
+    assert not stop_reason(metrics[right])
+    assert stop_reason(metrics[stale]).startswith("agent/solver: ")

@@ -1,4 +1,4 @@
-"""Layouts and feeds reproduce plain torch on a Hugging Face model: loss, gradients, norms, parameters."""
+"""Rows and objectives compared with plain torch on a Hugging Face model: loss, gradients, norms, parameters."""
 
 import copy
 import json
@@ -14,37 +14,41 @@ from transformers import PreTrainedModel
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, Objective, ValueObjective
-from tests.exactness import objectives
 from tests.exactness.formulas import CASES, VALUE_CASES, Case
-from tests.exactness.repeats import REPEATS, jobs, same
+from tests.exactness.objectives import (
+    OBJECTIVE_ROWS,
+    ObjectiveMeasurement,
+    fits,
+    measure_objectives,
+    objective_jobs,
+)
+from tests.exactness.repeats import REPEATED_ROWS, compare_repeats, repeat_jobs
 from tests.exactness.rows import ROWS, Row
-from tests.exactness.training import STEPS, Measured, measure, run
+from tests.exactness.training import STEPS, Measurement, measure_rows, train_rows
 from tests.support import precision, ranks, reference
 
-CI = [row for row in ROWS if row.ci]
-CI_REPEATS = [repeat for repeat in REPEATS if repeat.ci]
-CI_PLACES = [place for place in objectives.PLACES if place.ci]
-CI_CASES = [case for case in (*CASES, *VALUE_CASES) if case.ci]
-PPO, KL, TIS, VALUE = (
-    next(case for case in CI_CASES if case.name == name)
-    for name in (
-        "PPO, lower and upper clip",
-        "PPO, k3, entropy, constant length",
-        "PPO, TIS",
-        "value loss, clip",
-    )
-)
+TESTED_ROWS = [row for row in ROWS if row.tested]
+TESTED_REPEATS = [row for row in REPEATED_ROWS if row.tested]
+TESTED_OBJECTIVE_ROWS = [row for row in OBJECTIVE_ROWS if row.tested]
+TESTED_CASES = [case for case in (*CASES, *VALUE_CASES) if case.tested]
+CASE_BY_NAME = {case.name: case for case in TESTED_CASES}
+
+PPO = CASE_BY_NAME["PPO, lower and upper clip"]
+KL = CASE_BY_NAME["PPO, k3, entropy, constant length"]
+TIS = CASE_BY_NAME["PPO, TIS"]
+VALUE = CASE_BY_NAME["value loss, clip"]
 
 
-def mistaken(case: Case, name: str, **options: float) -> Case:
-    """A case whose trainer is given other options of the loss than the formula has."""
+def with_options(case: Case, name: str, **options: float) -> Case:
+    """Return a case whose trainer gets other options of the loss than the formula has."""
     objective = replace(case.objective, options={**case.objective.options, **options})
     return replace(case, name=name, objective=objective)
 
 
+# Cases whose trainer gets another objective than the formula has.
 DEFECTS = [
-    mistaken(PPO, "upper clip 1 % wider", clip_high=0.28 * 1.01),
-    mistaken(PPO, "lower clip 1 % wider", clip_low=0.2 * 1.01),
+    with_options(PPO, "upper clip 1 % wider", clip_high=0.28 * 1.01),
+    with_options(PPO, "lower clip 1 % wider", clip_low=0.2 * 1.01),
     replace(KL, name="KL coefficient 1 % larger", kl=KL.kl * 1.01),
     replace(KL, name="entropy bonus 1 % larger", entropy=KL.entropy * 1.01),
     replace(KL, name="another KL", objective=replace(KL.objective, kl="k2")),
@@ -60,115 +64,124 @@ DEFECTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every row came to."""
+    """Train all rows, repeats and objectives; return the folder with the results."""
     folder: Path = tmp_path_factory.mktemp("rows")
-    lived = ranks.Job(
-        function=ranks.repeat_steps,
+    long_training = ranks.Job(
+        function=ranks.live_long,
         arguments={
-            "spec": ranks.make_spec(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
-            "out": folder / "lived",
+            "spec": ranks.spec_of(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
+            "out": folder / "long_training",
             "samples": reference.make_samples(),
             "steps": 5,
         },
         dp=2,
     )
-    update = objectives.jobs(CI_PLACES, [*CI_CASES, *DEFECTS], folder)
-    run(CI, folder, [*jobs(CI_REPEATS, folder), *update, lived])
+    other_jobs = [
+        *repeat_jobs(TESTED_REPEATS, folder),
+        *objective_jobs(TESTED_OBJECTIVE_ROWS, [*TESTED_CASES, *DEFECTS], folder),
+        long_training,
+    ]
+    train_rows(TESTED_ROWS, folder, other_jobs)
     return folder
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path) -> dict[str, Measured]:
-    """Every row's errors by name."""
-    return {row.name: measured for row, measured in zip(CI, measure(CI, folder), strict=True)}
-
-
-@pytest.mark.multirank
-@pytest.mark.slow
-@pytest.mark.parametrize("row", CI, ids=lambda row: row.name)
-def test_a_row_is_exact(measured: dict[str, Measured], row) -> None:
-    print(measured[row.name])
-    assert not measured[row.name].beyond
-
-
-@pytest.mark.multirank
-@pytest.mark.slow
-def test_a_repeated_and_a_resumed_training_come_to_the_same_bits(folder: Path) -> None:
-    assert same(CI_REPEATS, folder) == [(True, True)] * len(CI_REPEATS)
+def measurements(folder: Path) -> dict[str, Measurement]:
+    """Return the errors of each row, by name."""
+    results = measure_rows(TESTED_ROWS, folder)
+    return {row.name: result for row, result in zip(TESTED_ROWS, results, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[tuple[str, str], objectives.Found]:
-    """Every objective by layout and name."""
-    rows = objectives.measure(CI_PLACES, [*CI_CASES, *DEFECTS], folder)
-    return {(row.place.name, row.case.name): row for row in rows}
-
-
-def fitting(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """The layouts, each with those of the cases that are of its model."""
-    pairs = [(place, case) for place in CI_PLACES for case in cases if objectives.fits(case, place)]
-    ids = [f"{case.name} under {place.name}" for place, case in pairs]
-    return pytest.mark.parametrize(("place", "case"), pairs, ids=ids)
+def objective_measurements(folder: Path) -> dict[tuple[str, str], ObjectiveMeasurement]:
+    """Return the errors of each objective, by the names of row and case."""
+    results = measure_objectives(TESTED_OBJECTIVE_ROWS, [*TESTED_CASES, *DEFECTS], folder)
+    return {(result.row.name, result.case.name): result for result in results}
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@fitting(CI_CASES)
+@pytest.mark.parametrize("row", TESTED_ROWS, ids=lambda row: row.name)
+def test_a_row_is_exact(measurements: dict[str, Measurement], row: Row) -> None:
+    print(measurements[row.name])
+    assert not measurements[row.name].excessive
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_repeated_and_resumed_trainings_have_the_same_bits(folder: Path) -> None:
+    for result in compare_repeats(TESTED_REPEATS, folder):
+        assert result.repeated
+        assert result.resumed
+
+
+def parametrize_fitting(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Parametrize a test with each row and each of the cases that fit it."""
+    pairs = [(row, case) for row in TESTED_OBJECTIVE_ROWS for case in cases if fits(case, row)]
+    ids = [f"{case.name} in layout {row.name}" for row, case in pairs]
+    return pytest.mark.parametrize(("row", "case"), pairs, ids=ids)
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@parametrize_fitting(TESTED_CASES)
 def test_an_objective_is_exact(
-    found: dict[tuple[str, str], objectives.Found], place: Row, case: Case
+    objective_measurements: dict[tuple[str, str], ObjectiveMeasurement], row: Row, case: Case
 ) -> None:
-    print(found[place.name, case.name])
-    assert not found[place.name, case.name].beyond
+    measurement = objective_measurements[row.name, case.name]
+    print(measurement)
+    assert not measurement.excessive
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@fitting(DEFECTS)
-def test_another_objective_is_refused(
-    found: dict[tuple[str, str], objectives.Found], place: Row, case: Case
+@parametrize_fitting(DEFECTS)
+def test_another_objective_exceeds_the_bound(
+    objective_measurements: dict[tuple[str, str], ObjectiveMeasurement], row: Row, case: Case
 ) -> None:
-    print(found[place.name, case.name])
-    assert found[place.name, case.name].beyond
+    measurement = objective_measurements[row.name, case.name]
+    print(measurement)
+    assert measurement.excessive
 
 
-def test_every_objective_is_measured() -> None:
-    objectives_of = [case.objective for case in CASES if isinstance(case.objective, Objective)]
-    assert {objective.loss for objective in objectives_of} == LOSSES.keys() - {
-        "cross_entropy"
-    }  # all rows' loss
-    assert {objective.correction for objective in objectives_of} == CORRECTIONS.keys()
-    assert {objective.kl for objective in objectives_of} == KL_ESTIMATES.keys()
+def test_every_objective_has_a_formula() -> None:
+    objectives = [case.objective for case in CASES if isinstance(case.objective, Objective)]
+    # Cross-entropy is the loss of all rows.
+    assert {objective.loss for objective in objectives} == LOSSES.keys() - {"cross_entropy"}
+    assert {objective.correction for objective in objectives} == CORRECTIONS.keys()
+    assert {objective.kl for objective in objectives} == KL_ESTIMATES.keys()
     assert {case.aggregation for case in CASES} == AGGREGATIONS.keys()
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
-def test_ranks_collect_no_threads(folder: Path) -> None:
+def test_ranks_do_not_accumulate_threads(folder: Path) -> None:
+    """Count the threads of each rank after each layout, and after each step of a long training."""
     for counts in json.loads((folder / "threads.json").read_text()):
         assert max(counts) <= counts[0] + 2, counts
-    for rank in range(2):  # of a trainer that lives on, step by step
-        counts = json.loads((folder / "lived" / f"threads_{rank}.json").read_text())
+    for rank in range(2):
+        counts = json.loads((folder / "long_training" / f"threads_{rank}.json").read_text())
         assert max(counts[1:]) == counts[1], counts
 
 
-def scaled(history: list[dict[str, Any]]) -> None:
-    """One tensor's gradient is 1 + 1e-4 times what it should be."""
+def scale_a_gradient(history: list[dict[str, Any]]) -> None:
+    """Scale the gradient of one tensor in the last step."""
     history[-1]["gradients"]["model.layers.1.mlp.up_proj.weight"] *= 1 + 1e-4
 
 
-def counted_twice(history: list[dict[str, Any]]) -> None:
-    """An agent's loss is off by a ten-thousandth."""
+def scale_a_loss(history: list[dict[str, Any]]) -> None:
+    """Scale the loss of the first step."""
     history[0]["loss"] *= 1 + 1e-4
 
 
-def stale(history: list[dict[str, Any]]) -> None:
-    """The last step left one tensor as it was."""
+def undo_a_step(history: list[dict[str, Any]]) -> None:
+    """Undo the last step of one tensor."""
     name = "model.layers.3.self_attn.q_proj.weight"
     history[-1]["parameters"][name] = history[-2]["parameters"][name]
 
 
-def without_a_token(samples: list[Sample]) -> list[Sample]:
-    """The last token of the longest reply is not trained."""
+def without_last_token_of_longest(samples: list[Sample]) -> list[Sample]:
+    """Return the samples, with the last token of the longest reply not trained."""
     longest = max(samples, key=lambda sample: len(sample.completion_ids))
     trained = list(longest.trained or (True,) * len(longest.completion_ids))
     trained[-1] = False
@@ -185,54 +198,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> precision.Expected:
-    """What the model comes to in plain torch."""
+    """Return the training of the model in plain torch, in float64 and in float32."""
     return precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
 
 
 @pytest.fixture(scope="module")
-def trained(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """What it comes to in float32; it is not to be changed."""
+def float32_history(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the training of the model in float32; tests must not change it."""
     return reference.train(copy.deepcopy(model), reference.make_samples(), STEPS, ranks.LR)
 
 
 def test_plain_float32_is_within_the_bound(
-    expected: precision.Expected, trained: list[dict[str, Any]]
+    expected: precision.Expected, float32_history: list[dict[str, Any]]
 ) -> None:
-    assert not precision.errors(trained, expected.steps).exceeded(expected.float32)
+    assert not precision.errors(float32_history, expected.steps).beyond(expected.own)
 
 
 @pytest.mark.parametrize(
-    ("defect", "found"),
-    [(scaled, {"gradients"}), (counted_twice, {"loss"}), (stale, {"parameters"})],
+    ("change", "excessive"),
+    [
+        (scale_a_gradient, {"gradients"}),
+        (scale_a_loss, {"loss"}),
+        (undo_a_step, {"parameters"}),
+    ],
 )
-def test_a_defect_is_beyond_the_bound(
+def test_a_defect_exceeds_the_bound(
     expected: precision.Expected,
-    trained: list[dict[str, Any]],
-    defect: Callable[[list[dict[str, Any]]], None],
-    found: set[str],
+    float32_history: list[dict[str, Any]],
+    change: Callable[[list[dict[str, Any]]], None],
+    excessive: set[str],
 ) -> None:
-    history = copy.deepcopy(trained)
-    defect(history)
-    assert set(precision.errors(history, expected.steps).exceeded(expected.float32)) == found
+    history = copy.deepcopy(float32_history)
+    change(history)
+    assert set(precision.errors(history, expected.steps).beyond(expected.own)) == excessive
 
 
-def test_a_dropped_token_is_beyond_every_bound(
+def test_a_dropped_token_exceeds_every_bound(
     model: PreTrainedModel, expected: precision.Expected
 ) -> None:
-    history = reference.train(
-        copy.deepcopy(model), without_a_token(reference.make_samples()), STEPS, ranks.LR
-    )
-    found = precision.errors(history, expected.steps)
-    assert set(found.exceeded(expected.float32)) == {
+    samples = without_last_token_of_longest(reference.make_samples())
+    history = reference.train(copy.deepcopy(model), samples, STEPS, ranks.LR)
+    errors = precision.errors(history, expected.steps)
+    assert set(errors.beyond(expected.own)) == {
         "loss",
         "norm",
         "agent_norms",
         "gradients",
         "parameters",
-    }, found
-    assert found.gradients > 100 * precision.bound(expected.float32.gradients)
+    }
+    assert errors.gradients > 100 * precision.bound(expected.own.gradients)
 
 
-def test_the_bound_is_never_below_one_rounding() -> None:
+def test_the_bound_is_at_least_one_rounding() -> None:
     assert precision.bound(0.0) == 4 * torch.finfo(torch.float32).eps
     assert precision.bound(1e-6) == 4e-6

@@ -1,4 +1,4 @@
-"""Training of rows as their layouts say, and how far each is from plain torch."""
+"""Training of rows in their layouts, and its errors against plain torch."""
 
 from __future__ import annotations
 
@@ -19,63 +19,76 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
-from tests.support.gradients import full_gradients
+from tests.support.gradients import gradients_of
 from tests.support.precision import Errors, Expected, errors, expect
 
 STEPS = 3
 LAYERS = 4
+AGENTS = ("a", "b")  # of the reference samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A row's errors, and those of plain torch in float32 on the same task; both against float64."""
+class Measurement:
+    """Errors of a row against plain torch in float64.
+
+    Attributes:
+        errors: of the row.
+        plain_errors: of plain torch in float32 on the same task.
+    """
 
     errors: Errors
-    own: Errors
+    plain_errors: Errors
 
     @property
-    def beyond(self) -> dict[str, str]:
-        """What is further off than allowed: the error and the bound by name."""
-        return self.errors.exceeded(self.own)
+    def excessive(self) -> dict[str, str]:
+        """Errors that are larger than allowed: error and bound, by name."""
+        return self.errors.beyond(self.plain_errors)
 
 
-def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> None:
-    """Train every row's layout for `STEPS` steps; `folder` gets what they came to.
+def train_rows(rows: Sequence[Row], folder: Path, other_jobs: Sequence[ranks.Job] = ()) -> None:
+    """Train each row for `STEPS` steps, and write the results to `folder`.
 
     Args:
-        others: further jobs for the same set of processes.
+        rows: rows to train.
+        folder: gets a subfolder for each row, by its index, and each rank's threads in threads.json.
+        other_jobs: further jobs for the same set of processes.
     """
-    made = [
-        job_of(row, folder, _train, {"out": folder / str(number)})
+    write_models(rows, folder)
+    row_jobs = [
+        make_job(row, folder, _train, {"out": folder / str(number)})
         for number, row in enumerate(rows)
     ]
-    jobs = [*others, *made]
-    write_models(rows, folder)
-    jobs = sorted(
-        jobs, key=lambda job: astuple(job.layout)
-    )  # one layout's share their process groups
-    (folder / "threads.json").write_text(json.dumps(ranks.run_jobs(jobs)))
+    # Neighbouring jobs with the same layout share their process groups.
+    jobs = sorted([*other_jobs, *row_jobs], key=lambda job: astuple(job.layout))
+    threads = ranks.play(jobs)
+    (folder / "threads.json").write_text(json.dumps(threads))
 
 
 def write_models(rows: Sequence[Row], folder: Path) -> None:
-    """The models of rows, each once."""
-    for row in {row.model: row for row in rows}.values():
-        model_of(row, folder)
+    """Write the models of rows, each once."""
+    row_by_model = {row.model: row for row in rows}
+    for row in row_by_model.values():
+        make_model(row, folder)
 
 
-def job_of(
+def make_job(
     row: Row, folder: Path, function: Callable[..., None], arguments: dict[str, Any]
 ) -> ranks.Job:
-    """`function(rank, spec, row, **arguments)` on the row's ranks, with a trainer's settings on the row's model."""
-    spec = ranks.make_spec(str(folder / row.model), **row.layout)
+    """Return the job that calls function(rank, spec, row, **arguments) on the row's ranks.
+
+    Args:
+        row: its layout and model become the trainer's specification `spec`.
+        folder: of the models.
+        function: called on every rank.
+        arguments: further arguments of the function.
+    """
+    spec = ranks.spec_of(str(folder / row.model), **row.layout)
     if row.critic:
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
         adapter = str(folder / row.model / "adapter")
-        spec = replace(
-            spec,
-            lora=LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter),
-        )
+        config = LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter)
+        spec = replace(spec, lora=config)
     sizes = {
         name: row.layout[name]
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep")
@@ -84,8 +97,8 @@ def job_of(
     return ranks.Job(function=function, arguments={"spec": spec, "row": row, **arguments}, **sizes)
 
 
-def model_of(row: Row, folder: Path) -> PreTrainedModel:
-    """A row's model in plain torch, which is also written, with its adapter, into `folder`."""
+def make_model(row: Row, folder: Path) -> PreTrainedModel:
+    """Return a row's model in plain torch, and write it to `folder`, with its adapter if it has one."""
     model = reference.make_model(row.family, folder / row.model, critic=row.critic, layers=LAYERS)
     if row.lora:
         lora.adapt(model, row.lora)
@@ -93,84 +106,95 @@ def model_of(row: Row, folder: Path) -> PreTrainedModel:
     return model
 
 
-def samples_of(row: Row) -> list[Sample]:
-    """What a row is trained on."""
+def make_samples(row: Row) -> list[Sample]:
+    """Return the samples that a row is trained on."""
     if row.deep:
         return reference.make_deep_samples()
-    return reference.make_critic_samples() if row.critic else reference.make_samples()
+    if row.critic:
+        return reference.make_critic_samples()
+    return reference.make_samples()
 
 
 def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
-    batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
-    fresh = (
-        replace(spec, lora=spec.lora.model_copy(update={"adapter": None}))
-        if row.beside and spec.lora
-        else None
-    )
-    other = MegatronTrainer(fresh) if fresh else None
-    trainer = MegatronTrainer(spec, other)
-    start = _tensors(trainer)
+    """Train a row; every rank writes its metrics, and rank 0 writes gradients and weights."""
+    batches = FEEDS[row.feed](make_samples(row), row.max_tokens, CostModel.of(spec))
+    base_trainer = None
+    if row.shared_base:
+        assert spec.lora is not None
+        new_adapter = spec.lora.model_copy(update={"adapter": None})
+        base_trainer = MegatronTrainer(replace(spec, lora=new_adapter))
+    trainer = MegatronTrainer(spec, base_trainer)
+    initial = _weights(trainer)
     if rank == 0:
         out.mkdir()
-        torch.save(start, out / "start.pt")
+        torch.save(initial, out / "initial.pt")
     torch.distributed.barrier()
     for step in range(STEPS):
-        if other is not None:
-            other.update(batches)
+        if base_trainer is not None:
+            base_trainer.update(batches)
         metrics = trainer.update(batches)
         tensors = {
-            "gradients": {name: tensor.clone() for name, tensor in full_gradients(trainer)},
-            "parameters": _tensors(trainer),
+            "gradients": {name: tensor.clone() for name, tensor in gradients_of(trainer)},
+            "parameters": _weights(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))
         if rank == 0:
             torch.save(tensors, out / f"tensors_{step}.pt")
 
 
-def _tensors(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    """Full weights, adapters merged, and the adapters by themselves."""
-    return ranks.copy_weights(trainer) | ranks.copy_stream(trainer.model.adapter())
+def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Return the full weights with adapters merged, and the adapters."""
+    return ranks.copy_weights(trainer) | ranks.copied(trainer.model.adapter())
 
 
-def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:
-    """How far what `run` left in `folder` is from the reference, row by row.
+def measure_rows(rows: Sequence[Row], folder: Path) -> list[Measurement]:
+    """Return the errors of each row, from the results that `train_rows` has written to `folder`.
 
     Raises:
-        AssertionError: weights that were loaded do not come back bit for bit, the ranks of a row do not report the
-            same metrics, or not the reference's tensors.
+        AssertionError: loaded weights do not come back bit for bit, the ranks of a row report
+            different metrics, or the tensors are not those of the reference.
     """
     expected: dict[tuple[str, bool], Expected] = {}
     loaded: dict[str, dict[str, torch.Tensor]] = {}
-    measured = []
+    measurements = []
     for number, row in enumerate(rows):
         if row.task not in expected:
-            model = model_of(row, folder)
+            model = make_model(row, folder)
             loaded[row.model] = reference.tensors(model)
             loss_of = reference.value_loss_of if row.critic else reference.loss_of
-            expected[row.task] = expect(model, samples_of(row), STEPS, ranks.LR, loss_of)
-        start = torch.load(folder / str(number) / "start.pt", weights_only=True)
-        assert set(start) == set(loaded[row.model]), row.name
-        for name, tensor in loaded[row.model].items():
-            same = (
-                torch.allclose if row.lora and ".lora_" not in name else torch.equal
-            )  # a sum in another order
-            assert same(start[name], tensor), f"{row.name}: {name}"
-        got = [_read(folder / str(number), step) for step in range(STEPS)]
-        measured.append(
-            Measured(errors=errors(got, expected[row.task].steps), own=expected[row.task].float32)
-        )
-    return measured
+            expected[row.task] = expect(model, make_samples(row), STEPS, ranks.LR, loss_of)
+
+        _check_initial_weights(row, folder / str(number), loaded[row.model])
+        task = expected[row.task]
+        history = [_read_step(folder / str(number), step) for step in range(STEPS)]
+        measurements.append(Measurement(errors=errors(history, task.steps), plain_errors=task.own))
+    return measurements
 
 
-def _read(out: Path, step: int) -> dict[str, Any]:
-    """What a row came to at one step, as `reference.train` gives it."""
+def _check_initial_weights(row: Row, out: Path, loaded: dict[str, torch.Tensor]) -> None:
+    """Assert that a row's trainer had the weights of its model before the first step."""
+    initial = torch.load(out / "initial.pt", weights_only=True)
+    assert set(initial) == set(loaded), row.name
+    for name, tensor in loaded.items():
+        # Merged weights are sums, whose order of addition differs.
+        is_merged = bool(row.lora) and ".lora_" not in name
+        is_equal = torch.allclose if is_merged else torch.equal
+        assert is_equal(initial[name], tensor), f"{row.name}: {name}"
+
+
+def _read_step(out: Path, step: int) -> dict[str, Any]:
+    """Return the results of a step in the form of `reference.train`."""
     texts = {path.read_text() for path in out.glob(f"metrics_{step}_*.json")}
     assert len(texts) == 1, f"{out}: ranks report different metrics"
     metrics = json.loads(texts.pop())
-    agents = ("a", "b")
+    tensors = torch.load(out / f"tensors_{step}.pt", weights_only=True)
+    return {**losses_and_norms(metrics), **tensors}
+
+
+def losses_and_norms(metrics: dict[str, float]) -> dict[str, Any]:
+    """Return loss and norms of an update in the form of `reference.train`."""
     return {
-        "loss": sum(metrics[f"agent/{agent}/loss"] for agent in agents),
+        "loss": sum(metrics[f"agent/{agent}/loss"] for agent in AGENTS),
         "norm": metrics["grad_norm"],
-        "agent_norm": {agent: metrics[f"agent/{agent}/grad_norm"] for agent in agents},
-        **torch.load(out / f"tensors_{step}.pt", weights_only=True),
+        "agent_norm": {agent: metrics[f"agent/{agent}/grad_norm"] for agent in AGENTS},
     }
