@@ -14,38 +14,42 @@ from mcore_mas.megatron.main_grad import add_product
 
 
 def patch_fallbacks() -> None:
-    """Replace three of Megatron's fallbacks; does nothing without a GPU.
+    """Replace three of Megatron's fallbacks; do nothing without a GPU, or where Apex is installed.
 
-    - The norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
+    - Norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
     - Scaling of gradients: the fallback launches one kernel per parameter.
-    - The gradient of a weight: the fallback computes it in bfloat16 and then adds it to the float32 buffer.
+    - Gradient of a weight: the fallback computes it in bfloat16, and then adds it to the float32
+      buffer.
     """
     if not torch.cuda.is_available():
         return
 
     utils = importlib.import_module("megatron.core.utils")
-    clip = importlib.import_module("megatron.core.optimizer.clip_grads")
-    if clip.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip.l2_norm_impl = _multi_tensor_l2_norm
-        for module in (clip, importlib.import_module("megatron.core.optimizer.optimizer")):
-            module.multi_tensor_scale_impl = _multi_tensor_scale
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _multi_tensor_l2_norm
+        clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
+        optimizer.multi_tensor_scale_impl = _multi_tensor_scale
 
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
         layers._grad_accum_fusion_available = True
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # the name of Apex' extension
+        # Megatron calls the function by the names that it has in Apex.
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
             wgrad_gemm_accum_fp32=_accumulate_weight_grad
         )
 
 
-def _accumulate_weight_grad(inputs: Tensor, output_grad: Tensor, total: Tensor) -> None:
-    add_product(total, output_grad.t(), inputs)
+def _accumulate_weight_grad(inputs: Tensor, grad_out: Tensor, total: Tensor) -> None:
+    """Add the gradient of a weight, grad_outᵀ · inputs, to its float32 buffer."""
+    add_product(total, grad_out.t(), inputs)
 
 
 def _multi_tensor_l2_norm(
     _chunk_size: int, _overflow: Tensor, tensors: Sequence[list[Tensor]], *_: Any
 ) -> tuple[Tensor, None]:
-    """Compute the norm [1] of all tensors together, with the signature of Apex' function."""
+    """Return the norm [1] of all tensors of the first list, with the signature of Apex's function."""
     norms = torch._foreach_norm(tensors[0])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
@@ -53,7 +57,7 @@ def _multi_tensor_l2_norm(
 def _multi_tensor_scale(
     _chunk_size: int, _overflow: Tensor, tensors: Sequence[list[Tensor]], scale: float
 ) -> None:
-    """Write the tensors of the first list, scaled, into those of the second."""
+    """Write the scaled tensors of the first list to those of the second list."""
     sources, targets = tensors
     if sources is not targets:
         torch._foreach_copy_(targets, sources)

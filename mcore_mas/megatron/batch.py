@@ -1,4 +1,4 @@
-"""Micro-batches of packed prefix trees, a model of their cost, and load balancing over data-parallel ranks."""
+"""Micro-batches of packed prefix trees, their cost, and load balancing over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CPU_SHARING_COST = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Node of a prefix tree: consecutive tokens that are stored once for all sequences that contain them.
+    """Node of a prefix tree: tokens that are stored once for all sequences that contain them.
 
     A token attends to itself, to the earlier tokens of its segment, and to all tokens of the
     segment's ancestors.
@@ -153,7 +153,7 @@ class Microbatch:
         return replace(self, segments=tuple(segments), **columns)
 
     def padded(self, tokens: int) -> Microbatch:
-        """Return the micro-batch with T = `tokens`; the added tokens are a tree that trains nothing."""
+        """Return the micro-batch padded to T = `tokens`, by a tree that trains nothing."""
         extra = tokens - len(self.token_ids)
         if not extra:
             return self
@@ -262,7 +262,7 @@ class CostModel:
 
     @property
     def is_distributed(self) -> bool:
-        """True if several ranks or stages share the work, so that packing depends on their number."""
+        """True if several ranks or stages share the work; packing then depends on their number."""
         return self.dp * self.pp > 1
 
     def work(self, tokens: int, pairs: int, rows: int) -> float:
@@ -354,7 +354,7 @@ class CostModel:
 
 
 def balance_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign micro-batches to ranks: the most expensive first, each to the rank with the least work.
+    """Assign micro-batches to ranks, the most expensive first, each to the rank with least work.
 
     The largest load is at most 4/3 of the smallest possible one (Graham 1969). Among equal loads
     the lowest rank is chosen, so that every process computes the same assignment.

@@ -1,4 +1,4 @@
-"""CPU support for megatron-core: replacements for the parts of CUDA that it uses at import and in a step.
+"""CPU support for megatron-core: replacements for parts of CUDA that it uses.
 
 Nothing is replaced on a machine with CUDA.
 """
@@ -23,8 +23,8 @@ _LITERAL_DEVICE_MODULES = (
     "megatron.core.utils",  # local multi-tensor norm
 )
 
-# Modules that use CUDA streams: the dispatcher copies token counts to the CPU on a stream of its own,
-# and the gradient buffers read the current stream from megatron-core 0.19 on.
+# Modules that use CUDA streams: the dispatcher copies token counts to the CPU on a stream of its
+# own, and the gradient buffers read the current stream from megatron-core 0.19 on.
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer")
 
@@ -52,8 +52,8 @@ def patch_cuda() -> None:
     for name in (*_LITERAL_DEVICE_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = torch_on_cpu
 
-    # gloo needs the counts of tokens that ranks exchange as arrays. Megatron's own function converts
-    # only tensors that it moves from a GPU.
+    # gloo needs the counts of tokens that ranks exchange as arrays. Megatron's own function
+    # converts only tensors that it moves from a GPU.
     importlib.import_module(_DISPATCHER).maybe_move_tensor_to_cpu = _convert_on_cpu
 
     # With both tensor and expert parallelism the ranks have unequal numbers of tokens, but gloo's
@@ -66,13 +66,13 @@ def patch_cuda() -> None:
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_unequal
     )
 
-    # The optimizer and gradient clipping assert that the name of a type is "torch.cuda.FloatTensor".
+    # The optimizer and gradient clipping assert that a type is named "torch.cuda.FloatTensor".
     torch.Tensor.type = _cuda_type_name
     # The last pipeline stage moves its copy of a tied embedding to the GPU.
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 
-    # Layers fork the state of CUDA's random generator around dropout, which is always 0. The fork of
-    # the tracker for inference does nothing.
+    # Layers fork the state of CUDA's random generator around dropout, which is always 0. The fork
+    # of the tracker for inference does nothing.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation saves and restores the states of the CPU's and of CUDA's random generator.
@@ -92,7 +92,7 @@ class _ModuleProxy(types.ModuleType):
 
 
 def _torch_on_cpu() -> _ModuleProxy:
-    """Return `torch` with tensor factories that replace CUDA devices, and with an idle CUDA stream."""
+    """Return `torch` with an idle CUDA stream, and tensor factories that replace CUDA devices."""
     # Operations on a CPU have finished when they return, so no stream or event needs to wait.
     stream = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     stream.record_event = lambda: stream
@@ -130,12 +130,12 @@ def _uncompiled(function: Any = None, **_: Any) -> Any:
 
 
 def _convert_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Return a tensor on the CPU, as an array if asked to; values of other types stay as they are."""
+    """Return a tensor on the CPU, as an array if `as_numpy`; leave other values as they are."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _with_unequal_sizes(equal: Any, unequal: Any) -> Any:
-    """Return a collective that calls `unequal` if it is given the sizes of parts, and `equal` otherwise.
+    """Return a collective that calls `unequal` if it gets the sizes of parts, and else `equal`.
 
     Args:
         equal: Megatron's collective of equal parts.

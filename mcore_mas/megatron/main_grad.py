@@ -31,7 +31,7 @@ def placeholder_grad(weight: Tensor) -> Tensor:
 
 
 class HeadWeightGrad:
-    """Gradient of the weight of a head, which is computed in chunks of rows and summed in float32."""
+    """Gradient of a head's weight, which is computed in chunks of rows and summed in float32."""
 
     def __init__(
         self, weight: Tensor, *, main_grad: Tensor | None, is_trained: bool, embeds: bool
@@ -54,12 +54,17 @@ class HeadWeightGrad:
                 self._total = torch.zeros(weight.shape, device=weight.device)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add the part of a chunk: gradients of logits [rows, columns], and hidden states [rows, hidden]."""
+        """Add the part of a chunk of rows.
+
+        Args:
+            grad_logits: [rows, columns].
+            hidden: [rows, hidden].
+        """
         if self._total is not None:
             add_product(self._total, grad_logits.t(), hidden)
 
     def result(self) -> Tensor | None:
-        """Return what the backward pass of the head hands to autograd as the gradient of the weight."""
+        """Return the gradient of the weight as the head's backward pass hands it to autograd."""
         if self._total is None:
             return None
         if not self._is_in_buffer:

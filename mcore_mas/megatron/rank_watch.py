@@ -1,7 +1,7 @@
-"""Watchdog of ranks: each rank reports its phase in a file, and its stack if the phase takes too long.
+"""Watchdog of ranks: each reports its phase in a file, and its stacks if the phase takes too long.
 
-A rank has a `RankWatchdog`. The controller has a `RankMonitor`, which raises an error if no rank shows
-progress. Long computations within a phase call `heartbeat` now and then.
+A rank has a `RankWatchdog`. The controller has a `RankMonitor`, which raises an error if no rank
+shows progress. Long computations within a phase call `heartbeat` now and then.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class RankMonitor:
     hang_s: float
 
     def status_file(self, rank: int) -> Path:
-        """Return the file with a rank's phase, and with the stacks of its threads if the phase takes too long."""
+        """Return the file with a rank's phase, and with its stacks if the phase takes too long."""
         return self.folder / f"{self.policy}-{rank}.txt"
 
     async def wait_for_hang(self, results: Sequence[asyncio.Future[object]]) -> NoReturn:
@@ -62,7 +62,7 @@ class RankMonitor:
         """
         progress_times: list[int] = []
         last_progress_s = time.monotonic()
-        # The wait is longer than hang_s, so that the watchdogs of the ranks write their stacks first.
+        # This is longer than hang_s, so that the watchdogs of the ranks write their stacks first.
         patience_s = self.hang_s * (1 + 2 / _POLLS)
         while time.monotonic() - last_progress_s < patience_s:
             await asyncio.sleep(self.hang_s / _POLLS)
@@ -78,7 +78,7 @@ class RankMonitor:
         )
 
     def _last_progress(self, rank: int) -> int:
-        """Return the time of a rank's last sign of progress, in ns; 0 if its watchdog has written stacks."""
+        """Return the time of a rank's last progress, in ns; 0 if its watchdog has written stacks."""
         path = self.status_file(rank)
         with suppress(OSError):
             if _TRACEBACK_HEADER not in path.read_text():
@@ -86,7 +86,7 @@ class RankMonitor:
         return 0
 
     def _describe(self, ranks: Sequence[int]) -> str:
-        """Describe the state of ranks, those in the same state together, and those that do not respond first."""
+        """Describe ranks, those in the same state together, and those that do not respond first."""
         ranks_by_state: dict[str, list[int]] = {}
         for rank in ranks:
             ranks_by_state.setdefault(self._state(rank), []).append(rank)
@@ -124,8 +124,8 @@ def _call_stack(stacks: str) -> str:
 class RankWatchdog:
     """Watchdog in the process of a rank.
 
-    A thread of faulthandler writes the stacks. It does not need the interpreter's lock, which the code
-    that hangs may hold.
+    A thread of faulthandler writes the stacks. It does not need the interpreter's lock, which the
+    code that hangs may hold.
     """
 
     def __init__(self, path: Path, hang_s: float) -> None:

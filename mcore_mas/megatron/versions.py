@@ -1,14 +1,14 @@
 """Support for several versions of megatron-core, on every device.
 
-The names and arguments of megatron-core that this package uses are the same from 0.16.1 to 0.19.2. Its
-versions differ in this:
+The names and arguments of megatron-core that this package uses are the same from 0.16.1 to 0.19.2.
+The versions differ in this:
 
 - 0.17 and later declare in their metadata that they need Python 3.12 or later.
-- 0.18 and later import `triton` with their pipeline schedules, so `triton` must be installed even on
-  a machine without a GPU, where torch does not install it.
+- 0.18 and later import `triton` with their pipeline schedules, so `triton` must be installed even
+  on a machine without a GPU, where torch does not install it.
 - 0.18 and later construct the modules of a layer specification with keyword arguments only;
   `RMSNorm` and `TreeAttention` accept these.
-- 0.19 asks for the current CUDA stream when gradients are reduced; `patch_cuda` supplies one on a CPU.
+- 0.19 reads the current CUDA stream when gradients are reduced; `patch_cuda` supplies one on a CPU.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign"
@@ -27,7 +27,7 @@ TESTED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 def version_warning(version: str) -> str | None:
-    """Return a warning about a version of megatron-core that has not been tested; None if it has."""
+    """Return a warning about a version of megatron-core, or None if it has been tested."""
     if version in TESTED_VERSIONS:
         return None
     return (
@@ -42,8 +42,8 @@ def patch_version() -> None:
     - 0.16: the router reads `te_general_gemm`, which is undefined without Transformer Engine.
     - 0.16: selective recomputation takes its default `fp8=False` for fp8, which needs Transformer
       Engine.
-    - 0.19: selective recomputation compiles a C++ function, which needs ninja and a compiler. Without
-      these, tensors are copied, as in earlier versions.
+    - 0.19: selective recomputation compiles a C++ function, which needs ninja and a compiler.
+      Without these, tensors are copied, as in earlier versions.
     """
     warning = version_warning(metadata.version("megatron-core"))
     if warning is not None:

@@ -20,7 +20,7 @@ from tests.exactness.formulas import ENTROPY, KL, LENGTH, LOSS_WEIGHTS, Case, lo
 from tests.exactness.rows import FEEDS, PROJECTIONS, Row
 from tests.exactness.training import losses_and_norms, make_job, make_model, write_models
 from tests.support import ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.precision import Errors, Expected, bound, errors, expect, largest
 
 _TP_SP = {"tp": 2, "sp": True}
@@ -179,7 +179,7 @@ def _update(
         trainer._pipeline._spec = replace(trainer._pipeline._spec, objective=objective)
         metrics = trainer.update(FEEDS[row.feed](samples, row.max_tokens, CostModel.of(spec)))
         all_metrics.append(metrics)
-        all_gradients.append({name: tensor.clone() for name, tensor in gradients_of(trainer)})
+        all_gradients.append({name: tensor.clone() for name, tensor in full_gradients(trainer)})
     out.mkdir(exist_ok=True)
     (out / f"metrics_{rank}.json").write_text(json.dumps(all_metrics))
     if rank == 0:
@@ -206,7 +206,7 @@ class ObjectiveMeasurement:
     @property
     def excessive(self) -> dict[str, str]:
         """Errors that are larger than allowed: error and bound, by name."""
-        return self.errors.beyond(self.plain_errors)
+        return self.errors.exceeded(self.plain_errors)
 
     @property
     def share_of_bound(self) -> float:
@@ -247,7 +247,7 @@ def measure_objectives(
         all_gradients = torch.load(out / "gradients.pt", weights_only=True)
 
         expected = expected_of_task[row.task]
-        plain_errors = largest(update.own for update in expected.values())
+        plain_errors = largest(update.float32 for update in expected.values())
         for case, metrics, gradients in zip(
             fitting_cases(cases, row), all_metrics, all_gradients, strict=True
         ):

@@ -44,7 +44,7 @@ class RepeatedRow:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return ranks.spec_of("", **self.layout).ranks
+        return ranks.make_spec("", **self.layout).ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def repeat_jobs(rows: Sequence[RepeatedRow], folder: Path) -> list[ranks.Job]:
     reference.make_model("qwen2", folder / "repeated")
     jobs = []
     for number, row in enumerate(rows):
-        spec = ranks.spec_of(str(folder / "repeated"), **row.layout)
+        spec = ranks.make_spec(str(folder / "repeated"), **row.layout)
         sizes = {name: size for name, size in row.layout.items() if name in ("tp", "pp", "dp")}
         row_folder = folder / f"repeat_{number}"
         first = row_folder / "first"

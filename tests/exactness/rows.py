@@ -48,7 +48,7 @@ class Row:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return ranks.spec_of("", **self.layout).ranks
+        return ranks.make_spec("", **self.layout).ranks
 
     @property
     def model(self) -> str:

@@ -67,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all rows, repeats and objectives; return the folder with the results."""
     folder: Path = tmp_path_factory.mktemp("rows")
     long_training = ranks.Job(
-        function=ranks.live_long,
+        function=ranks.repeat_steps,
         arguments={
-            "spec": ranks.spec_of(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
+            "spec": ranks.make_spec(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
             "out": folder / "long_training",
             "samples": reference.make_samples(),
             "steps": 5,
@@ -211,7 +211,7 @@ def float32_history(model: PreTrainedModel) -> list[dict[str, Any]]:
 def test_plain_float32_is_within_the_bound(
     expected: precision.Expected, float32_history: list[dict[str, Any]]
 ) -> None:
-    assert not precision.errors(float32_history, expected.steps).beyond(expected.own)
+    assert not precision.errors(float32_history, expected.steps).exceeded(expected.float32)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_defect_exceeds_the_bound(
 ) -> None:
     history = copy.deepcopy(float32_history)
     change(history)
-    assert set(precision.errors(history, expected.steps).beyond(expected.own)) == excessive
+    assert set(precision.errors(history, expected.steps).exceeded(expected.float32)) == excessive
 
 
 def test_a_dropped_token_exceeds_every_bound(
@@ -239,14 +239,14 @@ def test_a_dropped_token_exceeds_every_bound(
     samples = without_last_token_of_longest(reference.make_samples())
     history = reference.train(copy.deepcopy(model), samples, STEPS, ranks.LR)
     errors = precision.errors(history, expected.steps)
-    assert set(errors.beyond(expected.own)) == {
+    assert set(errors.exceeded(expected.float32)) == {
         "loss",
         "norm",
         "agent_norms",
         "gradients",
         "parameters",
     }
-    assert errors.gradients > 100 * precision.bound(expected.own.gradients)
+    assert errors.gradients > 100 * precision.bound(expected.float32.gradients)
 
 
 def test_the_bound_is_at_least_one_rounding() -> None:

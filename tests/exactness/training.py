@@ -19,7 +19,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.precision import Errors, Expected, errors, expect
 
 STEPS = 3
@@ -42,7 +42,7 @@ class Measurement:
     @property
     def excessive(self) -> dict[str, str]:
         """Errors that are larger than allowed: error and bound, by name."""
-        return self.errors.beyond(self.plain_errors)
+        return self.errors.exceeded(self.plain_errors)
 
 
 def train_rows(rows: Sequence[Row], folder: Path, other_jobs: Sequence[ranks.Job] = ()) -> None:
@@ -60,7 +60,7 @@ def train_rows(rows: Sequence[Row], folder: Path, other_jobs: Sequence[ranks.Job
     ]
     # Neighbouring jobs with the same layout share their process groups.
     jobs = sorted([*other_jobs, *row_jobs], key=lambda job: astuple(job.layout))
-    threads = ranks.play(jobs)
+    threads = ranks.run_jobs(jobs)
     (folder / "threads.json").write_text(json.dumps(threads))
 
 
@@ -82,7 +82,7 @@ def make_job(
         function: called on every rank.
         arguments: further arguments of the function.
     """
-    spec = ranks.spec_of(str(folder / row.model), **row.layout)
+    spec = ranks.make_spec(str(folder / row.model), **row.layout)
     if row.critic:
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
@@ -134,7 +134,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
             base_trainer.update(batches)
         metrics = trainer.update(batches)
         tensors = {
-            "gradients": {name: tensor.clone() for name, tensor in gradients_of(trainer)},
+            "gradients": {name: tensor.clone() for name, tensor in full_gradients(trainer)},
             "parameters": _weights(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))
@@ -144,7 +144,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
 
 def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Return the full weights with adapters merged, and the adapters."""
-    return ranks.copy_weights(trainer) | ranks.copied(trainer.model.adapter())
+    return ranks.copy_weights(trainer) | ranks.copy_stream(trainer.model.adapter())
 
 
 def measure_rows(rows: Sequence[Row], folder: Path) -> list[Measurement]:
@@ -167,7 +167,9 @@ def measure_rows(rows: Sequence[Row], folder: Path) -> list[Measurement]:
         _check_initial_weights(row, folder / str(number), loaded[row.model])
         task = expected[row.task]
         history = [_read_step(folder / str(number), step) for step in range(STEPS)]
-        measurements.append(Measurement(errors=errors(history, task.steps), plain_errors=task.own))
+        measurements.append(
+            Measurement(errors=errors(history, task.steps), plain_errors=task.float32)
+        )
     return measurements
 
 

@@ -1,4 +1,4 @@
-"""Construction of Megatron's GPT model for an architecture: its settings, and the modules of its layers."""
+"""Construction of Megatron's GPT model for an architecture: settings, and modules of its layers."""
 
 from collections.abc import Callable
 from functools import partial

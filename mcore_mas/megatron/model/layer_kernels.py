@@ -1,4 +1,4 @@
-"""Triton kernels for norms, SwiGLU, rotation by position, experts' weight gradients and the head's logits.
+"""Triton kernels of norms, SwiGLU, rotation, experts' weight gradients and the head's logits.
 
 They are launched by `layer_ops.py` and `experts.py`. All of them compute in float32, whatever types
 they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.

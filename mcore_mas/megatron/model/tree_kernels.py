@@ -1,10 +1,10 @@
-"""Three Triton kernels of attention over packed trees: output, gradient of queries, gradients of keys and values.
+"""Triton kernels of attention over packed trees: output, and gradients of queries, keys and values.
 
-Segments lie depth first, so the subtree of a token's segment is one range of tokens that follows the
-token: query q attends to key k if k <= q < end[k], where end[k] is the first token after the subtree
-of k's segment. Softmax is computed block by block, as in FlashAttention-2 (arXiv 2307.08691). Each
-result is summed by one program in a fixed order, without atomic operations, so that it has the same
-bits every time.
+Segments lie depth first, so the subtree of a token's segment is one range of tokens that follows
+the token: query q attends to key k if k <= q < end[k], where end[k] is the first token after the
+subtree of k's segment. Softmax is computed block by block, as in FlashAttention-2 (arXiv
+2307.08691). Each result is summed by one program in a fixed order, without atomic operations, so
+that it has the same bits every time.
 
 A tile has one row for each query token and each head that shares a key/value head. Keys are thus
 loaded once for all these heads; a tile of 128 rows has only 32 tokens if 4 heads share a key/value
@@ -50,7 +50,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _query_rows(block, kv_head, tokens, shape: tl.constexpr):
-    """Return the token and the head of each row [rows] of a tile of queries, and if the row is used."""
+    """Return token, head and use of each row [rows] of a tile of queries.
+
+    A row is not used if its token does not exist, or if the heads do not fill the tile.
+    """
     row = tl.arange(0, shape[_ROWS])
     tokens_per_block = shape[_ROWS] // shape[_GROUP]
     token = block * tokens_per_block + row // shape[_GROUP]
@@ -157,7 +160,9 @@ def _add_key_block(
 
 @triton.jit
 def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
-    """Compute the output, and the log-sum-exp of each row; a program per query block and key/value head.
+    """Compute the output, and the log-sum-exp of each row.
+
+    Each program computes a block of queries for one key/value head.
 
     Args:
         q: [T, heads, head_dim].
@@ -216,7 +221,9 @@ def _add_query_gradient(
 
 @triton.jit
 def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.constexpr):
-    """Compute the gradient of queries, and delta; a program per query block and key/value head.
+    """Compute the gradient of queries, and delta.
+
+    Each program computes a block of queries for one key/value head.
 
     Args:
         q, k, v: as for `forward_kernel`.
@@ -282,7 +289,7 @@ def _add_key_gradients(
 
 @triton.jit
 def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.constexpr):
-    """Compute the gradients of keys and values; a program per key block and key/value head.
+    """Compute the gradients of keys and values; each program computes a block of one head.
 
     The queries that attend to a block of keys are one range. Its first blocks are on the diagonal
     and need the mask, the following ones attend to every key, and subtrees end in the last ones,

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's linear layers; on disk in PEFT's format."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of Megatron's linear layers; files in PEFT's format."""
 
 import math
 import re
@@ -267,7 +267,7 @@ def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str)
 
 
 class AdapterFolder(SafeTensors):
-    """Tensors of an adapter in PEFT's format, by PEFT's names; only the slices that are read are loaded."""
+    """Tensors of an adapter in PEFT's format, by PEFT's names; only slices that are read are loaded."""
 
     def __init__(self, folder: Path, lora: LoraConfig) -> None:
         """Open a folder.

@@ -1,4 +1,4 @@
-"""One rank's shard of the model: its pipeline stages, filled with weights and exported as full tensors."""
+"""One rank's shard of the model: pipeline stages that load weights and export full tensors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ShardedModel:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Make this the frozen reference model for a block; afterwards it has the same bits as before.
+        """Make this the frozen reference model in a block; afterwards it has the same bits as before.
 
         The reference has the weights that training starts from. They are loaded on first use, and
         kept as a copy of this rank's shard in host memory, which the parameters are swapped with.
@@ -159,7 +159,7 @@ class ShardedModel:
         return memory
 
     def _swap_reference(self, trained: Sequence[Tensor], *, adapters_enabled: bool) -> None:
-        """Swap the trained weights with those of the reference, and switch the adapters on or off."""
+        """Swap the trained weights with those of the reference; switch the adapters on or off."""
         for adapter in self._adapters.values():
             adapter.enabled = adapters_enabled
         if self._reference_memory is not None:
@@ -247,7 +247,7 @@ class ShardedModel:
         return export_weights(read, self.architecture, self._plans[kind])
 
     def write(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the config and tokenizer of `spec.model`; all ranks must call.
+        """Write a Hugging Face folder with config and tokenizer of `spec.model`; all ranks must call.
 
         Adapters are merged into the weights, and also written separately to the subfolder adapter.
         """
@@ -286,7 +286,7 @@ class ShardedModel:
 
 
 def _share_frozen_parameters(stage: PackedGPTModel, base: PackedGPTModel) -> None:
-    """Replace parameters of a new pipeline stage by the frozen parameters of another model's stage."""
+    """Replace parameters of a new pipeline stage by the frozen ones of another model's stage."""
     frozen = {
         name: parameter
         for name, parameter in base.named_parameters(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Export of a sharded model (resharding): full tensors, gathered from all ranks' shards bucket by bucket."""
+"""Export of a sharded model (resharding): full tensors, gathered from all ranks' shards in buckets."""
 
 from __future__ import annotations
 

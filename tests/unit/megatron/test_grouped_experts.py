@@ -16,7 +16,7 @@ from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, swiglu
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
-from tests.support.gradients import gradients_of
+from tests.support.gradients import full_gradients
 from tests.support.operators import assert_near, compile_for_gpu, output_and_gradients
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
@@ -95,7 +95,7 @@ def test_an_update_with_kernels_is_that_without(
     batch = make_batch(
         [(24, -1, 0), (12, 0, 12), (9, 0, 9), (1, 0, 1), (20, -1, 20), (6, 4, 6)], vocab=64
     )
-    spec = ranks.spec_of(str(tmp_path), recompute=recompute)
+    spec = ranks.make_spec(str(tmp_path), recompute=recompute)
     launches = []
 
     def counted_add_grouped(*arguments: Any) -> None:
@@ -107,7 +107,7 @@ def test_an_update_with_kernels_is_that_without(
         trainer = MegatronTrainer(spec)
         scores = trainer.score([batch])[0]
         gradient_norm = trainer.update([batch])["grad_norm"]
-        return scores, gradient_norm, dict(gradients_of(trainer))
+        return scores, gradient_norm, dict(full_gradients(trainer))
 
     expected_scores, expected_norm, expected_gradients = train()
     for module in (experts, head, mlp, norm):
@@ -129,7 +129,7 @@ def test_an_unused_trainer_of_experts_is_freed(
 ) -> None:
     reference.make_model("qwen3_moe", tmp_path)
     monkeypatch.setattr(experts, "use_triton", lambda _: kernels)
-    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    trainer = MegatronTrainer(ranks.make_spec(str(tmp_path)))
     trainer.update([make_batch([(3, -1, 3)], vocab=64)])
     parameters = trainer.model.trained_parameters.values()
     references = [weakref.ref(parameter) for parameter in parameters]

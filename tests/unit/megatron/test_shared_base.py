@@ -1,12 +1,14 @@
-"""Trainers of adapters that hold their frozen model once do what they do with a copy each, to the bit."""
+"""Trainers of adapters that share one frozen model: the same bits as with separate models."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import ValueObjective
@@ -17,8 +19,10 @@ from mcore_mas.runtime.rank_pool import TrainerTurns
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from tests.support import ranks, reference
 
-SOLVER = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
-VERIFIER = LoraConfig(rank=2, alpha=2.0)
+SOLVER_LORA = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
+VERIFIER_LORA = LoraConfig(rank=2, alpha=2.0)
+
+# Fields of the TrainerSpec.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2, "sp": True, "recompute": "full"},
@@ -27,156 +31,179 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def specs_of(spec: TrainerSpec) -> dict[str, TrainerSpec]:
-    """A policy, another with adapters and settings of its own, and a critic."""
+def make_specs(spec: TrainerSpec) -> dict[str, TrainerSpec]:
+    """Return two policies with different adapters and settings, and a critic."""
+    verifier = replace(spec, lora=VERIFIER_LORA, lora_seed=5)
     return {
-        "solver": replace(spec, lora=SOLVER, lora_seed=3),
-        "verifier": replace(
-            spec,
-            lora=VERIFIER,
-            lora_seed=5,
-            lr=3e-3,
-            weight_decay=0.1,
-            schedule="linear",
-            decay_steps=9,
-        ),
-        "critic": replace(
-            spec, lora=VERIFIER, lora_seed=5, head="value", objective=ValueObjective()
-        ),
+        "solver": replace(spec, lora=SOLVER_LORA, lora_seed=3),
+        "verifier": replace(verifier, lr=3e-3, weight_decay=0.1, schedule="linear", decay_steps=9),
+        "critic": replace(verifier, head="value", objective=ValueObjective()),
     }
 
 
-def state_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+def make_separate_trainers(specs: Mapping[str, TrainerSpec]) -> dict[str, MegatronTrainer]:
+    return {name: MegatronTrainer(spec) for name, spec in specs.items()}
+
+
+def make_shared_trainers(specs: Mapping[str, TrainerSpec]) -> dict[str, MegatronTrainer]:
+    """Return trainers that all use the frozen weights of the first one."""
+    trainers: dict[str, MegatronTrainer] = {}
+    base = None
+    for name, spec in specs.items():
+        trainers[name] = MegatronTrainer(spec, base)
+        base = base or trainers[name]
+    return trainers
+
+
+def copy_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    """Return the adapters, and the full weights with adapters merged."""
     return ranks.copy_stream(trainer.model.adapter()) | ranks.copy_weights(trainer)
 
 
-def act(trainers: dict[str, MegatronTrainer], out: Path) -> dict[str, Any]:
-    """Updates at different cadences, scores, a sleep, checkpoints; what all of it came to."""
+def train(trainers: Mapping[str, MegatronTrainer], out: Path) -> dict[str, Any]:
+    """Update at different rates, sleep, save, score and update again; return all results."""
     batches = {name: pack(reference.make_samples(), 12) for name in trainers}
     batches["critic"] = pack(reference.make_critic_samples(), 12)
-    got: dict[str, Any] = {"metrics": [], "scores": {}, "state": {}, "resumed": {}}
-    for name in ("solver", "verifier", "critic", "solver", "critic", "solver"):
-        got["metrics"].append(trainers[name].update(batches[name]))
+    metrics = [
+        trainers[name].update(batches[name])
+        for name in ("solver", "verifier", "critic", "solver", "critic", "solver")
+    ]
     for trainer in trainers.values():
         trainer.sleep()
     for trainer in trainers.values():
         trainer.wake()
+
+    scores = {}
+    saved_weights = {}
     for name, trainer in trainers.items():
         ranks.save(trainer, out / name)
-        got["scores"][name] = trainer.score(batches[name])
+        scores[name] = trainer.score(batches[name])
         if name != "critic":
-            got["scores"][f"{name}/reference"] = trainer.score(batches[name], reference=True)
-        got["state"][name] = state_of(trainer)
-    got["metrics"] += [trainer.update(batches[name]) for name, trainer in trainers.items()]
-    got["next"] = {name: state_of(trainer) for name, trainer in trainers.items()}
-    return got
+            scores[f"{name}/reference"] = trainer.score(batches[name], reference=True)
+        saved_weights[name] = copy_weights(trainer)
 
-
-def beside(rank: int, spec: TrainerSpec, out: Path) -> None:
-    """The same acts by trainers with a copy each and by trainers on one base, and what follows a restore of these."""
-    specs = specs_of(spec)
-
-    def gang() -> dict[str, MegatronTrainer]:
-        made: dict[str, MegatronTrainer] = {}
-        for name, own in specs.items():
-            made[name] = MegatronTrainer(own, next(iter(made.values()), None))
-        return made
-
-    apart = act({name: MegatronTrainer(own) for name, own in specs.items()}, out / "apart")
-    shared = gang()
-    together = act(shared, out / "together")
-    first, *others = (trainer.model.base_parameters for trainer in shared.values())
-    resumed = gang()
-    for name, trainer in resumed.items():
-        trainer.restore(out / "together" / name)
-    trained = {"solver": state_of(resumed["solver"])}  # the others are where they were
-    resumed["verifier"].update(pack(reference.make_samples(), 12))
-    found = {
-        "same": [
-            tensor is first[name]
-            for base in others
-            for name, tensor in base.items()
-            if not tensor.requires_grad
-        ],
-        "trained": trained,
-        "verifier": state_of(resumed["verifier"]),
+    metrics += [trainer.update(batches[name]) for name, trainer in trainers.items()]
+    final_weights = {name: copy_weights(trainer) for name, trainer in trainers.items()}
+    return {
+        "metrics": metrics,
+        "scores": scores,
+        "saved_weights": saved_weights,
+        "final_weights": final_weights,
     }
-    torch.save({"apart": apart, "together": together, **found}, out / f"{rank}.pt")
+
+
+def compare_trainers(rank: int, spec: TrainerSpec, out: Path) -> None:
+    """Train with separate and with shared models, and restore the latter; every rank writes its results."""
+    specs = make_specs(spec)
+    separate_results = train(make_separate_trainers(specs), out / "separate")
+    trainers = make_shared_trainers(specs)
+    shared_results = train(trainers, out / "shared")
+    first, *others = (trainer.model.base_parameters for trainer in trainers.values())
+    frozen_is_shared = [
+        parameter is first[name]
+        for base_parameters in others
+        for name, parameter in base_parameters.items()
+        if not parameter.requires_grad
+    ]
+
+    restored = make_shared_trainers(specs)
+    for name, trainer in restored.items():
+        trainer.restore(out / "shared" / name)
+    restored_solver = copy_weights(restored["solver"])
+    restored["verifier"].update(pack(reference.make_samples(), 12))
+    result = {
+        "separate": separate_results,
+        "shared": shared_results,
+        "frozen_is_shared": frozen_is_shared,
+        "restored_solver": restored_solver,
+        "solver_after_update_of_verifier": copy_weights(restored["solver"]),
+        "updated_verifier": copy_weights(restored["verifier"]),
+    }
+    torch.save(result, out / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what every layout came to."""
-    folder = tmp_path_factory.mktemp("runs")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train in every layout; return the folder with a subfolder for each."""
+    folder = tmp_path_factory.mktemp("results")
     reference.make_model("qwen2", folder / "model")
     jobs = []
     for name, layout in LAYOUTS.items():
         (folder / name).mkdir()
         arguments = {"spec": ranks.make_spec(str(folder / "model"), **layout), "out": folder / name}
         sizes = {size: layout[size] for size in ("tp", "pp", "dp") if size in layout}
-        jobs.append(ranks.Job(function=beside, arguments=arguments, **sizes))
+        jobs.append(ranks.Job(function=compare_trainers, arguments=arguments, **sizes))
     ranks.run_jobs(jobs)
     return folder
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested results are equal to the bit."""
+def is_equal(one: Any, other: Any) -> bool:
+    """Return True if two nested results are equal bit for bit."""
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_on_one_base_train_as_on_bases_of_their_own(runs: Path, layout: str) -> None:
-    for path in sorted((runs / layout).glob("*.pt")):
-        got = torch.load(path, weights_only=True)
-        assert got["same"] and all(got["same"])
-        for part in ("metrics", "scores", "state", "next"):
-            assert same(got["apart"][part], got["together"][part]), part
-        solver, verifier = (got["together"]["state"][name] for name in ("solver", "verifier"))
-        assert not same(solver, verifier)
-        # neither a restore nor another policy's update moves an adapter
-        assert same(got["trained"]["solver"], solver)
-        assert same(got["verifier"], got["together"]["next"]["verifier"])
+def test_adapters_on_a_shared_model_train_as_on_separate_models(results: Path, layout: str) -> None:
+    for path in sorted((results / layout).glob("*.pt")):
+        result = torch.load(path, weights_only=True)
+        assert result["frozen_is_shared"]
+        assert all(result["frozen_is_shared"])
+        separate = result["separate"]
+        shared = result["shared"]
+        for name in ("metrics", "scores", "saved_weights", "final_weights"):
+            assert is_equal(separate[name], shared[name]), name
+        saved = shared["saved_weights"]
+        assert not is_equal(saved["solver"], saved["verifier"])
+
+        # Neither restoring nor updating another policy changes an adapter.
+        assert is_equal(result["restored_solver"], saved["solver"])
+        assert is_equal(result["solver_after_update_of_verifier"], saved["solver"])
+        assert is_equal(result["updated_verifier"], shared["final_weights"]["verifier"])
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(
+def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
     running_ray: None, tmp_path: Path
 ) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    specs = specs_of(ranks.make_spec(str(tmp_path / "model"), tp=2))
+    specs = make_specs(ranks.make_spec(str(tmp_path / "model"), tp=2))
     batches = pack(reference.make_samples(), 12)
 
-    async def play(turns: TrainerTurns | None) -> list[Any]:
+    async def run(turns: TrainerTurns | None) -> list[Any]:
+        """Return metrics and scores; with `turns`, one policy at a time is on the GPUs."""
         solver = TrainerGroup("solver", specs["solver"], threads=1, turns=turns)
         verifier = TrainerGroup("verifier", specs["verifier"], threads=1, base=solver)
         await asyncio.gather(verifier.ready(), solver.ready())
-        updates = await asyncio.gather(
+        metrics = await asyncio.gather(
             solver.update(batches), verifier.update(batches), solver.update(batches)
         )
         await asyncio.gather(*(group.save(tmp_path / group.policy) for group in (solver, verifier)))
         await asyncio.gather(solver.written(), verifier.written())
         if turns is None:
-            assert (
-                await verifier.sleep() > 0 == await solver.sleep()
-            )  # all of it is given away already
+            # The first call offloads both trainers, so the second has nothing left to free.
+            assert await verifier.sleep() > 0
+            assert await solver.sleep() == 0
             async with solver.awake():
                 await verifier.score(batches)
             with pytest.raises(RuntimeError, match="the trainer is offloaded"):
                 await solver.score(batches)
             await verifier.wake()
+
         scores = await asyncio.gather(solver.score(batches), verifier.score(batches))
         await verifier.update(batches)
         await verifier.restore(tmp_path / "verifier")
-        again = await asyncio.gather(solver.score(batches), verifier.score(batches))
-        assert same(list(scores), list(again))
+        restored_scores = await asyncio.gather(solver.score(batches), verifier.score(batches))
+        assert is_equal(list(scores), list(restored_scores))
         verifier.close()
-        return [*({**own, "device_s": 0.0} for own in updates), *scores]
+        return [*(update | {"device_s": 0.0} for update in metrics), *scores]
 
-    assert same(asyncio.run(play(None)), asyncio.run(play(TrainerTurns())))
+    assert is_equal(asyncio.run(run(None)), asyncio.run(run(TrainerTurns())))

@@ -1,7 +1,8 @@
-"""Every element of every tensor lies in one piece, and the piece says where."""
+"""Blocks of checkpoints: together they cover every tensor, and each says where it belongs."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_mas.megatron.state.tensor_blocks import TensorBlock, tensor_blocks
 from mcore_mas.megatron.state.tensor_sources import LazyTensor
@@ -27,101 +28,117 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
-    """Two key/value heads, four heads; the vocabulary is odd."""
+    """An architecture with four heads, two key/value heads and an odd vocabulary."""
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder)
     return read_architecture(folder)
 
 
-def full_tensors(entry: WeightMapping, a: Architecture) -> list[torch.Tensor]:
-    """The entry's Hugging Face tensors, each element with a number of its own."""
+def full_tensors(mapping: WeightMapping, architecture: Architecture) -> dict[str, Tensor]:
+    """Return the Hugging Face tensors of a parameter; all their elements are different numbers."""
+    hidden = architecture.hidden
+    query_rows = architecture.heads * architecture.head_dim
+    kv_rows = architecture.kv_heads * architecture.head_dim
     sizes = {
-        "embed_tokens": (a.vocab, a.hidden),
-        "q_proj": (a.heads * a.head_dim, a.hidden),
-        "k_proj": (a.kv_heads * a.head_dim, a.hidden),
-        "v_proj": (a.kv_heads * a.head_dim, a.hidden),
-        "o_proj": (a.hidden, a.heads * a.head_dim),
-        "gate_proj": (a.ffn, a.hidden),
-        "up_proj": (a.ffn, a.hidden),
-        "input_layernorm": (a.hidden,),
+        "embed_tokens": (architecture.vocab, hidden),
+        "q_proj": (query_rows, hidden),
+        "k_proj": (kv_rows, hidden),
+        "v_proj": (kv_rows, hidden),
+        "o_proj": (hidden, query_rows),
+        "gate_proj": (architecture.ffn, hidden),
+        "up_proj": (architecture.ffn, hidden),
+        "input_layernorm": (hidden,),
     }
-    tensors = []
-    for number, name in enumerate(entry.tensors):
-        size = sizes[name.split(".")[-2]][: 1 if name.endswith("bias") else 2]
-        count = torch.Size(size).numel()
-        tensors.append((torch.arange(count) + number * 1_000_000).view(size))
+    tensors = {}
+    for number, name in enumerate(mapping.tensors):
+        size = torch.Size(sizes[name.split(".")[-2]])
+        if name.endswith("bias"):
+            size = size[:1]
+        tensors[name] = (torch.arange(size.numel()) + number * 1_000_000).view(size)
     return tensors
 
 
-def shard_of(
-    entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp: int, rank: int
-) -> torch.Tensor:
-    """What one rank of `tp` holds of the entry's tensors."""
-    rows, rest = sum(len(tensor) for tensor in full) // tp, full[0].shape[1:]
-    shapes = {
-        WHOLE: full[0].shape,
-        BY_COLUMNS: (len(full[0]), full[0].shape[-1] // tp),
-        VOCAB: (a.vocab_padded(tp) // tp, *rest),
-    }
-    shard = torch.zeros(shapes.get(entry.sharding, (rows, *rest)), dtype=torch.int64)
-    entry.sharding.fill(shard, [LazyTensor.of(tensor) for tensor in full], a, tp, rank)
+def make_shard(
+    mapping: WeightMapping,
+    full: dict[str, Tensor],
+    architecture: Architecture,
+    tp: int,
+    rank: int,
+) -> Tensor:
+    """Return the shard of one of `tp` ranks."""
+    tensors = list(full.values())
+    first = tensors[0]
+    rows = sum(len(tensor) for tensor in tensors) // tp
+    if mapping.sharding == WHOLE:
+        shape: tuple[int, ...] = tuple(first.shape)
+    elif mapping.sharding == BY_COLUMNS:
+        shape = (len(first), first.shape[-1] // tp)
+    elif mapping.sharding == VOCAB:
+        shape = (architecture.vocab_padded(tp) // tp, *first.shape[1:])
+    else:
+        shape = (rows, *first.shape[1:])
+    shard = torch.zeros(shape, dtype=torch.int64)
+    sources = [LazyTensor.of(tensor) for tensor in tensors]
+    mapping.sharding.fill(shard, sources, architecture, tp, rank)
     return shard
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_pieces_of_all_ranks_are_the_tensors(
+def test_blocks_of_all_ranks_cover_the_tensors(
     architecture: Architecture, parameter: str, tp: int
 ) -> None:
-    (entry,) = weight_mappings([parameter])
-    full = dict(zip(entry.tensors, full_tensors(entry, architecture), strict=True))
-    found = {name: torch.full_like(tensor, -1) for name, tensor in full.items()}
-    seen = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    (mapping,) = weight_mappings([parameter])
+    full = full_tensors(mapping, architecture)
+    assembled = {name: torch.full_like(tensor, -1) for name, tensor in full.items()}
+    times_covered = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     for rank in range(tp):
-        shard = shard_of(entry, list(full.values()), architecture, tp, rank)
+        shard = make_shard(mapping, full, architecture, tp, rank)
         flat = shard.reshape(-1)
-        third = len(flat) // 3  # inside a row, for a matrix
-        for span in [(0, third), (third, third + 1), (third + 1, len(flat))]:
-            for piece in tensor_blocks(entry, shard.shape, architecture, tp, rank, span):
-                assert piece.shape == tuple(full[piece.tensor].shape)
-                place = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))
-                own = flat[span[0] : span[1]]
-                found[piece.tensor][place] = piece.of(own, span[0])
-                seen[piece.tensor][place] += 1
-    times = tp if parameter.endswith("layernorm.weight") else 1
+        third = len(flat) // 3  # for a matrix, this is within a row
+        for first, end in [(0, third), (third, third + 1), (third + 1, len(flat))]:
+            span = (first, end)
+            for block in tensor_blocks(mapping, shard.shape, architecture, tp, rank, span):
+                assert block.shape == tuple(full[block.tensor].shape)
+                index = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(block.start, block.size, strict=True)
+                )
+                assembled[block.tensor][index] = block.of(flat[first:end], first)
+                times_covered[block.tensor][index] += 1
+
+    copies = tp if parameter.endswith("layernorm.weight") else 1
     for name, tensor in full.items():
-        assert torch.equal(found[name], tensor), name
-        assert bool((seen[name] == times).all()), name
+        assert torch.equal(assembled[name], tensor), name
+        assert bool((times_covered[name] == copies).all()), name
 
 
-def test_a_stretch_of_a_matrix_is_at_most_three_rectangles_a_block(
-    architecture: Architecture,
-) -> None:
-    (entry,) = weight_mappings(["decoder.layers.3.mlp.linear_fc1.weight"])
-    hidden, ffn = architecture.hidden, architecture.ffn
-    span = (
-        2 * hidden + 3,
-        (ffn // 2) * hidden + 5,
-    )  # of rank 1 of 2: from gate's third row into up's first
-    pieces = tensor_blocks(entry, (ffn, hidden), architecture, 2, 1, span)
-    assert [
-        (piece.tensor.split(".")[-2], piece.start, piece.size, piece.offset) for piece in pieces
-    ] == [
-        ("gate_proj", (ffn // 2 + 2, 3), (1, hidden - 3), 2 * hidden + 3),
-        ("gate_proj", (ffn // 2 + 3, 0), (ffn // 2 - 3, hidden), 3 * hidden),
-        ("up_proj", (ffn // 2, 0), (1, 5), ffn // 2 * hidden),
+def test_a_span_of_a_matrix_is_split_into_rectangles(architecture: Architecture) -> None:
+    (mapping,) = weight_mappings(["decoder.layers.3.mlp.linear_fc1.weight"])
+    hidden = architecture.hidden
+    ffn = architecture.ffn
+    half = ffn // 2  # rows of gate, and of up, on each of two ranks
+    # On the second rank, from the third row of gate into the first row of up.
+    span = (2 * hidden + 3, half * hidden + 5)
+    blocks = tensor_blocks(mapping, (ffn, hidden), architecture, 2, 1, span)
+    prefix = "model.layers.3.mlp."
+    assert [(block.tensor, block.start, block.size, block.offset) for block in blocks] == [
+        (f"{prefix}gate_proj.weight", (half + 2, 3), (1, hidden - 3), 2 * hidden + 3),
+        (f"{prefix}gate_proj.weight", (half + 3, 0), (half - 3, hidden), 3 * hidden),
+        (f"{prefix}up_proj.weight", (half, 0), (1, 5), half * hidden),
     ]
-    assert (
-        pieces[0].key
-        == f"model.layers.3.mlp.gate_proj.weight[{ffn // 2 + 2}:{ffn // 2 + 3},3:{hidden}]"
-    )
+    assert blocks[0].key == f"{prefix}gate_proj.weight[{half + 2}:{half + 3},3:{hidden}]"
 
 
-def test_what_two_rectangles_have_in_common() -> None:
-    one = TensorBlock(tensor="t", shape=(9, 9), start=(2, 3), size=(4, 5), offset=0)
-    other = TensorBlock(tensor="t", shape=(9, 9), start=(4, 0), size=(5, 5), offset=0)
-    assert one.common(other) == ((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(3, 5)))
-    assert (
-        one.common(TensorBlock(tensor="t", shape=(9, 9), start=(6, 3), size=(1, 1), offset=0))
-        is None
+def make_block(start: tuple[int, int], size: tuple[int, int]) -> TensorBlock:
+    return TensorBlock(tensor="t", shape=(9, 9), start=start, size=size, offset=0)
+
+
+def test_the_common_part_of_two_blocks() -> None:
+    block = make_block(start=(2, 3), size=(4, 5))
+    overlapping = make_block(start=(4, 0), size=(5, 5))
+    assert block.common(overlapping) == (
+        (slice(2, 4), slice(0, 2)),
+        (slice(0, 2), slice(3, 5)),
     )
+    assert block.common(make_block(start=(6, 3), size=(1, 1))) is None
