@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.tracking.sender import short_text
 from rollout.base.files import file_lock
 from rollout.base.urls import without_proxy
 
@@ -59,8 +60,7 @@ class MlflowStore:
         set_mlflow_variables()
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):  # importing MLflow sets their levels
-            logging.getLogger(name).setLevel(logging.WARNING)
+        _configure_mlflow_logs()
 
         self.uri = uri
         self.experiment = experiment
@@ -174,6 +174,26 @@ class MlflowStore:
     def _exclusive(self) -> AbstractContextManager[None]:
         """Exclude other users of the same local database, or else of the same results folder."""
         return file_lock(self._lock_path)
+
+
+def _configure_mlflow_logs() -> None:
+    """Let MLflow log warnings and errors only, on one line each. Importing MLflow resets this."""
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for handler in logging.getLogger("mlflow").handlers:
+        handler.addFilter(_shorten_record)
+    # It logs the errors of a database, and then raises them.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+
+
+def _shorten_record(record: logging.LogRecord) -> bool:
+    """Cut a record to one line without a traceback, which may hold text of models; pass it on."""
+    record.msg = short_text(record.getMessage())
+    record.args = None
+    record.exc_info = None
+    record.exc_text = None
+    record.stack_info = None
+    return True
 
 
 def open_store(config: RunConfig) -> MlflowStore:

@@ -11,6 +11,8 @@ from rollout.base.json_files import read_json_lines
 SEND_INTERVAL_S = 2.0
 RETRY_INTERVAL_S = 15.0  # after a failure
 ROWS_PER_WRITE = 100
+# Beginnings of the parts that SQLAlchemy adds to the message of a database.
+_SQLALCHEMY_DETAILS = ("[SQL: ", "(Background on this error at: ")
 
 
 class MetricsWriter(Protocol):
@@ -114,12 +116,20 @@ def write_rows(writer: MetricsWriter, rows: Sequence[MetricsRow]) -> None:
 
 
 def short_error(error: BaseException) -> str:
-    """Return an error's type and message on one line of at most 325 characters.
+    """Return an error's type and message as `short_text`."""
+    return short_text(f"{type(error).__name__}: {error}")
 
-    The middle of a longer message is left out: libraries put the request at the start, and the
-        reason at the end.
+
+def short_text(text: str) -> str:
+    """Return the text of an error on one line of at most 325 characters.
+
+    The middle of a longer text is left out: libraries put the request at the start, and the
+    reason at the end. SQLAlchemy puts the reason first; its statement, in which there may be text
+    of models, is left out.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    for detail in _SQLALCHEMY_DETAILS:
+        text = text.partition(detail)[0]
+    text = " ".join(text.split())
     if len(text) <= 320:
         return text
     return f"{text[:160]} ... {text[-160:]}"

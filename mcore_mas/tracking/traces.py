@@ -1,8 +1,10 @@
 """Traces of trajectories in MLflow: one span per turn and tool call, with its time."""
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
@@ -99,12 +101,47 @@ class TraceSender:
         import mlflow
 
         mlflow.set_tracking_uri(self._store.uri)
-        write_trace(item.trajectory, item.advantages, self._store.experiment_id, self._run_id)
+        with _raising_log_records():
+            write_trace(item.trajectory, item.advantages, self._store.experiment_id, self._run_id)
         picture = draw_trajectory(item.task, item.trajectory)
         if picture is not None:
             folder = f"pictures/step_{item.trajectory.step:06d}"
             path = f"{folder}/{picture_name(item.trajectory)}"
             self._store.client.log_text(self._run_id, picture, path)
+
+
+class TraceRefused(Exception):
+    """MLflow's server or database does not take a trace; the message is that of MLflow."""
+
+
+class _MessageList(logging.Handler):
+    """A log handler that keeps the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def _raising_log_records() -> Iterator[None]:
+    """Raise the first warning that MLflow logs in the block about the export of a trace.
+
+    MLflow raises no error if a trace is refused.
+    """
+    logger = logging.getLogger("mlflow.tracing.export")
+    handler = _MessageList()
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+    if handler.messages:
+        raise TraceRefused(handler.messages[0])
 
 
 def choose_trajectories(groups: Sequence[Group], count: int) -> list[tuple[Trajectory, Task]]:

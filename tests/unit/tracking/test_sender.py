@@ -12,7 +12,7 @@ import pytest
 
 from mcore_mas.tracking import sender
 from mcore_mas.tracking.metrics_log import MetricsRow
-from mcore_mas.tracking.sender import MetricsSender, short_error
+from mcore_mas.tracking.sender import MetricsSender, short_error, short_text
 
 
 class RecordingWriter:
@@ -138,6 +138,17 @@ def test_a_tracker_that_hangs_holds_nothing_up(path: Path) -> None:
     thread.join(0.05)
     released.set()
     assert warnings == [f"T does not answer; {path} has all metrics"]
+
+
+def test_the_statement_of_a_database_error_is_left_out() -> None:
+    message = (
+        "(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO t VALUES (?)]\n"
+        "[parameters: ('text of a model',)]\n(Background on this error at: https://sqlalche.me/e)"
+    )
+    error = ValueError(message)
+    reason = "(sqlite3.OperationalError) database or disk is full"
+    assert short_error(error) == f"ValueError: {reason}"
+    assert short_text("locked\n(Background on this error at: https://sqlalche.me/e)") == "locked"
 
 
 def test_a_long_error_keeps_its_start_and_its_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,32 @@ def test_a_trace_that_is_refused_costs_one_line_and_no_other_trace(
     assert warnings[0].startswith("MLflow does not take the trace of 8/bad/0 (")
     assert warnings[0].endswith("traces are dropped until it works again")
     assert "8/t/2" in traces_of(run)
+
+
+def test_a_database_that_fails_costs_one_line_without_text_of_models(
+    run: tuple[RunConfig, TrainingRecord], capfd: pytest.CaptureFixture[str]
+) -> None:
+    open_store(run[0])
+    text = "text of a model"
+    refused = [
+        trajectory(turn(0, text=text, started_s=BEGAN), sample=number) for number in (20, 21)
+    ]
+    database = sqlite3.connect(run[0].tracking.uri.removeprefix("sqlite:///"))
+    database.execute("ALTER TABLE trace_info RENAME TO hidden")
+    database.commit()
+    capfd.readouterr()
+    warnings = send(run, *traced(*refused))
+    database.execute("ALTER TABLE hidden RENAME TO trace_info")
+    database.commit()
+    database.close()
+
+    (warning,) = warnings
+    assert warning.startswith("MLflow does not take the trace of 0/t/20 (TraceRefused: ")
+    assert warning.endswith("no such table: trace_info); traces are dropped until it works again")
+    output = capfd.readouterr()
+    assert output.out + output.err == ""
+    assert send(run, *traced(trajectory(turn(0), sample=23))) == []
+    assert "0/t/23" in traces_of(run) and "0/t/21" not in traces_of(run)
 
 
 def test_without_a_server_traces_are_dropped(tmp_path: Path) -> None:
