@@ -17,6 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieval.regular_files import read_regular_text
@@ -160,6 +161,30 @@ class ReadDeadline:
         await self._app(scope, receive_before_deadline, send)
 
 
+class UnclearLengthRefused:
+    """ASGI middleware that refuses requests whose body has two lengths, and closes their connection.
+
+    A request with Content-Length and Transfer-Encoding may be an attempt to smuggle a second one
+    past a proxy that goes by the other header. RFC 9112 (section 6.1) demands that the connection
+    is closed; h11 keeps it open.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if not {b"content-length", b"transfer-encoding"} <= names:
+            await self._app(scope, receive, send)
+            return
+        refusal = PlainTextResponse(
+            "the request has Content-Length and Transfer-Encoding; expected one of them",
+            status_code=400,
+            headers={"Connection": "close"},
+        )
+        await refusal(scope, receive, send)
+
+
 def server_config(
     app: Starlette,
     *,
@@ -178,7 +203,7 @@ def server_config(
         read_timeout_s: seconds within which a request's body must arrive.
     """
     return uvicorn.Config(
-        ReadDeadline(app, read_timeout_s),
+        UnclearLengthRefused(ReadDeadline(app, read_timeout_s)),
         http="h11",
         ws="none",
         lifespan="on" if lifespan else "off",

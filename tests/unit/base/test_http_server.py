@@ -115,6 +115,34 @@ def test_a_body_over_the_limit_gets_413_whether_declared_or_streamed() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 5",
+        "content-length: 0\r\ntransfer-encoding: Chunked",
+        "Content-Length: 5\r\nContent-Length: 5\r\nTransfer-Encoding: chunked",
+    ],
+)
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(headers: str) -> None:
+    body = "0\r\n\r\n"  # of no bytes in chunks, and of 5 bytes by its length
+    second = "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
+
+    async def run() -> None:
+        async with echo_server() as url:
+            parts = httpx.URL(url)
+            reader, writer = await asyncio.open_connection(parts.host, parts.port)
+            first = f"POST / HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n{body}"
+            writer.write((first + second).encode())
+            answer = await asyncio.wait_for(reader.read(), 5)  # until the server closes
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"HTTP/1.1") == 1
+            assert b"connection: close" in answer.lower()
+            writer.close()
+
+    asyncio.run(run())
+
+
 def test_requests_get_503_while_more_connections_are_open_than_allowed() -> None:
     async def status(url: str) -> int:
         async with client(url) as http:
