@@ -29,7 +29,7 @@ from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.config import EngineConfig
 from rollout.engines.remote.keys import has_key
-from rollout.models.chat_template import has_chat_template
+from rollout.models.chat_template import chat_template_problem, has_chat_template
 from rollout.models.tensor_files import open_tensors, tensor_files
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Task
@@ -121,11 +121,15 @@ def model_problems(
         return
 
     try:
-        if config.policies[policy].chat_template is None and not has_chat_template(model):
-            yield (
-                f"policies.{policy}: {model} is a base model without a chat template; set "
-                "chat_template to plain or chatml, or take the instruct model"
-            )
+        if config.policies[policy].chat_template is None:
+            problem = chat_template_problem(model)
+            if problem:
+                yield f"policies.{policy}: {model}: the chat template cannot be used: {problem}"
+            elif not has_chat_template(model):
+                yield (
+                    f"policies.{policy}: {model} is a base model without a chat template; set "
+                    "chat_template to plain or chatml, or take the instruct model"
+                )
         check_layout(config, policy, folder)
         for file in tensor_files(model):
             open_tensors(file, "np")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
+from retrieval.regular_files import read_regular_text
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 from rollout.base.yaml_files import read_yaml
 from rollout.models.safe_tokenizer import SafeTokenizer
+from rollout.models.template_trial import template_problem
 from rollout.models.tool_calls import ToolSchema, detect_tool_format, write_tools_as_text
 from rollout.records.trajectory import Message, Turn
 
@@ -21,6 +23,8 @@ CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_tem
 
 # Token that ends a turn in a template of CHAT_TEMPLATES; other templates are searched for it.
 _TURN_ENDS = {"chatml": "<|im_end|>"}
+
+_ADVICE = f"set chat_template to one of {', '.join(CHAT_TEMPLATES)}, or take another model"
 
 # Prompts without tools whose text and tokens are cached: trajectories of a group begin with the same
 # prompt.
@@ -36,9 +40,41 @@ def has_chat_template(model: Path | str) -> bool:
     path = Path(model) / "tokenizer_config.json"
     try:
         config = read_json(path) if path.is_file() else {}
-    except ValueError:
+    except (OSError, ValueError):
         return False
-    return bool(config.get("chat_template")) or any(Path(model).glob("chat_template.*"))
+    has_template = isinstance(config, dict) and bool(config.get("chat_template"))
+    return has_template or any(Path(model).glob("chat_template.*"))
+
+
+def chat_template_problem(model: Path | str) -> str:
+    """Return why the chat template of a model folder cannot be used, or "".
+
+    Only the folder's files are read. A folder without a template has no problem.
+    """
+    try:
+        texts = list(_template_texts(Path(model)))
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({error}); {_ADVICE}"
+    for text in texts:
+        problem = template_problem(text)
+        if problem:
+            return f"{problem}; {_ADVICE}"
+    return ""
+
+
+def _template_texts(model: Path) -> Iterator[str]:
+    """Yield the texts of all chat templates in a model folder."""
+    file = model / "chat_template.jinja"
+    if file.exists():
+        yield read_regular_text(file)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        config = read_json(model / name) if (model / name).exists() else {}
+        templates = config.get("chat_template") if isinstance(config, dict) else None
+        # Some folders have several templates, each an object with a name.
+        for template in templates if isinstance(templates, list) else [templates]:
+            text = template.get("template") if isinstance(template, dict) else template
+            if isinstance(text, str):
+                yield text
 
 
 class Renderer:
@@ -68,7 +104,8 @@ class Renderer:
 
         Raises:
             ModelError: the folder has no chat template or no token that ends a reply, the tokenizer
-                lacks the token that ends a turn, or the template does not use an argument.
+                cannot be loaded or lacks the token that ends a turn, or the template cannot be used
+                or does not use an argument.
         """
         self._safe = SafeTokenizer(model)
         self._tokenizer = self._safe.tokenizer
@@ -81,6 +118,10 @@ class Renderer:
             )
 
         template_text = self._tokenizer.get_chat_template()
+        if template is None:
+            problem = template_problem(template_text)
+            if problem:
+                raise ModelError(f"{model}: the chat template cannot be used: {problem}; {_ADVICE}")
         self._arguments = dict(arguments or {})
         for name in self._arguments:
             if not re.search(rf"\b{re.escape(name)}\b", template_text):

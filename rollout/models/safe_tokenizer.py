@@ -8,7 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from retrieval.regular_files import check_regular
+from rollout.base.errors import ModelError
 from rollout.models.tool_calls import PYTHON_TAG
+
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "chat_template.*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
 
 
 class SafeTokenizer:
@@ -25,14 +36,28 @@ class SafeTokenizer:
     """
 
     def __init__(self, model: Path | str) -> None:
-        """Load the tokenizer of folder `model`; only files on this machine are read."""
+        """Load the tokenizer of folder `model`; only files on this machine are read.
+
+        Raises:
+            ModelError: the folder has no tokenizer that can be loaded.
+        """
         # AutoTokenizer would replace the pre-tokenizer of a Qwen2 model's tokenizer.json by another.
         from transformers import PreTrainedTokenizerFast
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
-            str(model), local_files_only=True
-        )
+        try:
+            for pattern in _TOKENIZER_FILES:
+                for file in Path(model).glob(pattern):
+                    check_regular(file)  # the library would wait for ever for a pipe
+            self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+                str(model), local_files_only=True
+            )
+        except Exception as error:  # the library raises many types for the files of strangers
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ModelError(
+                f"{model}: the tokenizer cannot be loaded ({reason}); expected a Hugging Face folder "
+                "with its tokenizer.json"
+            ) from error
         special_tokens = {
             number: token.content
             for number, token in self.tokenizer.added_tokens_decoder.items()
