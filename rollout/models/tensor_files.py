@@ -45,4 +45,5 @@ def open_tensors(file: Path, framework: Literal["pt", "np"]) -> Any:
         check_regular(file)
         return safe_open(str(file), framework)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{file}: not a readable safetensors file ({reason})") from error
