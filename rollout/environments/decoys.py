@@ -39,7 +39,10 @@ def draw_candidates(expected: Any) -> Candidates:
         expected: plain data.
     """
     values = [expected]
-    texts = [repr(expected)]
+    if type(expected) in (int, float):
+        # Every number is smaller than one of these and greater than the other.
+        values += [10**15, -(10**15)]
+    texts = [repr(value) for value in values]
     for _ in range(_MAX_DRAWS):
         if len(values) > _DECOYS:
             break

@@ -8,14 +8,16 @@ before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becom
 
 import ast
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # Names that the program in the sandbox defines for the rewritten files.
 CHECK = "__check__"  # (site, value, token of a withheld parameter or None): report a value
-EQUAL = "__equal__"  # (site, left, right, is the left trusted, is the right): compare two values
-OPERANDS = "__operands__"  # likewise for assertEqual, whose two first arguments it returns
+COMPARE = "__compare__"  # (site or None, operator, left, right, origins): compare two values
+OPERANDS = "__operands__"  # likewise for assertEqual, whose first two arguments it returns
+GUARD = "__guard__"  # (value, ...): return the values, or others if one claims to equal everything
+KEEP = "__keep__"  # (name, value): remember a value that must not change before its comparison
 END = "__end__"  # (number of the test function): report that the test has reached its end
 WITHHELD = "__withheld__"  # (number): stand for a withheld value among a test's parameters
 
@@ -31,6 +33,14 @@ _COMPARISONS: dict[type[ast.cmpop], Comparison] = {
     ast.NotIn: "not in",
     ast.Is: "is",
     ast.IsNot: "is not",
+}
+_NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
 }
 # Methods of unittest.TestCase that compare their first two arguments.
 _COMPARING_METHODS: dict[str, Comparison] = {
@@ -51,9 +61,20 @@ _COMPARING_METHODS: dict[str, Comparison] = {
     "assertGreater": ">",
     "assertGreaterEqual": ">=",
 }
+_TRUTH_METHODS = ("assertTrue", "assertFalse")
 _METHODS_WITH_NONE: dict[str, Comparison] = {"assertIsNone": "is", "assertIsNotNone": "is not"}
 # A `with` statement that calls one of these may leave its block early in a test that passes.
 _LEAVING_CONTEXTS = ("raises", "assertRaises", "assertRaisesRegex", "suppress")
+
+# Modules of the standard library that tests compute expected values with.
+_COMPUTING_MODULES = {
+    *("cmath", "collections", "decimal", "difflib", "fractions", "functools", "itertools", "math"),
+    *("numbers", "operator", "re", "statistics", "string"),
+}
+
+# Number of the first site and of the first test. It is no value that a test is likely to expect,
+# because patched code can see it.
+FIRST_NUMBER = 7_000_001
 
 _NO_LITERAL = object()
 
@@ -113,6 +134,12 @@ class HiddenTestFile:
         tests: test functions by qualified name, such as `TestAdd.test_one`.
         withheld: withheld values of parameters by number.
         constants: literal values of module-level names that the tests never change.
+        stable_names: module-level names that are bound once, and whose values the tests never
+            change.
+        names: all names that the file may bind at its top; None if they are unknown.
+        rebound_names: names that functions of the file bind at its top.
+        computing_modules: modules of the standard library with which the file may compute
+            expected values.
     """
 
     source: str
@@ -120,6 +147,10 @@ class HiddenTestFile:
     tests: dict[str, HiddenTest] = field(default_factory=dict)
     withheld: dict[int, WithheldValue] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    stable_names: list[str] = field(default_factory=list)
+    names: list[str] | None = None
+    rebound_names: list[str] = field(default_factory=list)
+    computing_modules: list[str] = field(default_factory=list)
 
 
 def instrument(source: str) -> HiddenTestFile:
@@ -134,7 +165,7 @@ def instrument(source: str) -> HiddenTestFile:
         return HiddenTestFile(source=source)
 
     file = HiddenTestFile(source=source)
-    file.constants = _unchanged_constants(tree)
+    _describe_names(file, tree)
     trusted_names = _trusted_names(tree)
     for prefix, function in _test_functions(tree):
         _instrument_test(file, function, f"{prefix}{function.name}", trusted_names)
@@ -183,14 +214,16 @@ def _instrument_test(
     local_constants = _local_constants(function)
     parameters = _literal_parameters(function)
     assigned = _count_assignments(function)
+    compared_names = _names_only_compared(function)
     module_constants = {key: value for key, value in file.constants.items() if key not in assigned}
     original = copy.deepcopy(function)
     while True:
         rewriter = _TestRewriter(
-            first_site=len(file.sites),
-            number=len(file.tests),
+            first_site=FIRST_NUMBER + len(file.sites),
+            number=FIRST_NUMBER + len(file.tests),
             constants={**module_constants, **local_constants},
             parameters=set(parameters),
+            kept_names=compared_names - set(parameters) - set(local_constants),
             trusted_names=trusted_names,
         )
         function.body = rewriter.rewrite(function)
@@ -238,6 +271,7 @@ class _TestRewriter:
         number: int,
         constants: Mapping[str, Any],
         parameters: set[str],
+        kept_names: set[str],
         trusted_names: set[str],
     ) -> None:
         self.sites: dict[int, Site] = {}
@@ -246,11 +280,15 @@ class _TestRewriter:
         self._first_site = first_site
         self._constants = constants
         self._parameters = parameters
+        self._kept_names = kept_names
         self._trusted_names = trusted_names
 
     def rewrite(self, function: _Function) -> list[ast.stmt]:
         """Return the rewritten body of a function, which reports its end."""
         body = self._rewrite_block(function.body, is_required=True)
+        for argument in function.args.args:
+            if argument.arg in self._kept_names:
+                body.insert(0, self._keep_call(argument.arg))
         if isinstance(body[-1], ast.Return):
             return body
         return [*body, self._end_call()]
@@ -273,7 +311,9 @@ class _TestRewriter:
             case ast.Return():
                 return [self._end_call(), statement]
             case ast.Assert():
-                return [self._rewrite_assert(statement, is_required)]
+                return self._rewrite_assert(statement, is_required)
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in self._kept_names:
+                return [statement, self._keep_call(name)]
             case ast.Expr(value=ast.Call() as call):
                 return [self._rewrite_call(call, is_required) or statement]
             case ast.With() | ast.AsyncWith() if _may_leave_context(statement):
@@ -283,8 +323,13 @@ class _TestRewriter:
             case ast.For():
                 is_entered = is_required and _is_literal_sequence(statement.iter)
                 statement.body = self._rewrite_block(statement.body, is_entered)
+                for node in ast.walk(statement.target):
+                    if isinstance(node, ast.Name) and node.id in self._kept_names:
+                        statement.body.insert(0, self._keep_call(node.id))
                 statement.orelse = self._rewrite_block(statement.orelse, False)
             case ast.If() | ast.While() | ast.AsyncFor():
+                if isinstance(statement, ast.If):
+                    statement.test = self._guard_comparisons(statement.test)
                 statement.body = self._rewrite_block(statement.body, False)
                 statement.orelse = self._rewrite_block(statement.orelse, False)
             case ast.Try():
@@ -311,38 +356,92 @@ class _TestRewriter:
             block.append(statement)
         return block
 
-    def _rewrite_assert(self, statement: ast.Assert, is_required: bool) -> ast.stmt:
-        test = statement.test
+    def _rewrite_assert(self, statement: ast.Assert, is_required: bool) -> list[ast.stmt]:
+        test = _simplify(statement.test)
+        statement.test = test
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            statements: list[ast.stmt] = []
+            for value in test.values:
+                part = ast.Assert(value, copy.deepcopy(statement.msg))
+                statements += self._rewrite_assert(part, is_required)
+            return statements
         if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-            return statement
+            statement.test = self._guard_comparisons(test)
+            return [statement]
+
         comparison = _COMPARISONS[type(test.ops[0])]
         check = self._withhold(comparison, test.left, test.comparators[0], is_required)
         if check is not None:
-            return check
-        if comparison == "==":
-            statement.test = self._guard(EQUAL, test.left, test.comparators[0], is_required)
-        return statement
+            return [check]
+        if comparison not in ("is", "is not"):
+            site = self._add_site(Site(comparison="is", expected=True), is_required)
+            statement.test = self._compare_call(site, comparison, test.left, test.comparators[0])
+        return [statement]
 
     def _rewrite_call(self, call: ast.Call, is_required: bool) -> ast.stmt | None:
-        """Rewrite a call such as `self.assertEqual(left, right)`; return None for other calls."""
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        """Rewrite a call such as `self.assertEqual(left, right)`.
+
+        Returns:
+            Statement in place of the call; None if the call stays, changed or not.
+        """
+        method = _called_name(call)
         has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
-        if has_star or (call.keywords and {key.arg for key in call.keywords} != {"msg"}):
+        if has_star or not method.startswith("assert") or not call.args:
             return None
-        if method in _METHODS_WITH_NONE and call.args:
+        if method in _METHODS_WITH_NONE:
             none = ast.Constant(None)
             return self._withhold(_METHODS_WITH_NONE[method], call.args[0], none, is_required)
-        if method not in _COMPARING_METHODS or len(call.args) < 2:
+        if method in _TRUTH_METHODS:
+            value = call.args[0]
+            is_true = method == "assertTrue"
+            test = _simplify(value if is_true else ast.UnaryOp(ast.Not(), value))
+            if isinstance(test, ast.Compare):
+                return self._rewrite_assert(ast.Assert(test), is_required)[0]
+            call.args[0] = self._guard_comparisons(value)
+            return None
+        if len(call.args) < 2:
             return None
 
-        left, right, *message = call.args
-        comparison = _COMPARING_METHODS[method]
+        left, right, *others = call.args
+        comparison = _COMPARING_METHODS.get(method)
+        if comparison is None:
+            call.args = [ast.Starred(_call(GUARD, left, right), ast.Load()), *others]
+            return None
         check = self._withhold(comparison, left, right, is_required)
         if check is None and comparison == "==":
-            guard = self._guard(OPERANDS, left, right, is_required)
-            operands = ast.Starred(guard, ast.Load())
-            call.args = [operands, *message]
+            site = self._add_site(Site(comparison="is", expected=True), is_required)
+            origins = self._origins(left, right)
+            operands = _call(OPERANDS, site, ast.Constant("=="), left, right, *origins)
+            call.args = [ast.Starred(operands, ast.Load()), *others]
         return check
+
+    def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
+        """Return an expression whose comparisons do not trust an operand that lies."""
+        guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
+        return guarded
+
+    def _compare_call(
+        self, site: ast.expr, comparison: Comparison, left: ast.expr, right: ast.expr
+    ) -> ast.expr:
+        origins = self._origins(left, right)
+        return _call(COMPARE, site, ast.Constant(comparison), left, right, *origins)
+
+    def _origins(self, left: ast.expr, right: ast.expr) -> list[ast.expr]:
+        """Return the origin of each operand.
+
+        It is True if no name of the operand can come from the repository; the name of the operand
+        if its value must be the remembered one; else None.
+        """
+        origins: list[ast.expr] = []
+        for operand in (left, right):
+            if isinstance(operand, ast.Name) and operand.id in self._kept_names:
+                origins.append(ast.Constant(operand.id))
+            else:
+                origins.append(ast.Constant(True if self._is_trusted(operand) else None))
+        return origins
+
+    def _keep_call(self, name: str) -> ast.stmt:
+        return ast.Expr(_call(KEEP, ast.Constant(name), ast.Name(name, ast.Load())))
 
     def _withhold(
         self, comparison: Comparison, left: ast.expr, right: ast.expr, is_required: bool
@@ -389,12 +488,6 @@ class _TestRewriter:
             return self._constants[node.id]
         return _literal(node)
 
-    def _guard(self, function: str, left: ast.expr, right: ast.expr, is_required: bool) -> ast.expr:
-        """Return the call that compares two computed values and reports True if they are equal."""
-        number = self._add_site(Site(comparison="is", expected=True), is_required)
-        are_trusted = [ast.Constant(self._is_trusted(operand)) for operand in (left, right)]
-        return _call(function, number, left, right, *are_trusted)
-
     def _is_trusted(self, operand: ast.expr) -> bool:
         """Return True if no name of the operand can come from the repository."""
         names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
@@ -402,6 +495,38 @@ class _TestRewriter:
 
     def _end_call(self) -> ast.stmt:
         return ast.Expr(_call(END, ast.Constant(self.test.number)))
+
+
+def _simplify(test: ast.expr) -> ast.expr:
+    """Return a comparison that is true if the test is: of `not a == b` and `(a == b) is True`."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Compare(ops=[operator]) as comparison):
+            negation = _NEGATIONS.get(type(operator))
+            if negation is not None:
+                return ast.Compare(comparison.left, [negation()], comparison.comparators)
+        case ast.Compare(
+            left=ast.Compare() as comparison,
+            ops=[ast.Is() | ast.Eq()],
+            comparators=[ast.Constant(value=True)],
+        ):
+            return comparison
+    return test
+
+
+class _ComparisonGuard(ast.NodeTransformer):
+    """Replacement of all comparisons of two operands inside of an expression."""
+
+    def __init__(
+        self, compare_call: Callable[[ast.expr, Comparison, ast.expr, ast.expr], ast.expr]
+    ) -> None:
+        self._compare_call = compare_call
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.ops) != 1 or isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        comparison = _COMPARISONS[type(node.ops[0])]
+        return self._compare_call(ast.Constant(None), comparison, node.left, node.comparators[0])
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
@@ -466,25 +591,81 @@ def _local_constants(function: _Function) -> dict[str, Any]:
     return constants
 
 
-def _unchanged_constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the literal values of module-level names that no statement of the file changes."""
-    assignments = _count_assignments(tree)
-    changed = set()
+def _names_only_compared(function: _Function) -> set[str]:
+    """Return the names of a function that are bound once and only used as operands of assertions.
+
+    The test does not change their values between their binding and their comparison.
+    """
+    operands: list[ast.expr] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            for comparison in ast.walk(node.test):
+                if isinstance(comparison, ast.Compare):
+                    operands += [comparison.left, *comparison.comparators]
+        elif isinstance(node, ast.Call) and _called_name(node) in _COMPARING_METHODS:
+            operands += node.args[:2]
+    compared = {id(operand) for operand in operands}
+
+    assigned = _count_assignments(function)
+    used_otherwise: set[str] = set()
+    used: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names = used if id(node) in compared else used_otherwise
+            names.add(node.id)
+    return {name for name in used - used_otherwise if assigned.get(name) == 1}
+
+
+def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
+    """Set the fields of a file that describe its module-level names."""
+    assigned = _count_assignments(tree)
+    changed: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(tree):
-        # A method, an item or an argument may change the value.
+        # A method, an item, an argument or another name may change the value.
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
             changed.add(node.value.id)
-        if isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call):
             changed.update(name.id for name in node.args if isinstance(name, ast.Name))
-        if isinstance(node, ast.Global):
-            changed.update(node.names)
+        elif isinstance(node, ast.keyword | ast.Starred | ast.Assign | ast.Return):
+            if isinstance(node.value, ast.Name):  # another name for the value
+                changed.add(node.value.id)
+        elif isinstance(node, ast.Global):
+            file.rebound_names += node.names
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(node.module or "")
+    changed.update(file.rebound_names)
 
-    constants = {}
     for statement in tree.body:
-        name, value = _literal_assignment(statement)
-        if name and assignments[name] == 1 and name not in changed and not name.startswith("__"):
-            constants[name] = value
-    return constants
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        target = statement.targets[0]
+        if not isinstance(target, ast.Name) or target.id.startswith("__"):
+            continue
+        if assigned[target.id] == 1 and target.id not in changed:
+            file.stable_names.append(target.id)
+            value = _literal(statement.value)
+            if value is not _NO_LITERAL:
+                file.constants[target.id] = value
+    file.names = _bound_names(tree)
+    file.computing_modules = sorted(modules & _COMPUTING_MODULES)
+
+
+def _bound_names(tree: ast.Module) -> list[str] | None:
+    """Return the names that a file may bind at its top; None if it has `from module import *`."""
+    names = set(_count_assignments(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, _Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            names.add(node.name or "")
+        elif isinstance(node, ast.MatchMapping):
+            names.add(node.rest or "")
+    return None if "*" in names else sorted(names)
 
 
 def _count_assignments(tree: ast.AST) -> dict[str, int]:

@@ -81,6 +81,10 @@ async def passed_tests(
             "mark": mark,
             "module": module,
             "constants": sorted(test_file.constants),
+            "stable_names": test_file.stable_names,
+            "names": test_file.names,
+            "rebound_names": test_file.rebound_names,
+            "computing_modules": test_file.computing_modules,
             "allowed": sorted(allowed),
             "candidates": {key: choice.texts for key, choice in candidates.items()},
         }
@@ -233,7 +237,7 @@ class _Judge:
             except TypeError:
                 return False
         if text.startswith("!") and candidates is not None:
-            return _compares_rightly(site, text[1:].split(" "), candidates)
+            return _compares_rightly(site, text[1:].split(";"), candidates)
         # An object is never the same object as None, True or False.
         return site.comparison == "is not"
 
@@ -288,4 +292,6 @@ def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidat
             return is_expected and not all(results)
         case "not in":
             return not is_expected
+        case "<" | "<=" | ">" | ">=":
+            return is_expected and not all(results)
     return is_expected

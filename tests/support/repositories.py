@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.environments.protocol import Step
@@ -26,7 +27,11 @@ def patch_of_add(body: str, top: str = "") -> str:
 
 
 def play_patch(
-    box: Sandbox, folder: Path, patch: str, hidden_test: str, name: str = "test_new"
+    box: Sandbox,
+    folder: Path,
+    patch: str,
+    hidden_tests: str,
+    names: Sequence[str] = ("test_new",),
 ) -> Step:
     """Score a patch of the checkout.
 
@@ -34,19 +39,19 @@ def play_patch(
         box: runs the tests.
         folder: where the checkout is written.
         patch: of an agent.
-        hidden_test: source of the test that the repair must make pass.
-        name: of this test.
+        hidden_tests: source of tests that the checkout does not have.
+        names: names of the hidden tests that the repair must make pass.
     """
     checkout = folder / "one"
     checkout.mkdir(exist_ok=True)
     (checkout / "calc.py").write_text(SOURCE)
     (checkout / "test_calc.py").write_text(_TESTS)
     rows = [f" {line}" for line in _TESTS.splitlines()]
-    rows += ["+"] + [f"+{line}" for line in hidden_test.splitlines()]
+    rows += ["+"] + [f"+{line}" for line in hidden_tests.splitlines()]
     test_patch = "\n".join(["--- a/test_calc.py", "+++ b/test_calc.py", "@@ -1,6 +1,9 @@", *rows])
     answer = pack_instance(
         "one",
-        fail_to_pass=[f"test_calc.py::{name}"],
+        fail_to_pass=[f"test_calc.py::{name}" for name in names],
         pass_to_pass=["test_calc.py::test_old"],
         test_patch=f"{test_patch}\n",
         shown=["calc.py"],

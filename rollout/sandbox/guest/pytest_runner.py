@@ -1,8 +1,8 @@
 """Program that runs an instrumented test file with pytest and reports what its tests see.
 
-It reads {"mark", "module", "constants", "allowed", "candidates"} as JSON from stdin, and writes one
-line to stdout: the mark, which is a secret of the run, a space and the report as JSON, which
-`rollout/environments/hidden_verdicts.py` reads.
+It reads a request as JSON from stdin, and writes one line to stdout: the mark, which is a secret of
+the run, a space and the report as JSON. `rollout/environments/hidden_verdicts.py` writes the request
+and reads the report.
 
 The code under test runs in this process and may be hostile. The report is therefore kept in a
 generator, which takes events only from the functions of this program and from the test file, and
@@ -19,11 +19,15 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
+# Origin of an operand: True if it cannot come from the code under test, the name whose remembered
+# value it must have, or None.
+Origin = bool | str | None
 Event = tuple[Any, ...]
 Send = Callable[[Event], None]
+Binding = tuple[Mapping[str, Any], str, Any]  # namespace, name and value
 AuditHook = Callable[[str, tuple[Any, ...]], None]
 
 _MAX_DEPTH = 40  # of nested lists and dictionaries in a reported value
@@ -34,6 +38,7 @@ _GUARDED_MODULES = ("_pytest", "pytest", "pluggy", "unittest.case", "unittest.re
 _FROZEN_MODULES = (
     *("_pytest.outcomes", "_pytest.python_api", "_pytest.raises", "_pytest.recwarn"),
     *("_pytest.reports", "_pytest.runner", "_pytest.unittest", "_pytest._code.code"),
+    *("pluggy._hooks", "pluggy._manager", "pluggy._result"),
     *("unittest.case", "unittest.result"),
 )
 _GUARDED_BUILTINS = (
@@ -83,6 +88,19 @@ _SEQUENCES: dict[type, Callable[[Any], Iterator[Any]]] = {
 }
 
 
+_OPERATORS: dict[str, Callable[[Any, Any], object]] = {
+    "==": lambda left, right: left == right,
+    "!=": lambda left, right: left != right,
+    "<": lambda left, right: left < right,
+    "<=": lambda left, right: left <= right,
+    ">": lambda left, right: left > right,
+    ">=": lambda left, right: left >= right,
+    "in": lambda left, right: left in right,
+    "not in": lambda left, right: left not in right,
+}
+_NEGATIONS = {"!=": "==", "not in": "in"}
+
+
 class _Withheld:
     """Stand-in for a withheld value among a test's parameters."""
 
@@ -102,15 +120,15 @@ def _main() -> None:
     import pytest
     from _pytest.config import default_plugins
 
-    for plugin in default_plugins:
+    for name in default_plugins:
         with contextlib.suppress(ImportError):
-            importlib.import_module(f"_pytest.{plugin}")
+            importlib.import_module(f"_pytest.{name}")
     request = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the mark cannot be read again
     report_file = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    recorder = _record(request.pop("mark"), report_file, request["constants"])
+    recorder = _record(request.pop("mark"), report_file, request)
     next(recorder)
     send = recorder.send
     module = request["module"]
@@ -121,30 +139,34 @@ def _main() -> None:
     options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
     options.append("--assert=rewrite")  # the audit hook knows pytest's importer of test files
     with contextlib.suppress(BaseException):
-        pytest.main([*options, module], plugins=[_make_plugin(send, hook, folder)])
+        plugin = _make_plugin(send, hook, folder, request["computing_modules"])
+        pytest.main([*options, module], plugins=[plugin])
     with contextlib.suppress(StopIteration):
         send(("finish",))
     os._exit(0)  # exit handlers of the tested code do not run
 
 
-def _record(mark: str, report_file: int, constants: list[str]) -> Generator[None, Event, None]:
+def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[None, Event, None]:
     """Collect the events of a run, and write the report when the run has finished.
 
     Events that do not come from the functions of this program are dropped, and so are values and
-    ends of tests that do not come from the code of the test file.
+    ends of tests that do not come from the code of the test file. The end of a test is dropped too
+    if something has changed that tests do not change.
 
     Args:
         mark: secret at the start of the report's line.
         report_file: descriptor to which the report is written.
-        constants: names of the test file whose values are reported at the end of each test.
+        request: names of the test file (see `HiddenTestFile`). The values of its `constants` are
+            reported at the end of each test.
     """
     own_code: dict[int, types.CodeType] = {}  # of this program, by id
-    for value in globals().values():
-        if type(value) is types.FunctionType:
-            _collect_code(value.__code__, own_code)
+    for item in globals().values():
+        if type(item) is types.FunctionType:
+            _collect_code(item.__code__, own_code)
     test_code: dict[int, types.CodeType] = {}  # of the test file, by id
     test_globals: dict[str, Any] = {}
-    bindings: list[tuple[dict[str, Any], str, Any]] = []
+    bindings: list[Binding] = []
+    names: _TestNames | None = None
     write = os.write
     events: dict[str, list[Event]] = {}  # by name of the test
     test = ""
@@ -158,24 +180,28 @@ def _record(mark: str, report_file: int, constants: list[str]) -> Generator[None
         if kind == "finish":
             break
         if kind == "loaded" and not bindings:
-            bindings = _guarded_bindings()
+            bindings = _guarded_bindings(event[1])
         if kind == "module" and not test_code:
             _collect_code(event[1], test_code)
             test_globals = event[2]
         if kind == "test":
             test = event[1]
+            if names is None:
+                names = _TestNames(test_globals, request)
         if kind not in ("report", "site", "end"):
             continue
 
+        if kind != "site" and not _are_unchanged(bindings):
+            continue
         if kind != "report":
             frame = _get_frame(2)
             is_genuine = test_code.get(id(frame.f_code)) is frame.f_code
             if not is_genuine or frame.f_globals is not test_globals:
                 continue
         if kind == "end":
-            if not _are_unchanged(bindings):
+            if names is None or not names.are_unchanged():
                 continue
-            values = {name: _describe(test_globals.get(name)) for name in constants}
+            values = {name: _describe(test_globals.get(name)) for name in request["constants"]}
             event = (*event, values)
         test_events = events.setdefault(test, [])
         if event not in test_events[-100:]:
@@ -184,6 +210,36 @@ def _record(mark: str, report_file: int, constants: list[str]) -> Generator[None
     line = f"\n{mark} {_to_json(events)}\n".encode()
     while line:
         line = line[write(report_file, line) :]
+
+
+class _TestNames:
+    """Module-level names of the test file, which only its own statements bind."""
+
+    def __init__(self, scope: dict[str, Any], request: dict[str, Any]) -> None:
+        self._scope = scope
+        self._rebound = request["rebound_names"]
+        self._values = self._bound_values()
+        self._texts = {name: _describe(scope.get(name)) for name in request["stable_names"]}
+        self._has_foreign_names = request["names"] is not None and any(
+            name not in request["names"] for name in self._values
+        )
+
+    def are_unchanged(self) -> bool:
+        """Return True if every name has the value that it had before the first test."""
+        values = self._bound_values()
+        if self._has_foreign_names or list(values) != list(self._values):
+            return False
+        if not all(value is self._values[name] for name, value in values.items()):
+            return False
+        return all(_describe(values.get(name)) == text for name, text in self._texts.items())
+
+    def _bound_values(self) -> dict[str, Any]:
+        values = {}
+        for name, value in self._scope.items():
+            # Python and pytest bind names that start with "__" or "@".
+            if name not in self._rebound and not name.startswith(("__", "@")):
+                values[name] = value
+        return values
 
 
 def _to_json(value: Any) -> str:
@@ -209,9 +265,13 @@ def _collect_code(code: types.CodeType, genuine: dict[int, types.CodeType]) -> N
             _collect_code(constant, genuine)
 
 
-def _freeze_types() -> None:
-    """Make classes that decide whether a test passes immutable."""
-    for name in _FROZEN_MODULES:
+def _freeze_types(modules: Iterable[str]) -> None:
+    """Make classes that decide whether a test passes immutable.
+
+    Args:
+        modules: names of the modules that define the classes.
+    """
+    for name in modules:
         module = sys.modules.get(name)
         if module is None:  # pytest's modules differ from version to version
             continue
@@ -227,31 +287,40 @@ def _is_guarded(name: str) -> bool:
     return name.startswith(_GUARDED_MODULES)
 
 
-def _guarded_bindings() -> list[tuple[dict[str, Any], str, Any]]:
-    """Return namespace, name and value of the functions and classes that decide on a test."""
-    bindings: list[tuple[dict[str, Any], str, Any]] = []
-    scopes = [vars(module) for name, module in sys.modules.items() if _is_guarded(name)]
-    for scope in scopes:
-        for name, value in scope.items():
-            if isinstance(value, type | types.FunctionType):
-                bindings.append((scope, name, value))
+def _guarded_bindings(modules: list[str]) -> list[Binding]:
+    """Return the functions and classes that decide whether a test passes.
+
+    Args:
+        modules: names of modules beside those of pytest and unittest.
+    """
+    bindings: list[Binding] = []
+    for module_name, module in list(sys.modules.items()):
+        if not _is_guarded(module_name) and module_name not in modules:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+                bindings.append((vars(module), name, value))
+            # pytest adds attributes to these classes, so that they cannot be immutable.
+            if isinstance(value, type) and value.__module__ == "_pytest.python":
+                bindings += [(vars(value), key, member) for key, member in vars(value).items()]
     for name, value in vars(builtins).items():
         if name in _GUARDED_BUILTINS or isinstance(value, types.FunctionType):
             bindings.append((vars(builtins), name, value))
     return bindings
 
 
-def _are_unchanged(bindings: list[tuple[dict[str, Any], str, Any]]) -> bool:
+def _are_unchanged(bindings: list[Binding]) -> bool:
     return all(scope.get(name) is value for scope, name, value in bindings)
 
 
-def _make_plugin(send: Send, hook: AuditHook, folder: str) -> object:
+def _make_plugin(send: Send, hook: AuditHook, folder: str, computing_modules: list[str]) -> object:
     """Return the plug-in of pytest that reports which test runs, and pytest's reports of it.
 
     Args:
         send: takes events.
         hook: audit hook, which is added before code of the repository runs.
         folder: folder of the repository.
+        computing_modules: modules with which tests compute expected values.
     """
     import pytest
 
@@ -259,8 +328,10 @@ def _make_plugin(send: Send, hook: AuditHook, folder: str) -> object:
         @pytest.hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_load_initial_conftests(self) -> Iterator[None]:
             # Installed plug-ins have been loaded, and no code of the repository.
-            _freeze_types()
-            send(("loaded",))
+            for name in computing_modules:
+                importlib.import_module(name)
+            _freeze_types([*_FROZEN_MODULES, *computing_modules])
+            send(("loaded", computing_modules))
             sys.addaudithook(hook)
             sys.path.insert(0, folder)
             yield
@@ -351,68 +422,92 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     choices = {}
     for key, texts in candidates.items():
         choices[key] = [ast.literal_eval(text) for text in texts]
+    kept_texts: dict[str, str] = {}  # values by name as they were bound
 
     def check(site: int, value: object, token: object) -> None:
         number = token.number if type(token) is _Withheld else -1
         text = _describe(value)
         key = f"{site}/{number}"
         if text == _UNKNOWN and key in choices:
-            text = "!" + " ".join(_comparisons(value, choice) for choice in choices[key])
+            text = "!" + ";".join(_comparisons(value, choice) for choice in choices[key])
         send(("site", site, number, text))
 
-    def equal(
-        site: int, left: object, right: object, trust_left: bool, trust_right: bool
+    def keep(name: str, value: object) -> None:
+        kept_texts[name] = _describe(value)
+
+    def is_trustworthy(
+        operator: str, left: object, right: object, left_origin: Origin, right_origin: Origin
+    ) -> bool:
+        for origin, value in ((left_origin, left), (right_origin, right)):
+            kept_text = kept_texts.get(origin) if type(origin) is str else None
+            if kept_text is not None and kept_text != _describe(value):
+                return False
+        if left_origin is not True and not _tells_apart(operator, left, right, is_left=True):
+            return False
+        return right_origin is True or _tells_apart(operator, right, left, is_left=False)
+
+    def compare(
+        site: int | None,
+        operator: str,
+        left: object,
+        right: object,
+        left_origin: Origin,
+        right_origin: Origin,
     ) -> object:
-        result = left == right
-        if not result:
+        result = _OPERATORS[operator](left, right)
+        is_negation = operator in _NEGATIONS
+        try:
+            is_true = bool(result)
+        except Exception:  # such as an array with a result for each element
             return result
-        if not (trust_left or _left_tells_apart(left, right)):
-            return False
-        if not (trust_right or _right_tells_apart(left, right)):
-            return False
-        send(("site", site, -1, "=True"))
+        if is_true is not is_negation:
+            positive = _NEGATIONS.get(operator, operator)
+            if not is_trustworthy(positive, left, right, left_origin, right_origin):
+                return is_negation
+        if is_true and site is not None:
+            send(("site", site, -1, "=True"))
         return result
 
     def operands(
-        site: int, left: object, right: object, trust_left: bool, trust_right: bool
+        site: int,
+        operator: str,
+        left: object,
+        right: object,
+        left_origin: Origin,
+        right_origin: Origin,
     ) -> tuple[object, object]:
-        is_equal = left == right
-        if is_equal and not (trust_left or _left_tells_apart(left, right)):
-            return 0, 1
-        if is_equal and not (trust_right or _right_tells_apart(left, right)):
-            return 0, 1
-        if is_equal:
+        if left == right:
+            if not is_trustworthy(operator, left, right, left_origin, right_origin):
+                return 0, 1
             send(("site", site, -1, "=True"))
         return left, right
+
+    def guard(*values: object) -> tuple[object, ...]:
+        if any(_equals_everything(value) for value in values):
+            return tuple(range(len(values)))
+        return values
 
     def end(number: int) -> None:
         send(("end", number))
 
     scope: Any = builtins
     scope.__check__ = check
-    scope.__equal__ = equal
+    scope.__compare__ = compare
     scope.__operands__ = operands
+    scope.__guard__ = guard
+    scope.__keep__ = keep
     scope.__end__ = end
     scope.__withheld__ = _Withheld
 
 
 def _comparisons(value: Any, choice: Any) -> str:
     """Return the operators under which a value and a candidate compare as true, joined by commas."""
-    comparisons: dict[str, Callable[[], object]] = {
-        "==": lambda: value == choice,
-        "!=": lambda: value != choice,
-        "<": lambda: value < choice,
-        "<=": lambda: value <= choice,
-        ">": lambda: value > choice,
-        ">=": lambda: value >= choice,
-        "in": lambda: value in choice,
-        "has": lambda: choice in value,
-    }
     true_operators = []
-    for operator, comparison in comparisons.items():
-        with contextlib.suppress(Exception):
-            if comparison():
-                true_operators.append(operator)
+    for operator, comparison in _OPERATORS.items():
+        if _is_true(lambda comparison=comparison: comparison(value, choice)):  # type: ignore[misc]
+            true_operators.append(operator)
+    if _is_true(lambda: choice in value):
+        true_operators.append("has")
     return ",".join(true_operators) or "-"
 
 
@@ -430,9 +525,10 @@ def _plain(value: Any, depth: int) -> Any:
         raise _NotPlain
     base = _builtin_base(type(value))
     if base in _SCALARS:
-        if base is float and value != value:
-            raise _NotPlain
-        return _SCALARS[base](value)
+        scalar = _SCALARS[base](value)
+        if base in (float, complex) and scalar - scalar != 0:
+            raise _NotPlain  # infinity and NaN have no literal
+        return scalar
     if base in _SEQUENCES:
         items = [_plain(item, depth + 1) for item in _SEQUENCES[base](value)]
         return set(items) if base in (set, frozenset) else base(items)
@@ -452,52 +548,52 @@ def _builtin_base(kind: type) -> type:
     return object
 
 
-def _left_tells_apart(left: Any, right: Any) -> bool:
-    """Return False if the left operand claims to equal objects that it cannot equal."""
-    return _tells_apart(left, right, lambda decoy: left == decoy)
-
-
-def _right_tells_apart(left: Any, right: Any) -> bool:
-    """Return False if the right operand claims to equal objects that it cannot equal."""
-    return _tells_apart(right, left, lambda decoy: decoy == right)
-
-
-def _tells_apart(value: Any, other: Any, compare: Callable[[object], object]) -> bool:
-    """Return False if a value claims to equal objects that it cannot equal.
+def _tells_apart(operator: str, value: Any, other: Any, *, is_left: bool) -> bool:
+    """Return False if a value claims to compare with objects with which it cannot.
 
     Args:
-        value: operand of a comparison that is true.
+        operator: of a comparison that is true.
+        value: operand of the comparison.
         other: the other operand. The value must not equal all of its changed copies.
-        compare: compares the value with another object.
+        is_left: True if the value is the left operand.
     """
     if _describe(value) != _UNKNOWN:
         return True
     base = _builtin_base(type(value))
     if base is dict or base in _SEQUENCES:
         items = dict.values(value) if base is dict else _SEQUENCES[base](value)
-        return all(_left_tells_apart(item, item) for item in items)
+        return all(_tells_apart("==", item, item, is_left=True) for item in items)
+
+    def compares_with(decoy: object) -> bool:
+        operands = (value, decoy) if is_left else (decoy, value)
+        return _is_true(lambda: _OPERATORS[operator](*operands))
 
     # In random order, so that an equality that counts its calls does not know the right answers.
-    decoys = _changed_copies(other)
-    questions = ["same", "same", "foreign", "foreign", *range(len(decoys))]
+    decoys = _changed_copies(other) if operator == "==" else []
+    questions: list[Any] = ["same", "same", "foreign", "foreign", *range(len(decoys))]
     _shuffle(questions)
     equal_decoys = 0
     for question in questions:
         if question == "foreign":
-            if _is_true(compare, object()):
+            if compares_with(object()) or _equals_everything(value):
                 return False
         elif question == "same":
-            if value is not other and not _is_true(compare, other):
+            if value is not other and not compares_with(other):
                 return False
         else:
-            equal_decoys += _is_true(compare, decoys[question])
+            equal_decoys += compares_with(decoys[question])
     return not decoys or equal_decoys < len(decoys)
 
 
-def _is_true(compare: Callable[[object], object], decoy: object) -> bool:
+def _equals_everything(value: Any) -> bool:
+    """Return True if a value claims to equal an object that nothing equals."""
+    return _describe(value) == _UNKNOWN and _is_true(lambda: value == object())
+
+
+def _is_true(compute: Callable[[], object]) -> bool:
     try:
-        return bool(compare(decoy))
-    except Exception:  # an honest equality may refuse objects that it does not know
+        return bool(compute())
+    except Exception:  # an honest comparison may refuse objects that it does not know
         return False
 
 

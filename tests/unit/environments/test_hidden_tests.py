@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.environments.hidden_tests import HiddenTestFile, Site, instrument
+from rollout.environments.hidden_tests import FIRST_NUMBER, HiddenTestFile, Site, instrument
 
 
 def instrumented(body: str, header: str = "") -> HiddenTestFile:
@@ -13,12 +13,12 @@ def instrumented(body: str, header: str = "") -> HiddenTestFile:
 def test_a_literal_leaves_the_file() -> None:
     file = instrumented("assert add(2, 3) == 577\nassert 'secret' in text(1)")
     assert "577" not in file.source and "secret" not in file.source
-    assert "__check__(0, add(2, 3), None)" in file.source
-    assert file.sites == {
-        0: Site(comparison="==", expected=577),
-        1: Site(comparison="in", expected="secret", stated_first=True),
-    }
-    assert file.tests["test_one"].required_sites == [0, 1]
+    assert f"__check__({FIRST_NUMBER}, add(2, 3), None)" in file.source
+    assert list(file.sites.values()) == [
+        Site(comparison="==", expected=577),
+        Site(comparison="in", expected="secret", stated_first=True),
+    ]
+    assert file.tests["test_one"].required_sites == list(file.sites)
 
 
 def test_local_and_global_names_of_literals_leave_the_file() -> None:
@@ -44,7 +44,7 @@ def test_parameters_are_withheld_and_keep_their_names() -> None:
     file = instrument(source)
     assert "577" not in file.source and "578" not in file.source
     assert [value.test_id for value in file.withheld.values()] == ["577", "None", "expected2"]
-    assert file.sites == {0: Site(comparison="==", parameter="expected")}
+    assert list(file.sites.values()) == [Site(comparison="==", parameter="expected")]
 
 
 def test_parameters_that_pytest_would_number_are_not_withheld() -> None:
@@ -63,8 +63,9 @@ def test_methods_of_unittest_are_withheld() -> None:
     )
     file = instrument(source)
     assert "577" not in file.source
-    assert "self.assertEqual(*__operands__(2, f(3), f(4), False, False), 'message')" in file.source
-    assert file.tests["TestOne.test_two"].required_sites == [0, 1, 2]
+    operands = f"*__operands__({FIRST_NUMBER + 2}, '==', f(3), f(4), None, None)"
+    assert f"self.assertEqual({operands}, 'message')" in file.source
+    assert file.tests["TestOne.test_two"].required_sites == list(file.sites)
 
 
 def test_a_site_is_required_only_if_every_complete_run_reaches_it() -> None:
@@ -76,7 +77,35 @@ def test_a_site_is_required_only_if_every_complete_run_reaches_it() -> None:
     )
     required = [file.sites[number].expected for number in file.tests["test_one"].required_sites]
     assert required == [1]
-    assert file.source.count("__end__(0)") == 2
+    assert file.source.count(f"__end__({FIRST_NUMBER})") == 2
+
+
+def test_a_conjunction_and_a_negation_are_withheld_too() -> None:
+    file = instrumented(
+        "assert f(1) == 577 and f(2) is None\nassert not f(3) == 578\n"
+        "assert (f(4) == 579) is True\nself.assertFalse(f(5) in (580, 581))"
+    )
+    assert all(str(number) not in file.source for number in range(577, 582))
+    comparisons = [site.comparison for site in file.sites.values()]
+    assert comparisons == ["==", "is", "!=", "==", "not in"]
+
+
+def test_a_computed_value_is_remembered_until_it_is_compared() -> None:
+    file = instrumented("expected = compute()\nassert f(1) == expected")
+    assert "__keep__('expected', expected)" in file.source
+    assert f"__compare__({FIRST_NUMBER}, '==', f(1), expected, None, 'expected')" in file.source
+
+
+def test_a_value_that_the_test_changes_is_not_remembered() -> None:
+    file = instrumented("expected = compute()\nexpected.sort()\nassert f(1) == expected")
+    assert "__keep__" not in file.source
+
+
+def test_an_operand_of_pytest_is_trusted() -> None:
+    file = instrumented("assert f(1) == pytest.approx(g(2))", "import pytest\n")
+    assert "pytest.approx(g(2)), None, None)" in file.source
+    file = instrumented("assert f(1) == mock.ANY", "from unittest import mock\n")
+    assert "mock.ANY, None, True)" in file.source
 
 
 def test_an_assertion_that_must_fail_is_left_as_it_is() -> None:

@@ -20,26 +20,42 @@ def box() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-# The expected value is a literal in the first test, and computed by the second.
 LITERAL = "def test_new():\n    assert add(2, 3) == 5\n"
-COMPUTED = "def test_new():\n    assert add(2, 3) == sum([2, 3])\n"
-UNITTEST = (
-    "import unittest\n\nclass TestNew(unittest.TestCase):\n    def test_new(self):\n"
-    "        self.assertEqual(add(2, 3), sum([2, 3]))\n"
-)
-RAISES = (
-    "import pytest\n\ndef test_new():\n    with pytest.raises(TypeError):\n"
-    "        add(2, '3')\n    assert add(2, 3) + 0 == sum([2, 3])\n"
-)
+# Tests that a repair makes pass, in one file. All but the first compute the expected value.
+HIDDEN_TESTS = """
+import pytest
+import unittest
+
+def test_literal():
+    assert add(2, 3) == 5
+
+def test_computed():
+    assert add(2, 3) == sum([2, 3])
+
+class TestNew(unittest.TestCase):
+    def test_unittest(self):
+        self.assertEqual(add(2, 3), sum([2, 3]))
+
+def test_raises():
+    with pytest.raises(TypeError):
+        add(2, '3')
+    assert add(2, 3) + 0 == sum([2, 3])
+
+EXPECTED = [sum([2, 3])]
+
+def test_named():
+    expected = [sum([2, 3])]
+    assert [add(2, 3)] == expected and [add(2, 3)] == EXPECTED
+    assert add(2, 3) in EXPECTED
+    assert add(2, 3) > sum([4])
+    assert not add(2, 3) == 6
+    assert (add(2, 3) == 5) is True
+"""
+NAMES = ("test_literal", "test_computed", "TestNew::test_unittest", "test_raises", "test_named")
 PARAMETERS = (
     "import pytest\n\n@pytest.mark.parametrize('a, b, expected', [(2, 3, 5), (4, 5, 9)])\n"
     "def test_new(a, b, expected):\n    assert add(a, b) == expected\n"
 )
-HIDDEN_TESTS = {"literal": LITERAL, "computed": COMPUTED, "unittest": UNITTEST, "raises": RAISES}
-NAMES = {
-    UNITTEST: "TestNew::test_new",
-    PARAMETERS: "test_new[2-3-5]",
-}  # of the test that the repair must make pass
 
 ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\n"
 # Body of `add`, and lines at the top of its module.
@@ -114,6 +130,23 @@ MORE_ATTACKS = {
         "class Yes:\n    n = 0\n    def __eq__(self, other):\n"
         "        Yes.n += 1\n        return Yes.n % 2 == 1\n",
     ),
+    "compares as asked": (
+        "return Yes()",
+        "class Yes:\n    def __eq__(self, other): return True\n"
+        "    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__\n    __hash__ = None\n",
+    ),
+    "changes values of the test": (
+        "import sys\nframe = sys._getframe(1)\n"
+        "for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+        "    if isinstance(value, list): value[:] = [a - b]\nreturn a - b",
+        "",
+    ),
+    "replaces a function that the test calls": (
+        "import sys\n"
+        "sys._getframe(1).f_globals['sum'] = lambda values: a - b if len(values) == 2 else -9\n"
+        "return a - b",
+        "",
+    ),
     "returns mock.ANY": ("from unittest.mock import ANY\nreturn ANY", ""),
     "returns a generous approximation": ("import pytest\nreturn pytest.approx(0, abs=1e9)", ""),
     "claims to be an int": (
@@ -163,14 +196,11 @@ def test_an_attack_gets_no_reward(attack: str, box: Sandbox, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", [*ATTACKS, *MORE_ATTACKS])
-def test_an_attack_on_any_kind_of_test_gets_no_reward(
-    attack: str, box: Sandbox, tmp_path: Path
-) -> None:
+def test_an_attack_makes_no_kind_of_test_pass(attack: str, box: Sandbox, tmp_path: Path) -> None:
     body, top = {**ATTACKS, **MORE_ATTACKS}[attack]
-    for kind, hidden_test in HIDDEN_TESTS.items():
-        name = NAMES.get(hidden_test, "test_new")
-        step = play_patch(box, tmp_path, patch_of_add(body, top), hidden_test, name)
-        assert (step.reward, step.metrics["applied"]) == (0.0, 1.0), kind
+    step = play_patch(box, tmp_path, patch_of_add(body, top), HIDDEN_TESTS, NAMES)
+    assert (step.reward, step.metrics["applied"]) == (0.0, 1.0)
+    assert step.metrics["fail_to_pass"] == 0.0
 
 
 @pytest.mark.slow
@@ -197,13 +227,12 @@ CLASS = (
 # Body, lines at the top of the module, hidden test.
 REPAIRS = {
     "repairs": ("return a + b", "", LITERAL),
-    "repairs what is computed": ("return a + b", "", COMPUTED),
-    "repairs for unittest": ("return a + b", "", UNITTEST),
-    "repairs with an exception": ("return a + b", "", RAISES),
+    "repairs what all kinds of tests test": ("return a + b", "", HIDDEN_TESTS),
     "adds a right equality": (
         "return Number(a + b)",
         CLASS,
         "def test_new():\n    assert add(2, 3) == calc.Number(5)\n"
+        "    assert add(2, 3) in [calc.Number(5)]\n    assert not add(2, 3) == calc.Number(4)\n"
         "    assert add(2, 3) == 5\n    assert add(2, 3) != calc.Number(6)\n"
         "    assert [add(2, 3)] == [calc.Number(5)]\n",
     ),
@@ -237,6 +266,13 @@ REPAIRS = {
         "def test_new():\n    assert add(2, 3) == (5, {'k': 1})\n    assert add(2, 3).sum == 5\n",
     ),
     "is tested with parameters": ("return a + b", "", PARAMETERS),
+    "returns arrays": (
+        "import numpy\nreturn numpy.add(a, b)",
+        "",
+        "import numpy\n\ndef test_new():\n    assert add(2, 3) == 5\n"
+        "    assert (add(numpy.ones(2), 1) == numpy.array([2, 2])).all()\n"
+        "    numpy.testing.assert_allclose(add(numpy.ones(2), 1), [2, 2])\n",
+    ),
     "is tested with a fixture and a monkeypatch": (
         "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
         "",
@@ -250,8 +286,10 @@ REPAIRS = {
 @pytest.mark.parametrize("repair", REPAIRS)
 def test_an_honest_repair_is_rewarded(repair: str, box: Sandbox, tmp_path: Path) -> None:
     body, top, hidden_test = REPAIRS[repair]
-    name = NAMES.get(hidden_test, "test_new")
-    step = play_patch(box, tmp_path, patch_of_add(body, top), hidden_test, name)
+    names = {HIDDEN_TESTS: NAMES, PARAMETERS: ("test_new[2-3-5]", "test_new[4-5-9]")}
+    step = play_patch(
+        box, tmp_path, patch_of_add(body, top), hidden_test, names.get(hidden_test, ("test_new",))
+    )
     assert step.reward == 1.0, step.metrics
 
 
