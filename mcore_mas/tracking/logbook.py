@@ -46,6 +46,7 @@ class Logbook:
         traces_per_step: int,
     ) -> None:
         """Store the outputs, and the number of trajectories that are traced in a traced step."""
+        self.has_reported = False
         self._progress = progress
         self._metrics_log = metrics_log
         self._traces = traces
@@ -57,6 +58,7 @@ class Logbook:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step, counted from 0. Trackers read its metrics from metrics.jsonl."""
+        self.has_reported = True
         self._metrics_log.append(step, {**metrics, STEP_TIME: time.time()})
         progress_metrics = {
             label: metrics[name] for label, name in _PROGRESS_METRICS.items() if name in metrics
@@ -80,6 +82,9 @@ def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Itera
 
     At the end, the remaining metrics are sent to the trackers for at most 30 seconds. All metrics
     are in metrics.jsonl, from which `mcore-mas track` sends missing ones to MLflow.
+
+    A training that is stopped before it has reported a step does not wait for the trackers: on a
+    busy machine the import of MLflow alone may take that long.
     """
     path = config.folder / "train" / "metrics.jsonl"
     with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:
@@ -90,9 +95,10 @@ def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Itera
             *_other_senders(config, first_step, path, progress.note),
         ]
         traces = TraceSender(config, record, progress.note)
+        logbook = Logbook(progress, metrics_log, traces, config.tracking.traces)
         status = "FAILED"
         try:
-            yield Logbook(progress, metrics_log, traces, config.tracking.traces)
+            yield logbook
             metrics_log.flush()
             status = "FINISHED"
         except (KeyboardInterrupt, Stopped):
@@ -102,10 +108,11 @@ def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Itera
             traces.close()
             for sender in senders:
                 sender.close(status)
-            deadline = time.monotonic() + CLOSE_TIMEOUT_S
-            for sender in senders:
-                sender.join(deadline - time.monotonic())
-            traces.join(deadline - time.monotonic())
+            if logbook.has_reported or status != "KILLED":
+                deadline = time.monotonic() + CLOSE_TIMEOUT_S
+                for sender in senders:
+                    sender.join(deadline - time.monotonic())
+                traces.join(deadline - time.monotonic())
 
 
 def _mlflow_sender(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
 from pathlib import Path
 
@@ -78,6 +79,28 @@ def test_a_training_whose_server_is_down_ends_in_time_with_its_metrics_on_disk(
     rows = [json.loads(line) for line in metrics_path_of(config).read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     assert f"`mcore-mas track {tmp_path}` sends them" in capsys.readouterr().err
+
+
+def test_a_training_that_is_stopped_before_its_first_step_does_not_wait_for_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released = threading.Event()
+
+    def hang(_: object) -> None:
+        released.wait(60)
+        raise ConnectionError
+
+    monkeypatch.setattr(logbook, "open_store", hang)
+    config = write_run(tmp_path, "http://127.0.0.1:1", "trainer.steps=2")
+    with pytest.raises(Stopped), open_logbook(config, config_path_of(config), 0):
+        stopped = time.monotonic()
+        raise Stopped
+    assert time.monotonic() - stopped < 10
+    assert capsys.readouterr().err == ""
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "MLflow sender":
+            thread.join(30)
 
 
 def test_a_tracker_that_is_not_installed_is_refused(
