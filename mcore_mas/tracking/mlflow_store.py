@@ -7,6 +7,7 @@ import logging
 import os
 import posixpath
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -241,8 +242,12 @@ def _create_database(path: Path) -> None:
     """
     from mlflow import MlflowClient
 
-    partial = path.absolute().with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
+    folder = path.absolute().parent
+    for abandoned in folder.glob(f".{path.name}.*partial*"):
+        abandoned.unlink()
+    # A new name each time: after a failure, such as on a full disk, MLflow keeps its connection to
+    # the file, and would go on writing to that file after it has been removed.
+    partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
     partial.touch(0o600)
     MlflowClient(tracking_uri=f"sqlite:///{partial}").search_experiments(max_results=1)
     partial.replace(path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from alembic.runtime.migration import HeadMaintainer
 from mlflow.tracking import MlflowClient
 from requests.utils import get_environ_proxies
 
@@ -39,6 +41,23 @@ def test_a_process_that_is_killed_while_it_makes_the_database_leaves_none(tmp_pa
     assert not (tmp_path / "mlflow.db").exists()
     MlflowStore(uri, "e", tmp_path).find_or_create_run("k", name="n", tags={})
     assert (tmp_path / "mlflow.db").is_file()
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.slow
+def test_a_database_that_could_not_be_made_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadMaintainer, "update_to_step", fail)
+        with pytest.raises(Exception, match="disk is full"):
+            MlflowStore(uri, "e", tmp_path)
+    store = MlflowStore(uri, "e", tmp_path)
+    assert store.find_or_create_run("k", name="n", tags={}).info.run_id
     assert not list(tmp_path.glob(".*.partial"))
 
 
