@@ -23,7 +23,7 @@ from mcore_mas.config.credit import (
 from mcore_mas.config.evaluation import EvaluationConfig
 from mcore_mas.config.policy import PolicyConfig, check_shared_bases, policies_on_base
 from mcore_mas.config.removed import removed_key_error
-from mcore_mas.config.run_paths import with_paths_from_here
+from mcore_mas.config.run_paths import relocate_paths
 from mcore_mas.config.tracking import TrackingConfig
 from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
@@ -96,7 +96,7 @@ class RunConfig(Section):
         """Read a resolved config, as the pipeline wrote it.
 
         A run can be used from any directory, also after its folder was moved or copied (see
-        `with_paths_from_here`).
+        `relocate_paths`).
 
         Raises:
             ConfigError: the file is missing or not YAML, or its values do not validate.
@@ -115,7 +115,7 @@ class RunConfig(Section):
             raise ConfigError(
                 f"{path}: {type(values).__name__}, where a config is a mapping; name another file"
             )
-        return cls.check(with_paths_from_here(values, path), str(path))
+        return cls.check(relocate_paths(values, path), str(path))
 
     @classmethod
     def check(cls, values: Any, origin: str) -> RunConfig:

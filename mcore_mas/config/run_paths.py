@@ -1,4 +1,4 @@
-"""Paths in the config of a run whose folder was moved, copied, or is used from elsewhere."""
+"""Paths in a run's config, made valid when the run is moved, copied, or used from elsewhere."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ _STAGE_FOLDERS = ("tasks", "base", "bootstrap", "train", "evaluation")
 _SQLITE = "sqlite:///"
 
 
-def with_paths_from_here(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the values of a run's config.yaml with paths that hold in the working directory.
+def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Rewrite the paths of a run's config so that they are valid from the working directory.
 
-    A config has paths relative to the directory in which the run was made, its project. They are
-    unchanged if that is the working directory. Otherwise paths in the run's folder begin with the
-    folder as it is now, and other files of the project, as long as the run is still in it, get
-    absolute paths. The project's modules can then be imported too.
+    The paths are relative to the project: the directory from which the run was started. Nothing
+    changes if that is the working directory. Otherwise paths in the run's folder begin with the
+    folder's present path. If the run is still in its project, the paths of the project's other
+    files become absolute, and the project is added to sys.path for the modules of the user's team.
 
     Args:
         values: as they were read from the file.
@@ -61,7 +61,10 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def _project_of(folder: Path, written_folder: Path) -> Path | None:
-    """Return the directory in which `written_folder` is `folder`; None if the run was moved."""
+    """Return the directory relative to which `written_folder` names `folder`.
+
+    None if there is none, because the run was moved or its path is absolute.
+    """
     depth = len(written_folder.parts)
     if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:
         return None

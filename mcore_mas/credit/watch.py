@@ -15,7 +15,7 @@ _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times
 
 
 class CreditWatch:
-    """Watch over the advantages of every step of a run.
+    """Checker of a run's advantages, step by step.
 
     The check for a missing signal covers the first steps of a run only, not those after a resume.
     """

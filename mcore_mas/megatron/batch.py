@@ -20,8 +20,8 @@ _TOKEN_COLUMNS = ("token_ids", "position_ids", "routing")
 # All bytes of `Microbatch.routing` of a token whose experts are not on record.
 UNKNOWN_EXPERT = 255
 
-# Number of micro-batches per pipeline stage up to which it can pay to make more and smaller ones:
-# they shorten the time in which the stages wait for the first and the last micro-batch.
+# Largest number of micro-batches per pipeline stage that is tried. More and smaller ones shorten the
+# pipeline bubble: the time in which the stages wait for the first and the last micro-batch.
 _MAX_PER_STAGE = 2
 
 # `CostModel.sharing_cost` on a CPU, where attention to a shared segment is a call of its own, whose
@@ -228,7 +228,8 @@ class CostModel:
         architecture: of the model; None: every token costs the same.
         value_head: True for a critic.
         lora: adapters that are trained; None: all weights are trained.
-        sharing_cost: cost, in tokens for each later token, of attending to one more shared segment.
+        sharing_cost: extra cost of a token for each shared segment that it attends to, as a share
+            of the cost of a token.
     """
 
     dp: int = 1
@@ -262,7 +263,7 @@ class CostModel:
 
     @property
     def is_distributed(self) -> bool:
-        """True if several ranks or stages share the work; packing then depends on their number."""
+        """True if several data-parallel ranks or pipeline stages share the work."""
         return self.dp * self.pp > 1
 
     def work(self, tokens: int, pairs: int, rows: int) -> float:
@@ -326,8 +327,8 @@ class CostModel:
     def batch_counts(self, min_count: int) -> list[int]:
         """Return numbers of micro-batches, at least `min_count`, that may balance the work better.
 
-        They are multiples of the number of ranks; with interleaved stages, each rank gets a
-        multiple of `pp`. The list is empty if a single rank does all the work.
+        They are multiples of `dp`; with interleaved stages, each data-parallel rank gets a multiple
+        of `pp` micro-batches. The list is empty if a single rank does all the work.
         """
         if not self.is_distributed:
             return []

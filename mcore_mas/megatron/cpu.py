@@ -32,7 +32,7 @@ _STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer
 def patch_cuda() -> None:
     """Prepare this process for megatron-core on a CPU.
 
-    Does nothing on a machine with CUDA, and nothing if this process is prepared already.
+    Do nothing on a machine with CUDA, or if this process is prepared already.
     """
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
@@ -52,7 +52,7 @@ def patch_cuda() -> None:
     for name in (*_LITERAL_DEVICE_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = torch_on_cpu
 
-    # gloo needs the counts of tokens that ranks exchange as arrays. Megatron's own function
+    # gloo needs NumPy arrays of the token counts that ranks exchange. Megatron's own function
     # converts only tensors that it moves from a GPU.
     importlib.import_module(_DISPATCHER).maybe_move_tensor_to_cpu = _convert_on_cpu
 
@@ -71,8 +71,8 @@ def patch_cuda() -> None:
     # The last pipeline stage moves its copy of a tied embedding to the GPU.
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 
-    # Layers fork the state of CUDA's random generator around dropout, which is always 0. The fork
-    # of the tracker for inference does nothing.
+    # Around dropout, which is always 0 here, layers fork the state of CUDA's random generator.
+    # Megatron's tracker for inference has a fork that does nothing, so that one is installed.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation saves and restores the states of the CPU's and of CUDA's random generator.
@@ -92,7 +92,7 @@ class _ModuleProxy(types.ModuleType):
 
 
 def _torch_on_cpu() -> _ModuleProxy:
-    """Return `torch` with an idle CUDA stream, and tensor factories that replace CUDA devices."""
+    """Return `torch` with an idle CUDA stream, and factories that create CUDA tensors on the CPU."""
     # Operations on a CPU have finished when they return, so no stream or event needs to wait.
     stream = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     stream.record_event = lambda: stream
@@ -125,7 +125,7 @@ def _empty_rng_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
-    """Return the function as it is; without one, a decorator that does so."""
+    """Replace torch.compile: return the function unchanged, or a decorator if there are only options."""
     return _uncompiled if function is None else function
 
 

@@ -60,16 +60,17 @@ class RankMonitor:
             ProcessLost: no rank has shown progress for `hang_s`. The message describes the state of
                 each rank without a result.
         """
-        progress_times: list[int] = []
+        progress_times = [-1] * len(results)
         last_progress_s = time.monotonic()
         # This is longer than hang_s, so that the watchdogs of the ranks write their stacks first.
         patience_s = self.hang_s * (1 + 2 / _POLLS)
         while time.monotonic() - last_progress_s < patience_s:
             await asyncio.sleep(self.hang_s / _POLLS)
             latest = [self._last_progress(rank) for rank in range(len(results))]
-            if latest != progress_times:
-                progress_times = latest
+            # Writing the stacks turns a rank's time into 0, which is no progress.
+            if any(new > old for new, old in zip(latest, progress_times, strict=True)):
                 last_progress_s = time.monotonic()
+            progress_times = latest
 
         unfinished = [rank for rank, result in enumerate(results) if not result.done()]
         raise ProcessLost(

@@ -26,8 +26,8 @@ from rollout.base.text import nearest_hint
 from rollout.base.yaml_files import read_yaml
 from rollout.tasks.splits import SPLITS
 
-# Evaluations in which other models than the run's own policies play: for each run and each name of
-# an evaluation, its seats, which are the model of each agent.
+# Evaluations in which other models than the run's own policies play some agents. Maps a run to the
+# names of its evaluations, and each of these to the source of the model of each agent.
 CrossPlay = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 # Folders of results whose files are named after a suite, so that several suites may write there.
@@ -123,7 +123,7 @@ class Suite:
         ]
 
     def seats(self, run: str, state: str) -> Mapping[str, Any]:
-        """Return the model of each agent that the run's own policy does not play."""
+        """Return, by agent, the source of the model that replaces the run's own policy."""
         return self.cross_play.get(run, {}).get(state, {})
 
     def trained_runs_for(self, run: str, state: str) -> list[str]:
@@ -177,7 +177,7 @@ class Suite:
         return [folder] if isinstance(folder, str) else []
 
     def model_files(self, run: str) -> list[str]:
-        """Return the config.json of the models and the encoder that a run needs and no rule makes."""
+        """Return the config.json of the run's models and encoder that no Snakemake rule makes."""
         folders = []
         retriever = self.runs[run].get("retriever") or {}
         if retriever.get("encoder_folder"):
@@ -196,6 +196,7 @@ class Suite:
         for run in self.runs:
             data = self.run_config(run).data
             formats |= dict.fromkeys(self.data_files(run), "passages")
+            # The files of tasks are among these, and have a format of their own.
             for split in SPLITS:
                 for file in data.files(split):
                     formats[str(file.path)] = file.format or data.format
@@ -212,7 +213,7 @@ class Suite:
         return Path(self.runs[run]["results"]) / run / "config.yaml"
 
     def write_configs(self, runs: Iterable[str | None]) -> None:
-        """Write the resolved configs of `runs`, each atomically; ignore names of no run."""
+        """Write the resolved configs of `runs`, each atomically; ignore names that are not runs."""
         for run in self.runs.keys() & set(runs):
             text = yaml.safe_dump(
                 dict(self.runs[run]), sort_keys=False, allow_unicode=True, width=120
@@ -220,7 +221,7 @@ class Suite:
             write_text(self.config_path(run), text)
 
     def written_folders(self, outputs: Iterable[str]) -> list[Path]:
-        """Return the folders that a pipeline with these outputs must own, for its lock.
+        """Return the folders that a pipeline with these outputs must lock.
 
         These are the folders of the runs, the folders of outputs elsewhere, and a folder that
         stands for the suite's tables and report. Suites without a common run can run side by side.
@@ -281,7 +282,7 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
             experiment, None stands for the folder `configs` of the current folder.
 
     Raises:
-        SuiteError: there is no such file or experiment, the file is no YAML, or `config_dir` is no
+        SuiteError: there is no such file or experiment, the file is not YAML, or `config_dir` is no
             folder.
     """
     path = Path(suite)
@@ -469,5 +470,5 @@ def _check_seat(
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """Return a regular expression that matches these names; one that matches nothing for none."""
+    """Return a regular expression that matches these names; without names it matches nothing."""
     return "|".join(map(re.escape, names)) or "(?!)"

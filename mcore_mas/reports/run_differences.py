@@ -28,16 +28,15 @@ class ScoreDifference:
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     """Return the settings in which runs differ, with the value of each run or None.
 
-    Settings that are only the name of the run or a path in its folder, and empty sections that
-    other runs lack, are left out. A section that a run lacks as a whole, such as an agent, is one
-    setting.
+    Settings that differ only by the run's name or folder, and empty sections that other runs lack,
+    are left out. A section that a run lacks as a whole, such as an agent, is one setting.
 
     Args:
         runs: their folders.
 
     Returns:
-        Values by dotted key, in the order of `runs`; of a section that another run lacks, its
-        number of settings as a text.
+        Values by dotted key, in the order of `runs`. For a section that another run lacks, the
+        value is its size, such as "3 settings", or None.
 
     Raises:
         FolderError: one is no run's folder, or its config is damaged.
@@ -92,7 +91,7 @@ def _section_size(section: str, config: Mapping[str, Any]) -> str | None:
 
 
 def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
-    """Return the scores of evaluations that both runs have, on the tasks that both were asked.
+    """Return the scores of evaluations that both runs have, on the tasks of both.
 
     Raises:
         FolderError: an evaluation is damaged.

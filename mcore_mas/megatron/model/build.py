@@ -91,8 +91,8 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 def _transformer_engine(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """Return a layer with Transformer Engine's linear layers, which include the norm before them.
 
-    A layer's experts are one call. Its attention is used for micro-batches whose sequences share
-    nothing; it has no layout in which replies share a prompt.
+    All experts of a layer run in one grouped product. Transformer Engine's attention has no layout
+    for shared prompts, so it is used only for micro-batches whose sequences share nothing.
     """
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -131,7 +131,7 @@ LAYERS: dict[
 }
 
 
-def _leave(weight: Tensor) -> Tensor:
+def _leave_uninitialised(weight: Tensor) -> Tensor:
     """Leave a weight uninitialised, because all weights are loaded.
 
     Memory that is never written to takes no space.
@@ -140,7 +140,7 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def _expert_settings(architecture: Architecture, spec: TrainerSpec) -> dict[str, Any]:
-    """Return the settings with which Megatron routes as Hugging Face does; {} for a dense model.
+    """Return Megatron's router settings that reproduce Hugging Face's routing; {} for dense models.
 
     There is no auxiliary loss. It is a product of sums over a micro-batch, and would depend on how
     samples are packed and assigned to ranks. It would also pull the router away from the one that
@@ -177,15 +177,18 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
         "batch_p2p_comm": False,
-        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). With it,
-        # Megatron requires one of these dispatchers, also for dense models.
+        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). For
+        # variable lengths Megatron requires one of these dispatchers, also of dense models.
         "variable_seq_lengths": spec.vpp == 1,
         "moe_token_dispatcher_type": "flex" if uses_deep_ep else "alltoall",
     }
 
 
-def _fuse_rotation() -> bool:
-    """Set Megatron's fused rotation, unless Transformer Engine has; return True if there is one."""
+def _install_fused_rope() -> bool:
+    """Install a fused function of rotary embeddings (RoPE) in Megatron; return True if it has one.
+
+    On a GPU, that of Transformer Engine is kept if it is installed.
+    """
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = rotate_on_cpu
     elif rope_utils.fused_apply_rotary_pos_emb is None and use_triton(rank_device()):
@@ -228,15 +231,15 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         # Initialisation also marks the shards of parameters. A shard without a mark would be taken
         # for a duplicate, and be left out of the gradient norm.
         perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_leave_uninitialised,
+        output_layer_init_method=_leave_uninitialised,
+        embedding_init_method=_leave_uninitialised,
         # Gradients are accumulated in float32, see apex_replacements.py.
         gradient_accumulation_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,  # see GatedMLP
         bias_dropout_fusion=False,
-        apply_rope_fusion=_fuse_rotation(),
+        apply_rope_fusion=_install_fused_rope(),
         persist_layer_norm=False,
         # Gradients are summed over ranks and not rescaled: the token weights are normalised
         # already.

@@ -1,4 +1,4 @@
-"""Triton kernels of norms, SwiGLU, rotation, experts' weight gradients and the head's logits.
+"""Triton kernels of norms, SwiGLU, rotary embeddings, expert weight gradients and head logits.
 
 They are launched by `layer_ops.py` and `experts.py`. All of them compute in float32, whatever types
 they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.
@@ -238,15 +238,15 @@ def add_grouped_kernel(total, left, right, ends, sizes, block: tl.constexpr, ter
 
 @triton.jit
 def head_statistics_kernel(logits, labels, temperatures, statistics, sizes, block: tl.constexpr):
-    """Reduce a row of logits, which are read once, `block` columns at a time.
+    """Compute the softmax statistics of a row of logits in one pass, `block` columns at a time.
 
     Args:
-        logits: [rows, all columns] float32.
-        labels: [rows] columns; one that is out of range belongs to another rank.
+        logits: [rows, columns with padding] float32.
+        labels: [rows] column of each row's label; out of range if another rank holds it.
         temperatures: [rows].
         statistics: [4, rows] float32, of z = logits / temperature: the largest z, Σ e^(z − largest),
             Σ z e^(z − largest), and the label's z, or 0 if the label belongs to another rank.
-        sizes: columns of this rank without padding, all columns, stride of the rows of `logits`.
+        sizes: this rank's columns without padding, with padding, and the row stride of `logits`.
     """
     columns, _, row_stride = sizes
     row = tl.program_id(0).to(tl.int64)
@@ -279,25 +279,25 @@ def head_statistics_kernel(logits, labels, temperatures, statistics, sizes, bloc
 
 
 @triton.jit
-def head_gradient_kernel(logits, labels, row_numbers, gradient, sizes, block: tl.constexpr):
+def head_gradient_kernel(logits, labels, row_values, gradient, sizes, block: tl.constexpr):
     """Compute the gradient of `block` logits of a row.
 
     Args:
         logits, labels, sizes: as for `head_statistics_kernel`.
-        row_numbers: [5, rows] float32: temperatures, log Z, entropies, and the gradients of the
+        row_values: [5, rows] float32: temperatures, log Z, entropies, and the gradients of the
             log-probabilities and of the entropies.
         gradient: of the logits; has the strides of `logits`.
     """
     # dH/dz_j = −p_j (log p_j + H); d log p_l/dz_j = [j = l] − p_j
-    columns, all_columns, row_stride = sizes
+    columns, padded_columns, row_stride = sizes
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    inverse_temperature = 1.0 / tl.load(row_numbers + row)
-    log_z = tl.load(row_numbers + rows + row)
-    entropy = tl.load(row_numbers + 2 * rows + row)
-    grad_logprob = tl.load(row_numbers + 3 * rows + row)
-    grad_entropy = tl.load(row_numbers + 4 * rows + row)
+    inverse_temperature = 1.0 / tl.load(row_values + row)
+    log_z = tl.load(row_values + rows + row)
+    entropy = tl.load(row_values + 2 * rows + row)
+    grad_logprob = tl.load(row_values + 3 * rows + row)
+    grad_entropy = tl.load(row_values + 4 * rows + row)
     logit = tl.load(logits + row * row_stride + column, mask=column < columns, other=float("-inf"))
     logprob = logit * inverse_temperature - log_z
     probability = tl.exp(logprob)
@@ -307,4 +307,4 @@ def head_gradient_kernel(logits, labels, row_numbers, gradient, sizes, block: tl
     grad_z = grad_label - probability * (grad_logprob + grad_entropy * (logprob + entropy))
     target = gradient + row * row_stride + column
     grad_logit = grad_z * inverse_temperature
-    tl.store(target, grad_logit.to(gradient.dtype.element_ty), mask=column < all_columns)
+    tl.store(target, grad_logit.to(gradient.dtype.element_ty), mask=column < padded_columns)

@@ -260,13 +260,13 @@ head_row_statistics.register_fake(
 
 @torch.library.custom_op("mcore_mas::head_gradient", mutates_args=())
 def head_logits_gradient(
-    logits: Tensor, labels: Tensor, row_numbers: Tensor, columns: int, dtype: torch.dtype
+    logits: Tensor, labels: Tensor, row_values: Tensor, columns: int, dtype: torch.dtype
 ) -> Tensor:
     """Compute the gradient of a chunk of logits.
 
     Args:
         logits, labels, columns: as for `head_row_statistics`.
-        row_numbers: [5, rows] temperatures, log Z, entropies, and the gradients of the
+        row_values: [5, rows] temperatures, log Z, entropies, and the gradients of the
             log-probabilities and of the entropies.
         dtype: of the result.
 
@@ -279,13 +279,13 @@ def head_logits_gradient(
     sizes = (columns, logits.shape[1], logits.stride(0))
     blocks = -(-logits.shape[1] // _HEAD_BLOCK)
     kernels.head_gradient_kernel[len(logits), blocks](
-        logits, labels, row_numbers, gradient, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
+        logits, labels, row_values, gradient, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
     )
     return gradient
 
 
 head_logits_gradient.register_fake(
-    lambda logits, labels, row_numbers, columns, dtype: logits.new_empty(logits.shape, dtype=dtype)
+    lambda logits, labels, row_values, columns, dtype: logits.new_empty(logits.shape, dtype=dtype)
 )
 
 
@@ -348,7 +348,7 @@ class KernelHead(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(log_z)
         if grad_entropy is None:
             grad_entropy = torch.zeros_like(log_z)
-        row_numbers = torch.stack([temperatures, log_z, entropy, grad_logprobs, grad_entropy])
+        row_values = torch.stack([temperatures, log_z, entropy, grad_logprobs, grad_entropy])
 
         grad_hidden = torch.empty_like(hidden)
         weight_grad = HeadWeightGrad(
@@ -363,7 +363,7 @@ class KernelHead(torch.autograd.Function):
             grad_logits = head_logits_gradient(
                 logits,
                 labels[chunk],
-                row_numbers[:, chunk].contiguous(),
+                row_values[:, chunk].contiguous(),
                 ctx.columns,
                 weight.dtype,
             )

@@ -22,7 +22,7 @@ _CPU_BLOCK = 128
 # Blocks of queries in the CPU's kernel are a multiple of this number of tokens.
 _CPU_MULTIPLE = 32
 
-# From this number of tokens on, a call of their own costs less than padding them with others.
+# Blocks with at least this number of tokens get a call of their own, which costs less than padding.
 _MIN_CALL_TOKENS = 64
 
 
@@ -59,10 +59,11 @@ class TileSizes:
 
     Attributes:
         group: heads that share a key/value head.
-        rows: of the forward pass and the gradient of queries, at least `group`.
-        keys: of the same kernels.
-        rows_kv: of the gradients of keys and values.
-        keys_kv: of the same kernel.
+        rows: rows of a query tile in the forward kernel and that of the queries' gradient; at
+            least `group`.
+        keys: keys of a key tile in these kernels.
+        rows_kv: rows of a query tile in the kernel of the gradients of keys and values.
+        keys_kv: keys of a key tile in that kernel.
     """
 
     group: int
@@ -119,9 +120,10 @@ def _next_power(count: int) -> int:
 class BlockPlan:
     """Pairs of a block of queries and a block of keys that Triton's kernels compute.
 
-    The plan is made on the host, once for all layers. A key is attended to by one range of queries,
-    from itself to its end, and so is a block of keys. A block of queries attends to scattered
-    blocks of keys, which are listed.
+    The plan is made on the host, once for all layers. The queries that attend to a key are one
+    range, from the key's token to the end of the subtree of its segment. The queries that attend to
+    any key of a block are one range as well. A block of queries attends to scattered blocks of
+    keys, which are listed.
 
     Attributes:
         sizes: of the tiles.
@@ -132,8 +134,8 @@ class BlockPlan:
             block of queries, and the number of pairs.
         first_masked: [blocks of queries] int32, first index into `key_blocks` of a block that needs
             the mask.
-        smallest_end: [blocks of keys] int32, the smallest end in each.
-        largest_end: [blocks of keys] int32, the largest end in each.
+        smallest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the smallest end in each.
+        largest_end_kv: [blocks of `sizes.keys_kv` keys] int32, the largest end in each.
     """
 
     sizes: TileSizes
@@ -141,8 +143,8 @@ class BlockPlan:
     key_blocks: Tensor
     key_block_offsets: Tensor
     first_masked: Tensor
-    smallest_end: Tensor
-    largest_end: Tensor
+    smallest_end_kv: Tensor
+    largest_end_kv: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], ends: Sequence[int], sizes: TileSizes) -> BlockPlan:
@@ -174,8 +176,8 @@ class BlockPlan:
             key_blocks=_int32_tensor(key_block[order]),
             key_block_offsets=_int32_tensor(offsets),
             first_masked=_int32_tensor(offsets[:-1] + is_unmasked.sum(1)),
-            smallest_end=_int32_tensor(smallest_end_kv),
-            largest_end=_int32_tensor(largest_end_kv),
+            smallest_end_kv=_int32_tensor(smallest_end_kv),
+            largest_end_kv=_int32_tensor(largest_end_kv),
         )
 
 

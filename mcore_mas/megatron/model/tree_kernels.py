@@ -50,10 +50,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _query_rows(block, kv_head, tokens, shape: tl.constexpr):
-    """Return token, head and use of each row [rows] of a tile of queries.
-
-    A row is not used if its token does not exist, or if the heads do not fill the tile.
-    """
+    """Return the token and the head of each row [rows] of a tile of queries, and True if it is used."""
     row = tl.arange(0, shape[_ROWS])
     tokens_per_block = shape[_ROWS] // shape[_GROUP]
     token = block * tokens_per_block + row // shape[_GROUP]
@@ -99,7 +96,7 @@ def _load_key_block(index, kv_head, keys_and_values, plan, shape: tl.constexpr):
     """Load a block of keys; `index` is its index in the list of key blocks.
 
     Returns:
-        Tokens of the keys, if each token exists, keys, and values.
+        The token of each key, True for each token that exists, the keys, and the values.
     """
     k, v = keys_and_values
     block = tl.load(plan[_KEY_BLOCKS] + index)
@@ -260,7 +257,7 @@ def _add_key_gradients(
 
     Args:
         state: sums so far, the one of keys without the scale.
-        key_tile: keys, values, their tokens, and the ends of these.
+        key_tile: keys, values, the token of each key, and the end of each token.
         tensors: queries, gradient of the output, log-sum-exps and deltas.
     """
     grad_k, grad_v = state

@@ -89,7 +89,7 @@ def _attention_backward(
     )
     group, rows, keys, rows_kv, keys_kv = sizes
     query_blocks = _query_blocks(plan)
-    key_blocks = len(plan[4])  # length of `smallest_end`
+    key_blocks = len(plan[4])  # length of `smallest_end_kv`
     kv_heads = k.shape[1]
     plan_arguments = _plan_arguments(q, plan, scale)
     options = {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
@@ -161,6 +161,6 @@ def _plan_tensors(plan: BlockPlan) -> list[Tensor]:
         plan.key_blocks,
         plan.key_block_offsets,
         plan.first_masked,
-        plan.smallest_end,
-        plan.largest_end,
+        plan.smallest_end_kv,
+        plan.largest_end_kv,
     ]

@@ -98,7 +98,8 @@ class Adapter(torch.nn.Module):
             split_factors, whole_factors, split_dimension = self.a, self.b, 1
         else:
             split_factors, whole_factors, split_dimension = self.b, self.a, 0
-        # Megatron takes a shard without a mark for a duplicate, and leaves it out of the norm.
+        # Megatron takes a shard without a mark for a duplicate, and leaves it out of the
+        # gradient norm.
         for factor in split_factors.values():
             set_tensor_model_parallel_attributes(factor, True, split_dimension, 1)
         # With sequence parallelism a rank computes a whole factor's gradient from its own tokens
@@ -153,7 +154,7 @@ class Adapter(torch.nn.Module):
     def _exchange(self, low_rank: Tensor) -> Any:
         """Return A x of the tokens that B is multiplied with on this rank.
 
-        In the backward pass the ranks' parts of its gradient are summed.
+        In the backward pass, the ranks' parts of the gradient of A x are summed.
         """
         if self._inputs_are_split and self._sequence_parallel:
             # Each rank has multiplied A with its own inputs; the sum over ranks is A x.
@@ -197,7 +198,7 @@ def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: T
     The value head of a critic is not frozen.
 
     Raises:
-        ModelError: a layer of the model has no such projection.
+        ModelError: a layer of the model has none of the target projections.
     """
     lora = spec.lora
     assert lora is not None

@@ -58,8 +58,8 @@ class ShardedModel:
 
         Args:
             spec: of the trainer.
-            base: model whose frozen weights this model uses too; it has adapters on the same
-                folder, in the same layout and precision. None: load all weights.
+            base: model whose frozen weights this model uses too. It must have adapters on the same
+                model folder, in the same layout and precision. None: load all weights.
 
         Raises:
             ModelError: the folder has no supported model, or it cannot be split as `spec` says.
@@ -102,8 +102,8 @@ class ShardedModel:
             if is_adapter(name)
         }
 
-        # Weights of the reference model once they are needed; while the parameters hold these, the
-        # memory holds the trained weights.
+        # Host copy of the reference model's weights, None until its first use. In `reference()` it
+        # holds the trained weights instead.
         self._reference_memory: BlockMemory | None = None
         # Plans of `weights` and `adapter`, by these names.
         self._plans: dict[str, ExportPlan] = {}
@@ -169,7 +169,7 @@ class ShardedModel:
         """Return the source of the base's weights at the start of training."""
         if self._spec.init == "folder":
             return SafeTensors(Path(self._spec.model))
-        # A value head is initialised by itself.
+        # The module of a value head initialises its own weights.
         drawn = {
             name: parameter
             for name, parameter in self.base_parameters.items()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config.run_paths import with_paths_from_here
+from mcore_mas.config.run_paths import relocate_paths
 
 VALUES = {
     "run": "mine",
@@ -33,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def values_at(folder: Path) -> dict[str, Any]:
-    return with_paths_from_here(VALUES, folder / "config.yaml")
+    return relocate_paths(VALUES, folder / "config.yaml")
 
 
 def test_in_the_directory_of_the_project_nothing_changes(

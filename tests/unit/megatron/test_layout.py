@@ -59,8 +59,8 @@ def test_a_block_plan_lists_the_key_blocks_of_each_query_block() -> None:
     assert plan.key_blocks.tolist() == [0, 0, 0, 1, 0, 1, 2]
     # Every pair needs the mask: the blocks are on the diagonal, or a segment ends in them.
     assert plan.first_masked.tolist() == plan.key_block_offsets.tolist()[:-1]
-    assert plan.smallest_end.tolist() == [8, 5, 5, 8, 10]
-    assert plan.largest_end.tolist() == [8, 8, 8, 8, 10]
+    assert plan.smallest_end_kv.tolist() == [8, 5, 5, 8, 10]
+    assert plan.largest_end_kv.tolist() == [8, 8, 8, 8, 10]
 
 
 def test_key_blocks_that_need_no_mask_come_first() -> None:

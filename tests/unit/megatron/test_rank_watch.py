@@ -83,6 +83,27 @@ def test_a_rank_that_holds_the_interpreter_lock_is_named_with_its_stack(tmp_path
         assert f"rank {rank}: in phase update at trainer_rank.py:12 <module> > {frame}" in message
 
 
+def test_a_dump_of_stacks_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dump comes after `hang_s`, and the wait for it must not begin again."""
+    monitor = RankMonitor(folder=tmp_path, policy="solver", hang_s=8.0)
+    file = monitor.status_file(0)
+    clock = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] == 1.0:
+            file.write_text("update\n")
+        if clock[0] == 9.0:
+            file.write_text('update\nTimeout (0:00:08)!\n  File "trainer_rank.py", line 1 in f')
+
+    monkeypatch.setattr("mcore_mas.megatron.rank_watch.asyncio.sleep", sleep)
+    monkeypatch.setattr("mcore_mas.megatron.rank_watch.time.monotonic", lambda: clock[0])
+    with pytest.raises(
+        ProcessLost, match=r"^policy solver: no progress for 10 s; rank 0: in phase up"
+    ):
+        asyncio.run(wait_for_hang(monitor, False))
+
+
 def test_ranks_that_have_a_result_are_not_named(tmp_path: Path) -> None:
     monitor = RankMonitor(folder=tmp_path, policy="solver", hang_s=0.1)
     for rank in range(2):  # both files are empty, as between two calls
