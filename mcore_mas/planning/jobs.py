@@ -245,7 +245,7 @@ def _routing_bytes_per_token(config: RunConfig, policy: str) -> int:
         return 0
     if experts is None:
         return 0
-    return sum(experts.sparse) * experts.per_token * experts.number_bytes
+    return sum(experts.sparse) * experts.per_token * experts.index_bytes
 
 
 def _routing_mb(config: RunConfig) -> int:

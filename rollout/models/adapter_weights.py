@@ -40,7 +40,7 @@ class AdapterWeights(NamedBuffers):
     """
 
     def __init__(self, architecture: Architecture, adapter: AdapterShape, storage: Tensor) -> None:
-        """Lay the buffers out in `storage`, flat with `elements` numbers, or `META_STORAGE`."""
+        """Lay the buffers out in `storage`: a flat tensor of `elements` numbers or `META_STORAGE`."""
         allocator = BufferAllocator(storage)
         self.layers: list[dict[Projection, tuple[Tensor, Tensor]]] = []
         self.buffers: dict[str, NamedBuffer] = {}
@@ -75,11 +75,11 @@ def write_peft(
     """Write an adapter in PEFT's format; the folder appears once it is complete.
 
     Args:
-        folder: to write.
+        folder: folder to write.
         base: folder of the model that is adapted.
         tensors: full tensors by their names in PEFT.
-        rank: of the adapter.
-        alpha: scale of the adapter, times its rank.
+        rank: rank of the adapter.
+        alpha: PEFT's `lora_alpha`: the rank times the scale of the adapter.
         targets: projections that are adapted.
     """
     config = {

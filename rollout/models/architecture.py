@@ -55,10 +55,10 @@ class Experts:
     sparse: tuple[bool, ...]  # by layer: True for experts, False for a dense feed-forward part
 
     @property
-    def number_bytes(self) -> int:
-        """Bytes of an expert's number in a recorded routing, as an unsigned little-endian integer.
+    def index_bytes(self) -> int:
+        """Bytes per expert index in a recorded routing: an unsigned little-endian integer.
 
-        The largest integer of this size means that the expert is not known.
+        The largest integer of this size means that the expert is unknown.
         """
         return 1 if self.count < 256 else 2
 

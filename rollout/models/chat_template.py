@@ -188,14 +188,14 @@ class Renderer:
     def extend(
         self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...] | None:
-        """Return the token ids [P] of a chat that continues after a turn, or None if they cannot.
+        """Return the token ids [P] of a chat that extend a turn's tokens, or None if that is impossible.
 
-        They begin with the turn's prompt and completion as they were sampled, whatever words and
-        spaces the template would write for the reply. Only the text after the reply is tokenised. It
-        is found by rendering the chat with a stand-in for the reply.
+        The ids begin with the turn's prompt and completion as they were sampled, whatever words and
+        spaces the template would write for the reply. Only the text after the reply is
+        tokenised. This text is found by rendering the chat with a stand-in for the reply.
 
-        They cannot continue if the messages before the reply have changed, or the template's text of
-        them; or if the template omits thoughts of the reply, or adds something to it.
+        Extending is impossible if the earlier messages or their rendering have changed, or if the template
+        drops the reply's thoughts or adds text to the reply.
 
         Args:
             before: the turn.
@@ -229,7 +229,7 @@ class Renderer:
         return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
 
     def _remove_stop(self, text: str) -> str:
-        """Remove the end of a reply from the start of a text, whichever of the ends it is."""
+        """Remove a stop token's text from the start of a text."""
         for stop_text in self._stop_texts:
             if text.startswith(stop_text):
                 return text.removeprefix(stop_text)
@@ -246,7 +246,7 @@ class Renderer:
             tools: of the chat.
 
         Returns:
-            The token ids, and True if there is a latest turn that they do not continue.
+            The token ids, and True if the chat was rendered anew although it has a latest turn.
         """
         if before is None:
             return self.render(messages, tools), False
@@ -266,7 +266,7 @@ class Renderer:
     def tokenize_dialogue(
         self, messages: Sequence[Message]
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Return the token ids [T] of a dialogue, and for each [T] True if the assistant wrote it.
+        """Return the token ids [T] of a dialogue and a mask [T], True for the assistant's tokens.
 
         Every reply is tokenised without the text around it, as it would have been sampled.
 

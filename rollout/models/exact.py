@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-MIN_ROWS = 16  # rows that a product has at least
-# Terms that a product sums at most if some may be zero. For longer sums, MKL on AMD's processors
-# splits the sum at a place that depends on its length.
+MIN_ROWS = 16  # minimum number of rows of a product
+# Maximum number of terms in a product's sum, if some of them may be padding zeros. MKL on AMD's
+# processors splits a longer sum at a point that depends on its length.
 MAX_TERMS = 128
 # The number of keys is a multiple of this, so that a softmax adds the same numbers in the same SIMD
 # lanes.

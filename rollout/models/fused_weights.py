@@ -49,7 +49,7 @@ class DecoderWeights(NamedBuffers):
     """
 
     def __init__(self, architecture: Architecture, storage: Tensor | None = None) -> None:
-        """Lay the buffers out in `storage`, flat with `elements` numbers, or in new memory."""
+        """Lay the buffers out in `storage`, a flat tensor of `elements` numbers, or in new memory."""
         if storage is None:
             storage = torch.empty(DecoderWeights(architecture, META_STORAGE).elements)
         allocator = BufferAllocator(storage)
@@ -84,8 +84,8 @@ class DecoderWeights(NamedBuffers):
         """Yield each tensor of a stream with its destination, see `NamedBuffers`.
 
         Raises:
-            EngineError: also if the output layer is tied to the embedding, and comes with other
-                values.
+            EngineError: as in `NamedBuffers`, or the output layer is tied to the embedding and the
+                stream gives them different values.
         """
         if not self._is_tied:
             yield from super().with_destinations(stream, where)
@@ -155,7 +155,7 @@ def _allocate_layer(
 
 
 def _name_layer_buffers(layer: LayerWeights, architecture: Architecture) -> dict[str, NamedBuffer]:
-    """Return the buffers of a layer by the part of their Hugging Face names behind the layer's."""
+    """Return the buffers of a layer by their Hugging Face names without `model.layers.<n>.`."""
     head_dim = architecture.head_dim
     buffers: dict[str, NamedBuffer] = {}
 

@@ -49,7 +49,7 @@ def check_fit(
         targets: projections that get adapters; none if all weights are trained.
 
     Raises:
-        ModelError: it cannot; the message says what fits.
+        ModelError: the model cannot be trained so; the message says which settings fit.
     """
     _check_tensor_parallelism(architecture, layout)
     _check_pipeline_parallelism(architecture, layout)
@@ -138,8 +138,8 @@ def _check_experts(
     replicas = layout.dp * layout.cp
     if experts.count % ep or replicas % ep:
         _refuse(
-            f"ep: {ep} must divide the model's {experts.count} experts, and dp · cp: {replicas}, "
-            "whose ranks share the experts",
+            f"ep: {ep} must divide the model's {experts.count} experts, and the "
+            f"dp · cp = {replicas} ranks that share them",
             ep,
             experts.count,
             replicas,

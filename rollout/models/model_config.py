@@ -1,4 +1,7 @@
-"""Values of a Hugging Face config.json, with the types and bounds that a model of them needs."""
+"""Pydantic models of the values that are read from a Hugging Face config.json.
+
+Each value has a type and bounds. `read_values` reads and checks the values of one such model.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
@@ -43,13 +46,13 @@ _LayerNumbers = list[Annotated[int, Field(ge=0)]]
 
 
 class RopeConfig(_Values):
-    """Rotary positions, plain or as Llama 3 stretches them."""
+    """Rotary position embedding (RoPE) without scaling."""
 
     rope_theta: float = Field(1e4, gt=0)
 
 
 class Llama3RopeConfig(RopeConfig):
-    """Rotary positions whose long wavelengths are stretched by `factor`."""
+    """Llama 3's scaled RoPE: long wavelengths are stretched by `factor`."""
 
     factor: float = Field(gt=0)
     low_freq_factor: float = Field(gt=0)
@@ -150,8 +153,8 @@ def read_values(kind: type[_Kind], config: Mapping[str, Any], where: str) -> _Ki
         where: file or section of the config, for errors.
 
     Raises:
-        ModelError: a key is missing, or values have another type or are out of bounds; the message
-            names every such key.
+        ModelError: a key is missing, or values have another type, are out of bounds or contradict
+            each other. The message names the first missing key, or else the keys with wrong values.
     """
     values = {key: value for key, value in config.items() if value is not None}
     try:

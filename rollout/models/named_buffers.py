@@ -1,4 +1,4 @@
-"""Weight buffers in one storage that are filled by the names of a model's tensors."""
+"""Weight buffers in one storage, each filled from the tensor of its name in a weight stream."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -93,7 +93,7 @@ class BufferAllocator:
     """
 
     def __init__(self, storage: Tensor) -> None:
-        """Divide `storage`, flat; `META_STORAGE` gives buffers without memory."""
+        """Divide `storage`, a flat tensor; `META_STORAGE` gives buffers without memory."""
         self.used = 0
         self._storage = storage
 

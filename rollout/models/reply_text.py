@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from tokenizers.decoders import DecodeStream
 
 from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import TOOL_FORMATS, split_thoughts
+from rollout.models.tool_calls import CALL_SPLITTERS, split_thoughts
 
 _THOUGHT_START = "<think>"
 _LAST_PROMPT_TOKENS = 8  # tokens of a prompt that can contain the start of a thought
@@ -17,8 +17,8 @@ class ReplyText:
     If the prompt has opened a thought, the text begins with `<think>`.
 
     Attributes:
-        end: number of tokens up to the one that completes the first stop, outside of thoughts and
-            tool calls; 0 if there is no stop yet.
+        end: number of tokens up to and including the token that completes the first stop; 0 if
+            there is no stop yet. Stops inside thoughts and tool calls do not count.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class ReplyText:
         self._renderer = renderer
         self._calls = calls
         self._stops = stops
-        # A stop that begins this many characters before new text may only now count: until a reply
-        # is longer than "<think", it is not known whether it begins with a thought.
+        # Stops are searched in new text and in this many characters before it. A stop may begin in
+        # the older text. Besides, a stop there may have been ignored until now, because only a
+        # reply longer than "<think" shows whether it begins with a thought.
         self._searched_chars = max(map(len, stops), default=0) + len("<think")
         prompt_end = renderer.decode_prompt(prompt_ids[-_LAST_PROMPT_TOKENS:])
         self._prompt_opens_thought = prompt_end.rstrip().endswith(_THOUGHT_START)
@@ -80,7 +81,7 @@ class ReplyText:
             return False
         _, text = split_thoughts(self._text)
         if self._calls:
-            split = TOOL_FORMATS[self._renderer.tool_format]
+            split = CALL_SPLITTERS[self._renderer.tool_format]
             text, _ = split(text)
             text = text.lstrip()
         return any(stop in text for stop in self._stops)

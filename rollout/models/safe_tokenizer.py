@@ -1,4 +1,4 @@
-"""Tokenizer of a model folder that does not read special tokens out of the text of messages."""
+"""Tokenizer that never turns the text of a message into special tokens."""
 
 import re
 import threading
@@ -25,9 +25,10 @@ _TOKENIZER_FILES = (
 class SafeTokenizer:
     """Tokenizer whose special tokens come from the chat template alone.
 
-    Text of messages and of tools is passed to `protect` before it enters the template. If it spells
-    a special token, the spelling is marked, and `encode` reads what is marked as ordinary text. So
-    no user, tool or model can end a message and begin another in a role that is not its own.
+    Text of messages and of tools is passed to `protect` before it enters the template. If the text
+    spells a special token, `protect` marks the spelling, and `encode` tokenizes marked spellings as
+    ordinary text. Therefore no user, tool or model can end a message and begin another in somebody
+    else's role.
 
     Attributes:
         tokenizer: the Hugging Face tokenizer.
@@ -79,14 +80,14 @@ class SafeTokenizer:
         """Mark the special tokens in a text, or in all texts of a list or a dictionary.
 
         Args:
-            value: to mark.
+            value: text, list or dictionary to mark.
             is_reply: the text is a sampled reply, which may call a tool with a special token.
         """
         pattern = self._pattern_of_replies if is_reply else self.special_pattern
         return self._mark(value, pattern)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids [T] of a text; what `protect` has marked is ordinary text."""
+        """Return the token ids [T] of a text; spellings that `protect` marked are ordinary text."""
         if not self._mark_pattern.search(text):
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         # To encode special tokens as text, the library switches a setting of the tokenizer on and

@@ -153,7 +153,7 @@ def _objects_in_a_row(text: str) -> Iterator[str]:
 
 
 def _looks_like_call(text: str) -> bool:
-    """Return True if a JSON object has the keys of a call, or if it is cut and names a tool."""
+    """Return True if a JSON object has the keys of a call, or is truncated and contains "name"."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _looks_like_call(text: str) -> bool:
 
 
 # Functions that split a reply into its text and the texts of its calls.
-TOOL_FORMATS: dict[ToolFormat, Callable[[str], tuple[str, list[str]]]] = {
+CALL_SPLITTERS: dict[ToolFormat, Callable[[str], tuple[str, list[str]]]] = {
     "hermes": _split_hermes,  # also Qwen's
     "llama3": _split_llama3,
     "fenced": _split_fenced,  # for models whose templates know no tools
@@ -211,7 +211,7 @@ def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
     if not end_mark and raw.lstrip().startswith("<think>"):
         thoughts = raw
         answer = ""
-    split = TOOL_FORMATS[form]
+    split = CALL_SPLITTERS[form]
     text, call_texts = split(answer)
     calls = []
     problems = {}

@@ -35,7 +35,7 @@ class Grading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """An attempt as the agent reads it that improves on it."""
+    """An attempt, as shown to the agent that improves on it."""
 
     text: str  # of the reply, without its thought
     feedback: str  # of the environment

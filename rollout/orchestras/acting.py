@@ -5,8 +5,9 @@ games.
 
 Args:
     max_turns: most turns of the team.
-    tool: how a reply becomes a list of actions: `actions`, the reply states it; `program`, the
-        program of the reply prints it (games, role `game_coder`).
+    tool: source of the actions in a reply of the agent `tool` or `player`: `actions`, the reply
+        itself lists them; `program`, the output of the program in the reply lists them (games, role
+        `game_coder`).
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from rollout.records.trajectory import Task
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
 
-ProposalStyle = Literal["actions", "program"]
+ActionSource = Literal["actions", "program"]
 
 
-async def _proposed_actions(style: ProposalStyle, reply: AgentReply, env: PlayedEnv) -> str:
-    """Return the actions that a reply states, or that its program prints.
+async def _proposed_actions(source: ActionSource, reply: AgentReply, env: PlayedEnv) -> str:
+    """Return the actions that a reply lists itself, or that the output of its program lists.
 
-    "" if the reply is malformed, if the program fails, or if it prints no actions.
+    The result is "" if the reply is malformed, or if its program fails or prints no actions.
     """
-    if style == "actions" or reply.value is None:
+    if source == "actions" or reply.value is None:
         return reply.value or ""
     call = await env.run(reply.value)
     if call.failed:
@@ -44,7 +45,7 @@ async def game_team(
     *,
     max_turns: PositiveInt = 5,
     order: Literal["sequential", "simultaneous"] = "sequential",
-    tool: ProposalStyle = "actions",
+    tool: ActionSource = "actions",
 ) -> None:
     """Play one puzzle: in each turn the agent `tool` proposes actions and `planner` acts.
 
@@ -53,8 +54,8 @@ async def game_team(
     prompt) and `history` (every step with its observation). The planner's template may also use
     `proposal`, a list of actions.
 
-    Local scores are those of Stronger-MAS: the reward that the proposal would have had for the tool
-    agent, and the reward of its actions for the planner.
+    Local scores are those of Stronger-MAS: the tool agent's score is the reward that its proposal
+    would have earned; the planner's is the reward that its actions earned.
 
     Args:
         order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents
@@ -98,7 +99,7 @@ async def single(
     env: PlayedEnv,
     *,
     max_turns: PositiveInt = 5,
-    tool: ProposalStyle = "actions",
+    tool: ActionSource = "actions",
 ) -> None:
     """Let the agent `player` act until the task ends, or for `max_turns` turns.
 

@@ -1,7 +1,7 @@
 """Orchestras whose agents write programs.
 
 `code_reflect` is UnityMAS-O's, `coder_tester` Stronger-MAS's and `dsbench` MAPPA's; in `tool_coder`
-two agents hold chats.
+each of two agents keeps a chat of its own.
 """
 
 import asyncio
@@ -52,9 +52,10 @@ async def code_reflect(
 
     The last program is final, and the reflector is not asked about it. Templates may use the slots
     `problem` and `history`: for each turn, the plan, the program, its result on the visible tests,
-    and the reflection. That of the coder may also use `plan`. The other agents read only the tag's
-    content in the replies of planner and reflector, or "" if it is malformed. A reply without a
-    program is tried as an empty program; as the last reply, it leaves the team without a program.
+    and the reflection. That of the coder may also use `plan`. Of a planner's or a reflector's
+    reply, the other agents see only the content of its tag, or "" if the reply is malformed. A
+    reply of the coder without a program is tried as an empty program; as the last reply, it leaves
+    the team without a program.
 
     The turns of the coder have the score `pass_rate`: the share of the task's tests that the
     program passes, including the hidden tests that decide the outcome. The released code measures
@@ -90,9 +91,9 @@ async def coder_tester(
     """Ask `coder` and `tester` at the same time until the program passes the tester's tests.
 
     The last program is final. Templates may use the slots `problem` and `history`: for each turn,
-    the program with its result on the tests of the same turn, and the whole of each mismatch. After
-    a malformed reply of either agent nothing is run, and the next turn begins. A malformed last
-    program leaves the team without a program.
+    the program with its result on the tests of the same turn, and the full text of each mismatch.
+    After a malformed reply of either agent nothing is run, and the next turn begins. A malformed
+    last program leaves the team without a program.
 
     Local scores are those of Stronger-MAS. The coder's is the share of the task's tests that the
     program passes. The tester's is the share of its tests that the task's solution passes; it is
@@ -148,11 +149,11 @@ async def tool_coder(
 ) -> None:
     """Let `coder` write programs with tools, and `reviewer` review them, until visible tests pass.
 
-    The last program is final, and the reviewer is not asked about it. Both agents hold one chat.
-    The coder's template may use the slot `problem`; later messages to the coder are the result on
-    the visible tests and the review, without the review if it is malformed. The reviewer's template
-    may use `problem`, `program` and `outcome`, the result on the visible tests; later messages to
-    the reviewer are the next program and its result.
+    The last program is final, and the reviewer is not asked about it. Each agent keeps its own
+    chat for the whole task. The coder's template may use the slot `problem`; later messages to the
+    coder are the result on the visible tests and the review, without the review if it is malformed.
+    The reviewer's template may use `problem`, `program` and `outcome`, the result on the visible
+    tests; later messages to the reviewer are the next program and its result.
 
     The turns in which the coder hands in a program have the score `pass_rate`: the share of the
     task's tests that the program passes.
@@ -179,7 +180,7 @@ async def tool_coder(
     await env.step(program)
 
 
-ARTIFACTS: Mapping[str, Sequence[str]] = {
+ARTEFACTS: Mapping[str, Sequence[str]] = {
     "engineer": ("X_train.pkl", "y_train.pkl", "X_test.pkl"),
     "modeler": ("model.pkl",),
     "analyst": ("submission.csv",),
@@ -192,11 +193,13 @@ async def dsbench(
     env: PlayedEnv,
     *,
     max_turns: PositiveInt = 4,
-    artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTIFACTS,
+    artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTEFACTS,
 ) -> None:
     """Let each agent of `artefacts` write programs until its files exist; then submit the result.
 
-    The agents work one after the other, and the next one also follows an agent that left files out.
+    The agents work one after the other. The next agent starts even if the previous one has not
+    written all its files.
+
     Templates may use the slots `problem`; `handed`, the last reply of each agent before, without
     its thought; `files`, the files of the working folder; `history`, the agent's own programs with
     their output; and `wanted`, the files that the agent must write. A malformed reply runs nothing.
@@ -205,7 +208,7 @@ async def dsbench(
 
     Args:
         max_turns: most programs of each agent.
-        artefacts: files that each agent must write, by agent, in the order in which they work.
+        artefacts: files that each agent must write, by agent; the agents work in this order.
     """
     problem = env.reset(task)
     handed = ""

@@ -24,7 +24,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
-_GRAMMAR = "names, texts, numbers, comparisons, in, and, or, not, len(...)"
+_GRAMMAR = "names, texts, numbers, lists, tuples, comparisons, in, and, or, not, len(...)"
 _Evaluate = Callable[[Mapping[str, Any]], Any]  # values by name -> value of a part of a condition
 
 
@@ -42,8 +42,8 @@ class Condition:
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Return True if the condition is true of `values`, which must have all of `names`.
 
-        Every part is evaluated, even if the result is already known. Whether the condition fails
-        therefore depends only on the types of the values.
+        Every part is evaluated, even if the result is already known. Therefore only the types of
+        the values decide whether evaluating the condition raises an error.
 
         Raises:
             ValueError: two values are of types that cannot be compared.

@@ -1,4 +1,4 @@
-"""Orchestra `m_ask`: searches improve a plan with an answer step by step (M-ASK, UnityMAS-O)."""
+"""Orchestra `m_ask`: a plan with an answer, improved search by search (M-ASK, UnityMAS-O)."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def change_plan(plan: Plan, change: str | None) -> Plan:
-    """Return a plan after a change, as `parse_change` returns it.
+    """Apply a change, in the form that `parse_change` returns, to a plan; return the new plan.
 
     The plan stays the same if the change is None or updates a step that does not exist.
     """
@@ -40,7 +40,7 @@ def change_plan(plan: Plan, change: str | None) -> Plan:
 async def m_ask(
     task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5
 ) -> None:
-    """Ask `planner` for a plan and an answer, which searches improve; the last answer is final.
+    """Ask `planner` for a plan and an answer, and improve both by searches; the last answer is final.
 
     In each turn `searcher` states a query or ends the search, `summariser` reports on the query's
     passages, `updater` changes a step of the plan, and `answerer` answers. Templates may use the
@@ -48,12 +48,12 @@ async def m_ask(
     `queries`, that of the summariser `query` and `information`, that of the updater `query` and
     `evidence`, and that of the answerer `answer`.
 
-    The turns of planner and answerer are scored with the metrics of the environment that their
-    answer has. The reward `turn_difference` with `metric: token_f1` and `scored: [planner,
-    answerer]` pays each round the difference that it made.
+    The turns of planner and answerer are scored with the environment's metrics for their answer.
+    The reward `turn_difference` with `metric: token_f1` and `scored: [planner, answerer]` pays each
+    round the change in the metric.
 
     A malformed reply of the searcher ends the search. A malformed plan is empty and has no answer,
-    a malformed report is no useful information, a malformed answer is "", and a malformed update,
+    a malformed report reads "no useful information", a malformed answer is "", and a malformed update,
     or an update of a step that does not exist, changes nothing.
 
     Args:

@@ -1,7 +1,7 @@
 """Orchestras that ask several agents at the same time.
 
-`debate` and `mixture` are MARTI's, `reason_tool` and `ensemble_judge` Stronger-MAS's. Agents read
-the replies of others without their thoughts, also malformed replies, and a malformed last reply
+`debate` and `mixture` are MARTI's, `reason_tool` and `ensemble_judge` Stronger-MAS's. Agents see
+the others' replies, including malformed ones, without the thoughts, and a malformed last reply
 leaves the team without an answer.
 
 The local score of a turn is the reward that its answer alone would have. A tool user's turn has the

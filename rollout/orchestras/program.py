@@ -41,7 +41,7 @@ _NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "reso
 
 
 class ProgramFailed(RuntimeError):
-    """An agent program failed by its own fault, and gave no answer."""
+    """Failure of an agent program itself, rather than of its session; there is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ async def program(
 
 
 async def _result_unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
-    """Return the result of `work`; if `failure` comes first, cancel the work and raise it."""
+    """Return the result of `work`; if `failure` comes first, raise that failure and cancel the work."""
     task = asyncio.ensure_future(work)
     try:
         awaited: set[asyncio.Future[Any]] = {task, failure}
@@ -233,7 +233,7 @@ def _late_error(message: str) -> LateTool:
 
 
 async def _call_function(function: _Program, job: Job) -> str:
-    """Return the answer of a function; raise ProgramFailed for any error, also if it exits."""
+    """Return the answer of a function; raise ProgramFailed for any error, including SystemExit."""
     try:
         answer = await function(job)
     # If this task is cancelled from outside, nobody awaits its result. A CancelledError that

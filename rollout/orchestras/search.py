@@ -1,8 +1,8 @@
 """Orchestras that answer questions with the help of a search engine.
 
 `search_team` is Dr.MAS's; `qa_decompose`, `qa_evidence` and `qa_rewrite` are UnityMAS-O's; in
-`memory_search` two agents hold chats. A malformed query finds nothing, and the environment counts
-it; a malformed answer is scored as an empty one.
+`memory_search` each of two agents keeps a chat of its own. A malformed query finds nothing, and the
+environment counts it; a malformed answer is scored as an empty one.
 """
 
 import asyncio
@@ -187,10 +187,10 @@ async def memory_search(
 ) -> None:
     """Let `lead` put requests to `scout`, who searches with a tool, until the lead answers.
 
-    Both hold one chat: the lead remembers every report, the scout its searches and their passages.
-    Templates may use the slot `question`; that of the scout also `wanted`, the lead's first
-    request. A malformed report is passed on without its thought. A malformed reply of the lead ends
-    the task without an answer.
+    Each agent keeps its own chat for the whole task: the lead's contains every report, the scout's
+    its searches and their passages. Templates may use the slot `question`; that of the scout also
+    `wanted`, the lead's first request. A malformed report is passed on without its thought. A
+    malformed reply of the lead ends the task without an answer.
 
     Args:
         max_turns: most requests to the scout.

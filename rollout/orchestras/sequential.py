@@ -1,8 +1,8 @@
 """Orchestras whose agents speak one after the other.
 
 `solver_verifier` is Dr.MAS's, `chain` MARTI's, `math_refine` UnityMAS-O's and `mathchat` MAPPA's.
-In all but the first, agents read the replies of others without their thoughts, also malformed
-replies, and a malformed last reply leaves the team without an answer.
+In all but the first, agents see the others' replies, including malformed ones, without the thoughts,
+and a malformed last reply leaves the team without an answer.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ async def solver_verifier(
     max_loops: PositiveInt = 2,
     malformed_verdict: Literal["approve", "reject"] = "reject",
 ) -> None:
-    """Let the solver try until the verifier approves; its last text is the team's answer.
+    """Let the solver try until the verifier approves; the solver's last reply is the team's answer.
 
     The verifier is not asked after attempt `max_loops`, because its verdict would change nothing.
 
@@ -69,10 +69,11 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     """Ask `generator`, `verifier` and `refiner` in this order; the refiner's answer is final.
 
     Templates may use the slot `problem`; those of verifier and refiner also `solution`; that of the
-    refiner also `review`. Local scores are those of MARTI's conditional form: the reward that the
-    answer alone would have for generator and refiner, and 1 or 0 for the verifier if its verdict on
-    the generator's answer is true or false. A turn that cannot be decided has the score
-    `undecided` in place of a local score.
+    refiner also `review`.
+
+    Local scores are those of MARTI's conditional form. Generator and refiner get the reward of
+    their answer alone; the verifier gets 1 if its verdict on the generator's answer is right, else
+    0. A turn whose local score cannot be decided has the score `undecided` instead.
     """
     problem = env.reset(task)
     draft = await team.act("generator", problem=problem)

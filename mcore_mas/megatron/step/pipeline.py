@@ -240,7 +240,7 @@ class Pipeline:
         """Return the experts of this rank's tokens on record [tokens, sparse layers, k]."""
         if part.routing is None or self._experts is None:
             return None
-        number_type = torch.uint8 if self._experts.number_bytes == 1 else torch.int16
+        number_type = torch.uint8 if self._experts.index_bytes == 1 else torch.int16
         parts = part.routing.view(number_type).chunk(self._spec.tp if self._spec.sp else 1)
         own_part = parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
         routing: Tensor = own_part.unflatten(1, (-1, self._experts.per_token))

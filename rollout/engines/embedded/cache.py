@@ -67,7 +67,7 @@ class KVCache:
         self.routing: np.ndarray | None = None
         if routing and experts is not None:
             shape = (rows, length, sum(experts.sparse), experts.per_token)
-            self.routing = np.zeros(shape, f"<u{experts.number_bytes}")
+            self.routing = np.zeros(shape, f"<u{experts.index_bytes}")
 
         length = 16 * math.ceil(length / 16)
         if length % 128 == 0:

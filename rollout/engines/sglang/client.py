@@ -284,7 +284,7 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
             "SGLang sent a token to one expert twice: it routes within a kernel, and does not know "
             "where; set engine.options: {moe-runner-backend: triton}"
         )
-    return numbers.astype(f"<u{experts.number_bytes}").tobytes()
+    return numbers.astype(f"<u{experts.index_bytes}").tobytes()
 
 
 def _parse_version(text: Any, default: int) -> int:

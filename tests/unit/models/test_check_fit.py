@@ -88,12 +88,12 @@ def test_a_layout_that_divides_a_mixture_fits(sizes: dict[str, Any]) -> None:
     [
         (
             {"dp": 3, "ep": 3},
-            "ep: 3 must divide the model's 8 experts, and dp · cp: 3, whose ranks share the experts; "
+            "ep: 3 must divide the model's 8 experts, and the dp · cp = 3 ranks that share them; "
             "valid here: [1], nearest: 1",
         ),
         (
             {"dp": 4, "ep": 8},
-            "ep: 8 must divide the model's 8 experts, and dp · cp: 4, whose ranks share the experts; "
+            "ep: 8 must divide the model's 8 experts, and the dp · cp = 4 ranks that share them; "
             "valid here: [1, 2, 4], nearest: 4",
         ),
         (

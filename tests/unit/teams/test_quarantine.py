@@ -29,7 +29,7 @@ from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.text_scores import REWARDS
 from rollout.environments.tools import call_tool
-from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
+from rollout.models.tool_calls import CALL_SPLITTERS, parse_reply
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import (
@@ -482,7 +482,7 @@ def test_no_call_breaks_a_tool(name: str) -> None:
 def test_no_text_breaks_a_parser_of_replies(text: str) -> None:
     for name, role in ROLES.items():
         assert isinstance(role.parse(text), str | None), name
-    for form in TOOL_FORMATS:
+    for form in CALL_SPLITTERS:
         for use in parse_reply(text, form, "c").calls:
             assert isinstance(use.name, str) and use.arguments.encode() is not None
     for name, rule in VALIDITY_RULES.items():
