@@ -12,8 +12,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mcore_mas.reports.curves import Metrics, MetricsError, curve, curves_of, read_metrics
+from mcore_mas.reports.curves import curve, curves_of
 from mcore_mas.reports.page_templates import render_page
+from mcore_mas.reports.step_metrics import Metrics, MetricsError, read_metrics
 from rollout.base.files import write_text
 
 # Colours of Okabe and Ito, which people with any colour vision can distinguish. Line styles and

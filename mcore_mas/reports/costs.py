@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mcore_mas.reports.curves import read_step_rows
+from mcore_mas.reports.step_metrics import read_step_rows
 from rollout.base.json_files import read_record
 from rollout.base.parquet import bounded_table, open_parquet
 from rollout.records.files import arrow_errors

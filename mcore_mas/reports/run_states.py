@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from mcore_mas.reports.curves import STEP_LIMIT, Metrics, MetricsError, read_step_rows
 from mcore_mas.reports.evaluation_files import read_score_rows
+from mcore_mas.reports.step_metrics import STEP_LIMIT, Metrics, MetricsError, read_step_rows
 from rollout.base.ownership import FolderError
 from rollout.base.yaml_files import read_yaml
 from rollout.records.files import RecordError

@@ -16,9 +16,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mcore_mas.config.run import ConfigError
-from mcore_mas.reports.curves import MetricsError
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.run_states import run_folders
+from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.studio import Studio, WholeNumber, escape_texts
 from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import FolderError

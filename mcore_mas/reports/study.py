@@ -13,9 +13,10 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
-from mcore_mas.reports.curves import Metrics, MetricsError, curves_of, read_metrics
+from mcore_mas.reports.curves import curves_of
 from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.page_templates import render_page
+from mcore_mas.reports.step_metrics import Metrics, MetricsError, read_metrics
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
 from rollout.records.files import read_trajectories

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
-from mcore_mas.reports.curves import read_step_rows
+from mcore_mas.reports.step_metrics import read_step_rows
 from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore, open_store, run_key
 from mcore_mas.tracking.mlflow_training import MlflowWriter, load_training_record
 from mcore_mas.tracking.run_tags import config_tags

@@ -43,9 +43,8 @@ def test_a_suite(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "suite.yaml"
     file.write_text(YAMLS[kind])
     command = "from mcore_mas.pipeline.suite_file import check_command; check_command(['--configfile', sys.argv[1]])"
-    assert refused(command, file).startswith(
-        f"error: --configfile {file}: not YAML (more than 1000000 "
-    )
+    reason = "values nested deeper than 100" if kind == "endless" else "more than 1000000 "
+    assert refused(command, file).startswith(f"error: --configfile {file}: not YAML ({reason}")
 
 
 def test_a_config(tmp_path: Path) -> None:

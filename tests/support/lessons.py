@@ -54,7 +54,9 @@ _PROGRAM = "print(sum(map(int, input().split())))"
 _WRONG_PROGRAM = "print(0)"
 _TESTS = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (1, 2, 3)]
 _TARGET = Target(metric="mae", id_column="id", column="y", truth={"1": "3"})
-_CHECK = CheckCall(name="t", module="m", function="one", arguments=(), expected=1, passes=False)
+_CHECK = CheckCall(
+    name="t", module="m", function="one", arguments=(), expected=1, passes_before=False
+)
 _HERE = Path(__file__).resolve().parent
 # Problem and answers of a task, by environment
 ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {

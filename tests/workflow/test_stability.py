@@ -16,7 +16,7 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.reports.curves import MetricsError
+from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.study import lemma_factors, norm_measures, skills, study_stability
 from mcore_mas.training.metrics import credit_metrics
 from rollout.config.agents import AgentConfig, build_team
@@ -105,7 +105,10 @@ def make(results: Path, advantage: str, seed: int, accuracy: float) -> tuple[str
     )
     for state, value in (("base", 0.25), ("trained", accuracy)):
         tasks = {
-            "tasks": [{"metrics": {"avg@2": value, "pass@2": 1.0}}, {"metrics": {"avg@2": value}}]
+            "tasks": [
+                {"task_id": "a", "metrics": {"avg@2": value, "pass@2": 1.0}},
+                {"task_id": "b", "metrics": {"avg@2": value}},
+            ]
         }
         (folder / "evaluation" / f"{state}.json").write_text(json.dumps(tasks))
     config = {

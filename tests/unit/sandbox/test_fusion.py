@@ -272,7 +272,7 @@ def test_the_repository_environment_uses_the_server(server: Server) -> None:
         )
     ]
     check = CheckCall(
-        name="a", module="m", function="double", arguments=(3,), expected=6, passes=False
+        name="a", module="m", function="double", arguments=(3,), expected=6, passes_before=False
     )
     answers = (pack_source("m.py", "def double(n):\n    return n + 2\n"), pack_check(check))
     task = Task(

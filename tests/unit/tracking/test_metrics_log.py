@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.reports.curves import MetricsError, read_metrics
+from mcore_mas.reports.step_metrics import MetricsError, read_metrics
 from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsLog, step_metrics
 
 BAD_LINES = [
