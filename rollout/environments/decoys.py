@@ -38,17 +38,18 @@ def draw_candidates(expected: Any) -> Candidates:
     Args:
         expected: plain data.
     """
-    values = [expected]
+    copies = [expected]
+    texts = [repr(expected)]
     if type(expected) in (int, float):
-        # Every number is smaller than one of these and greater than the other.
-        values += [10**15, -(10**15)]
-    texts = [repr(value) for value in values]
+        # Every number is smaller than one of these and greater than the other. The other decoys are
+        # near the expected value, so that a wide approximation equals them too.
+        texts += [repr(10**15), repr(-(10**15))]
     for _ in range(_MAX_DRAWS):
-        if len(values) > _DECOYS:
+        if len(texts) > _DECOYS:
             break
-        value = _change(_random.choice(values))
+        value = _change(_random.choice(copies))
         if repr(value) not in texts:
-            values.append(value)
+            copies.append(value)
             texts.append(repr(value))
 
     expected_text = texts[0]
