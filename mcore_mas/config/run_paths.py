@@ -41,8 +41,8 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
             return text
         if text.startswith(_SQLITE):
             return _SQLITE + str(project / text.removeprefix(_SQLITE))
-        is_missing = "/" in text and not path.exists()
-        return str(project / path) if is_missing and (project / path).exists() else text
+        is_missing = "/" in text and not _exists(path)
+        return str(project / path) if is_missing and _exists(project / path) else text
 
     relocated = _map_texts(values, relocate)
     return {**relocated, "results": str(folder.parent), "run": folder.name}
@@ -69,6 +69,14 @@ def _project_of(folder: Path, written_folder: Path) -> Path | None:
     if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:
         return None
     return Path(*folder.parts[:-depth])
+
+
+def _exists(path: Path) -> bool:
+    """Return True if a path exists; False also for a text that can be no path, such as a prompt."""
+    try:
+        return path.exists()
+    except OSError:  # the name is too long
+        return False
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -16,6 +16,7 @@ VALUES = {
     "data": {"train": [{"path": "data/absent.csv"}], "generator": "arithmetic/hard"},
     "tracking": {"uri": "sqlite:///results/mlflow.db"},
     "trainer": {"steps": 3},
+    "agents": {"solver": {"user": "Write <answer>...</answer>. " * 200}},
 }
 
 
@@ -53,6 +54,7 @@ def test_elsewhere_the_paths_of_the_project_are_absolute(project: Path) -> None:
     # A text that names no file of the project stays, and so does every number.
     assert values["data"] == VALUES["data"]
     assert values["trainer"] == VALUES["trainer"]
+    assert values["agents"] == VALUES["agents"]  # a prompt, longer than a path may be
     assert str(project) in sys.path  # where the modules of the user's team are
 
 
