@@ -357,8 +357,9 @@ def _check_answers(env: str, tasks: Sequence[Task]) -> None:
     without_answers = [task for task in tasks if not any(task.answers)]
     if env in _COMPARING_ENVS and without_answers:
         raise ArgumentError(
-            f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares with it; the "
-            f"first is {without_answers[0].prompt!r:.80}; give each an answer, or an env of your own"
+            f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares "
+            f"replies with it; the first is {without_answers[0].prompt!r:.80}; give each an answer, "
+            "or use an env of your own"
         )
 
 

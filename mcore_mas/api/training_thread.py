@@ -30,7 +30,7 @@ class TrainingThread:
         self._thread = threading.Thread(
             target=self._train, args=(config,), name="training", daemon=True
         )
-        self._interrupted = False  # while it was waited for
+        self._interrupted = False  # True once Ctrl-C has ended the wait for the thread
         self._thread.start()
         # A program may end in the middle of its loop. Then the checkpoint must be saved before the
         # executors of asyncio end, and callbacks of `atexit` run only after that.

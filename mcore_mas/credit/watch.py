@@ -37,7 +37,7 @@ class CreditWatch:
         Args:
             trainer: bounds of the checks.
             step: number of the step.
-            samples: of the step, with advantages.
+            samples: samples of the step, with advantages.
             valid_share: share of well-formed replies in the step, for the error; NaN if unknown.
 
         Raises:

@@ -54,8 +54,8 @@ def _read(evaluation: Path, key: str, adapter: TypeAdapter[Any]) -> Any:
         return adapter.validate_python(values)
     except ValidationError as error:
         first_error = error.errors()[0]
-        place = ".".join(map(str, (key, *first_error["loc"])))
+        key_path = ".".join(map(str, (key, *first_error["loc"])))
         raise FolderError(
-            f"{evaluation}: damaged ({place}: {first_error['msg']}); "
+            f"{evaluation}: damaged ({key_path}: {first_error['msg']}); "
             "remove it and have it made again"
         ) from None

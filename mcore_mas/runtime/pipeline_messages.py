@@ -22,7 +22,7 @@ _KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
 
 def success_message(results: Path | str, suite: str) -> str:
     """Return the gains of a pipeline that ended well, and where to look next."""
-    gains = _gains(Path(results) / "tables" / f"{suite}.csv")
+    gains = _describe_gains(Path(results) / "tables" / f"{suite}.csv")
     made = ["Done."]
     for name, folder, suffix in (("Report", "reports", "html"), ("Table", "tables", "md")):
         path = Path(results) / folder / f"{suite}.{suffix}"
@@ -40,11 +40,11 @@ def success_message(results: Path | str, suite: str) -> str:
     )
 
 
-def _gains(table: Path) -> str:
+def _describe_gains(table: Path) -> str:
     """Return a line for each experiment of a table: its score before and after training.
 
-    Only experiments with both evaluations have a line, on all of their test tasks. Without any, or
-    without the table, return "".
+    The scores are those on all test tasks. Experiments that lack one of the two evaluations are
+    left out; without a table, return "".
     """
     if not table.is_file():
         return ""

@@ -96,7 +96,7 @@ def _duration(minutes: int) -> str:
 
 
 def report_silent_failures() -> None:
-    """Let Snakemake report every failed job; does nothing if the executor for Slurm is not loaded.
+    """Let Snakemake report every failed job; do nothing if the executor for Slurm is not loaded.
 
     Snakemake leaves out why a group of jobs failed. The executor waits for ever for a group that it
     cannot submit, and for a job of which sacct says `CANCELLED by 1000`.

@@ -92,10 +92,12 @@ def _attention_is_exact(generator: torch.Generator) -> bool:
     keys = torch.randn(2, 64, key_count, generator=generator)
     values = torch.randn(2, 64, key_count, generator=generator).transpose(1, 2)
     q = torch.randn(2, 50, 64, generator=generator) / 8
-    for seen in range(KEY_MULTIPLE, key_count, KEY_MULTIPLE):
-        mask = torch.where(torch.arange(key_count) < seen, 0.0, -torch.inf)[None, None]
+    for visible in range(KEY_MULTIPLE, key_count, KEY_MULTIPLE):
+        mask = torch.where(torch.arange(key_count) < visible, 0.0, -torch.inf)[None, None]
         whole = row_attention(q, keys, values, mask)
-        part = row_attention(q[:, 7:8], keys[..., :seen], values[:, :seen], mask[..., :seen])
+        part = row_attention(
+            q[:, 7:8], keys[..., :visible], values[:, :visible], mask[..., :visible]
+        )
         if not torch.equal(part, whole[:, 7:8]):
             return False
     return True

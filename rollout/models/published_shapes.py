@@ -36,8 +36,8 @@ def planned_architecture(folder: str) -> Architecture:
     name = Path(folder).name.removesuffix("-Instruct").removesuffix("-Base")
     row = table["models"].get(table["like"].get(name, name))
     if row is None:
-        known = ", ".join([*table["models"], *table["like"]])
+        published_names = ", ".join([*table["models"], *table["like"]])
         raise ModelError(
-            f"{folder}: no config.json here, and no published model of this name; known: {known}"
+            f"{folder}: no config.json here, and no published model of this name; published models: {published_names}"
         )
     return parse_architecture(dict(zip(table["columns"], row, strict=True)), folder)

@@ -114,7 +114,7 @@ async def coder_tester(
         )
         program = coded.value
         all_cases = json.loads(tested.value or "[]")
-        cases: list[Case] = [(given, expected) for given, expected in all_cases[:max_cases]]
+        cases: list[Case] = [(stdin, expected) for stdin, expected in all_cases[:max_cases]]
 
         coder_score = malformed
         if program is not None:

@@ -150,17 +150,17 @@ class Teacher:
     async def say(
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
     ) -> PolicyReply:
-        asked = write_tools_as_text(messages, chat.tools if chat else ())
-        sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))
+        shown = write_tools_as_text(messages, chat.tools if chat else ())
+        sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in shown))
         a, b = map(int, sums[-1] if sums else (0, 0))
-        words = repr(asked)
+        words = repr(shown)
         self.times[words] += 1
         random = Random(f"{words}{self.times[words]}")
         right = random.random() < RIGHT
         text = self.reply.format(
             a + b if right else random.choice([n for n in range(2, 7) if n != a + b])
         )
-        self.said.append((tuple(asked), text))
+        self.said.append((tuple(shown), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)

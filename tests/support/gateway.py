@@ -45,8 +45,8 @@ def scripted_team(
     renderer = renderer_of(kind, folder)
 
     def ids(prompt: tuple[int, ...], call: int) -> tuple[int, ...]:
-        said = renderer.decode_prompt(prompt)
-        return (*renderer.encode(reply(said, call)), renderer.stop[0])
+        prompt_text = renderer.decode_prompt(prompt)
+        return (*renderer.encode(reply(prompt_text, call)), renderer.stop[0])
 
     engine = ScriptedEngine(ids)
     return team_of(engine, renderer, max_tokens=1000), engine

@@ -112,20 +112,22 @@ def _gather_shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[
     ranks = dist.get_world_size(group)
     stages = dist.get_world_size(pipeline)
     has_bucket = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    own: list[Tensor] = []
+    local_shards: list[Tensor] = []
     if has_bucket:
-        own = [local(mapping.parameter).detach().contiguous() for mapping, _ in bucket.shards]
+        local_shards = [
+            local(mapping.parameter).detach().contiguous() for mapping, _ in bucket.shards
+        ]
     if ranks == stages == 1:
-        return [[tensor] for tensor in own]
+        return [[tensor] for tensor in local_shards]
 
     shards = [shard for _, shard in bucket.shards]
     sizes = [shard.numel() for shard in shards]
     flat = torch.empty(ranks, sum(sizes), dtype=shards[0].dtype, device=rank_device())
     if has_bucket:
-        own_row = flat[dist.get_rank(group)]
-        torch.cat([tensor.flatten() for tensor in own], out=own_row)
+        local_row = flat[dist.get_rank(group)]
+        torch.cat([tensor.flatten() for tensor in local_shards], out=local_row)
         if ranks > 1:
-            dist.all_gather_into_tensor(flat.view(-1), own_row.clone(), group=group)
+            dist.all_gather_into_tensor(flat.view(-1), local_row.clone(), group=group)
     if stages > 1:
         dist.broadcast(flat, group=pipeline, group_src=bucket.stage)
     columns = flat.split(sizes, dim=1)

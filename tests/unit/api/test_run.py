@@ -171,7 +171,7 @@ def test_numbers_of_numpy_and_paths_from_home(
         (
             {"tasks": [(f"{n}+1", "") for n in range(20)]},
             ArgumentError,
-            r"^tasks: 16 of 16 have no answer, and env 'math' compares with it; the first is '0\+1'",
+            r"^tasks: 16 of 16 have no answer, and env 'math' compares replies with it; the first is '0\+1'",
         ),
         (
             {"tasks": [{"prompt": f"{n}+1", "answer": None} for n in range(20)]},

@@ -174,8 +174,10 @@ def test_a_row_of_attention_does_not_depend_on_other_rows_or_masked_keys() -> No
     mask = torch.where(torch.arange(2 * MAX_TERMS) < visible, 0.0, -torch.inf)[None, None]
     attention = row_attention(q, keys, values, mask)
 
-    near = slice(0, MAX_TERMS + KEY_MULTIPLE)
-    one_row = row_attention(q[:, :1], keys[..., near], values[:, near], mask[..., near])
+    first_keys = slice(0, MAX_TERMS + KEY_MULTIPLE)
+    one_row = row_attention(
+        q[:, :1], keys[..., first_keys], values[:, first_keys], mask[..., first_keys]
+    )
     assert torch.equal(one_row, attention[:, :1])
     expected = torch.softmax(q @ keys[..., :visible], -1) @ values[:, :visible]
     assert torch.allclose(attention, expected, atol=1e-5)

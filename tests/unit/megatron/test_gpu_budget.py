@@ -91,9 +91,9 @@ class Budget:
             value = figures[name]
             if FIRST_UPDATE_WAIT and name in ("waits", "copies"):
                 value = {
-                    place: count
-                    for place, count in value.items()
-                    if not place.startswith(FIRST_UPDATE_WAIT)
+                    source_line: count
+                    for source_line, count in value.items()
+                    if not source_line.startswith(FIRST_UPDATE_WAIT)
                 }
             if value != expected_value:
                 lines.append(f"{name} {value}, today {expected_value}")

@@ -35,11 +35,11 @@ def canned_outputs() -> dict[str | tuple[str, str], str]:
     `good` and `solution` are right; `half` is right for first numbers up to 20 only.
     """
     outputs: dict[str | tuple[str, str], str] = {}
-    for given, total in SUMS.items():
-        first_number = int(given.split()[0])
-        outputs["good", given] = total
-        outputs["solution", given] = total
-        outputs["half", given] = total if first_number <= 20 else "0"
+    for stdin, total in SUMS.items():
+        first_number = int(stdin.split()[0])
+        outputs["good", stdin] = total
+        outputs["solution", stdin] = total
+        outputs["half", stdin] = total if first_number <= 20 else "0"
     return outputs
 
 
@@ -68,7 +68,7 @@ def code(program: str) -> str:
 def cases(*pairs: tuple[str, str]) -> str:
     """Return a tester's reply with tests, each an input and an expected output."""
     tests = [
-        f"<input>\n{given}\n</input>\n<output>{expected}</output>\n" for given, expected in pairs
+        f"<input>\n{stdin}\n</input>\n<output>{expected}</output>\n" for stdin, expected in pairs
     ]
     return "".join(tests)
 

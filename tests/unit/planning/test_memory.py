@@ -88,7 +88,9 @@ def test_every_published_model_is_counted() -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    message = "models/Mine: no config.json here, and no published model of this name; known"
+    message = (
+        "models/Mine: no config.json here, and no published model of this name; published models"
+    )
     with pytest.raises(ModelError, match=message):
         planned_architecture("models/Mine")
 
