@@ -50,9 +50,9 @@ def test_its_diagram_is_what_it_plays(name: str, taught: Path) -> None:
     drawn = follows(FLOWS[name])
     steps = json.loads((taught / f"{name}_shared.json").read_text())
     assert set(drawn) - {"task"} == set(lessons.team_config(name, "shared", "m", taught).agents)
-    for line in (line for step in steps for line in step["lines"]):
-        for before, after in pairwise(("task", *line, "answer")):
-            assert after in drawn[before], f"{before} --> {after} in {line}"
+    for speakers in (speakers for step in steps for speakers in step["speakers"]):
+        for before, after in pairwise(("task", *speakers, "answer")):
+            assert after in drawn[before], f"{before} --> {after} in {speakers}"
 
 
 def follows(edges: Sequence[str]) -> dict[str, set[str]]:
@@ -85,8 +85,8 @@ def test_the_team_takes_two_training_steps(team: str, sharing: str, taught: Path
     config = lessons.team_config(team, sharing, "m", taught)
     steps = json.loads((taught / f"{team}_{sharing}.json").read_text())
     assert [step["failed"] for step in steps] == [[], []]
-    lines = [line for step in steps for line in step["lines"]]
-    assert {agent for line in lines for agent in line} == set(config.agents)  # nobody is left out
+    speakers = {agent for step in steps for turns in step["speakers"] for agent in turns}
+    assert speakers == set(config.agents)
     for step in steps:
         assert step["rewards_finite"]
         for policy, update in step["updates"].items():

@@ -51,7 +51,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         if config.retriever is None:
             yield build_env(config.env)
             return
-        owner = loaded.tasks[config.run]  # whose retriever all use that share its index
+        owner = loaded.task_owner[config.run]  # whose retriever all use that share its index
         if owner not in urls:
             index = config.results / owner / "index"
             passage_index.index_passages(

@@ -82,7 +82,9 @@ WRITES = {
 PRINTS = {
     "mcore-mas check my_suite.yaml": r"^ok: demo$",
     "mcore-mas ls": r"demo_math │ 2/2 done",
-    "mcore-mas compare results/a results/b": r"^ seed +│ 1 +│ 2 +\n(.*\n)* trained +│ avg@1 .* \+0\.0 ",
+    "mcore-mas compare results/a results/b": (
+        r"^ trained +│ avg@1 .* \+0\.0 (.*\n)*^ seed +│ 1 +│ 2 +$"
+    ),
     "mcore-mas show demo_math --index 3": r"trajectory 1/",
     "mcore-mas explain demo_math --advantage drmas": r"agent solver",
     "mcore-mas leaks --config results/demo_math/config.yaml": r"the same text",

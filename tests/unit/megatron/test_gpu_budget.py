@@ -260,7 +260,7 @@ def run_meter(cases: list[str]) -> list[Figures]:
         [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu", *cases],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": python_path},
         check=False,
