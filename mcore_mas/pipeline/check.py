@@ -6,12 +6,13 @@ one run's models, machine and number of tasks are also used by the Python interf
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.models import check_layout, cold_start_architecture
 from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.pipeline.prompt_check import prompt_problems
 from mcore_mas.pipeline.sources import load_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.machine import count_visible_gpus
@@ -49,6 +50,8 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
         node_gpus: number of GPUs of the machines that jobs are submitted to.
     """
     runs_by_problem: dict[str, list[str]] = {}
+    checked_tasks: dict[str, Sequence[Task]] = {}
+    played_teams: set[str] = set()
     for run in suite.runs:
         config = suite.run_config(run)
         problems = [
@@ -58,7 +61,15 @@ def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8
         ]
         if check_files:
             problems += _file_problems(suite, run)
-            problems += _task_problems(suite, config)
+            problems += _task_problems(suite, config, checked_tasks)
+            tasks = checked_tasks.get(suite.task_owner[run], ())
+            team = _prompt_sections(config)
+            if tasks and team not in played_teams and _has_all_models(config):
+                played_teams.add(team)
+                try:
+                    problems += prompt_problems(config, tasks)
+                except ModelError as error:
+                    problems.append(str(error))
         for problem in problems:
             runs_by_problem.setdefault(problem, []).append(run)
 
@@ -204,11 +215,16 @@ def _file_problems(suite: Suite, run: str) -> Iterator[str]:
         yield f"{key}: {path} does not exist; {hint}"
 
 
-def _task_problems(suite: Suite, config: RunConfig) -> Iterator[str]:
+def _task_problems(
+    suite: Suite, config: RunConfig, checked_tasks: dict[str, Sequence[Task]]
+) -> Iterator[str]:
     """Yield the problems of a run's tasks, as far as making them is cheap.
 
     Generators of the user and small data files make all tasks. Shipped generators make one task of
     each split. Tasks that another run of the suite makes are checked for that run.
+
+    Args:
+        checked_tasks: training tasks by run, to which those of this run are added.
     """
     train = config.data.train
     train_count = train if isinstance(train, int) else None
@@ -217,10 +233,13 @@ def _task_problems(suite: Suite, config: RunConfig) -> Iterator[str]:
             if _all_tasks_are_cheap(suite, config.data):
                 tasks = make_tasks(config.data, config.seed)
                 train_count = len(tasks["train"])
-                _check_environment(config, tasks)
             elif config.data.generator and ":" not in config.data.generator:
                 one_per_split = config.data.model_copy(update=dict.fromkeys(SPLITS, 1))
-                _check_environment(config, _make_tasks_if_possible(one_per_split, config.seed))
+                tasks = _make_tasks_if_possible(one_per_split, config.seed)
+            else:
+                tasks = {split: [] for split in SPLITS}
+            _check_environment(config, tasks)
+            checked_tasks[config.run] = tasks["train"]
         except (RecordError, UnknownName, ValueError) as error:
             yield f"data: {error}"
             return
@@ -245,6 +264,28 @@ def _make_tasks_if_possible(data: DataConfig, seed: int) -> dict[str, list[Task]
         return make_tasks(data, seed)
     except RecordError:
         return {split: [] for split in SPLITS}
+
+
+def _prompt_sections(config: RunConfig) -> str:
+    """Return the settings that the prompts of a team depend on, as a text."""
+    templates = {
+        policy: (
+            config.policies[policy].chat_template,
+            for_policy(config, policy).engine.max_length,
+        )
+        for policy in config.models
+    }
+    sections = config.model_dump_json(include={"agents", "orchestra", "env", "data"})
+    return f"{sections} {config.models} {templates}"
+
+
+def _has_all_models(config: RunConfig) -> bool:
+    """Return True if the models of all local policies are here and have no problems."""
+    return not any(
+        problem
+        for policy, model in config.models.items()
+        for problem in model_problems(config, policy, model)
+    )
 
 
 def _check_environment(config: RunConfig, tasks: dict[str, list[Task]]) -> None:

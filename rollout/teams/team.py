@@ -310,6 +310,8 @@ class TeamSession:
                 policy_reply = await policy.say(call.messages, sampling, call.chat)
         except LateCall as late:
             raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
+        except PromptTooLong as error:
+            raise PromptTooLong(f"{call}: {error}") from None
 
         self.replies[seed] = RecordedReply(messages=call.messages, reply=policy_reply)
         with DefectGuard(f"parser of role {agent.role.name}"):

@@ -15,9 +15,11 @@ import pytest
 from mcore_mas.cli.main import main
 from mcore_mas.config.hub import downloaded_model
 from mcore_mas.pipeline.check import suite_problems
+from mcore_mas.pipeline.project import new_project
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from tests.support import reference
+from tests.support.templates import byte_tokenizer
 
 POLICIES = ("solver", "verifier")
 NO_COLD_START = ["cold_start=null", "engine.max_length=256"]
@@ -29,12 +31,12 @@ CHATML = [f"policies.{name}.chat_template=chatml" for name in POLICIES]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with 6 layers, 4 heads, 2 key/value heads and 4096 positions, without a chat template.
 
-    Its tokenizer is an empty JSON file.
+    Its tokens are bytes.
     """
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder, layers=6)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    ends = ["<|im_start|>", "<|im_end|>"]
+    return byte_tokenizer(folder, ends, eos_token="<|im_end|>")
 
 
 def demo_problems(*overrides: str, check_files: bool = True) -> list[str]:
@@ -199,6 +201,48 @@ def test_headers_and_tokenizer_of_a_model_are_read(
     lines = model_problems(folder, *CHATML)
     assert lines
     assert all(message in line for line in lines)
+
+
+CHATTING = """
+
+async def chatting(task, team, env):
+    reply = await team.chat("writer").say(env.reset(task))
+    await team.act("editor", problem=task.prompt, draft=reply.text)
+    await env.step(reply.text)
+"""
+
+
+def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    project = new_project("poets", tmp_path)
+    with (project / "poets" / "team.py").open("a") as file:
+        file.write(CHATTING)
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+
+    def check(*overrides: str) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["mcore-mas", "check", "poets.yaml", *overrides])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().out
+
+    chats = "orchestra.name=poets.team:chatting"
+    tools = "+agents.writer.tools={calculator: {}}"
+    assert check(chats) == (0, "ok: poets\n")
+
+    status, line = check(chats, tools)
+    assert status == 1
+    found = re.fullmatch(
+        r"no: run 'poets': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
+        r"and there is room for 120 beside the reply; raise engine.max_length \(128\), or shorten "
+        r"the prompts\n",
+        line,
+    )
+    assert found is not None, line
+    needed = int(found[1]) + 8  # tokens of the reply
+    assert check(chats, tools, f"engine.max_length={needed}")[0] == 0
+    assert check(chats, tools, f"engine.max_length={needed - 1}")[0] == 1
 
 
 def test_a_missing_api_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
