@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mcore_mas.reports.paper_tables import TableError
+from mcore_mas.reports.step_metrics import MetricsError
 from rollout.base.files import write_text
 
 
@@ -25,6 +26,9 @@ WRITERS = {
     "api": Writer("docs.writers.api", "docs/api.md: the Python API"),
     "catalogue": Writer("docs.writers.catalogue", "docs/catalogue.md: all teams"),
     "correctness": Writer("tests.correctness", "docs/correctness.md: equations, sources, tests"),
+    "curves": Writer(
+        "docs.writers.curves", "docs/pictures/demo.svg: the demo's curves, from results/demo_* ..."
+    ),
     "experiments": Writer("docs.writers.experiments", "docs/experiments.md: the published runs"),
     "faults": Writer("tests.faults.page", "docs/faults.md: every fault, its test and its result"),
     "options": Writer(
@@ -52,13 +56,18 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=descriptions)
-    parser.add_argument("sources", nargs="*", type=Path, help="tables of scores, for `results`")
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        type=Path,
+        help="tables of scores for `results`, folders of runs for `curves`",
+    )
     arguments = parser.parse_args()
     names = SITE if arguments.name == "site" else [arguments.name]
     try:
         for name in names:
             _write(name, arguments.sources)
-    except TableError as error:
+    except (MetricsError, TableError) as error:
         sys.exit(f"error: {error}")
 
 

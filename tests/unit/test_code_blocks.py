@@ -164,7 +164,7 @@ GIVEN = {  # overrides that a block needs besides its own settings
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
     "lora-2": ["policies.solver.tp=1"],
     "lora-3": ["policies.solver.tp=1"],
-    "cluster-14": ["engine=sglang", "engine.python=python"],
+    "cluster-15": ["engine=sglang", "engine.python=python"],
 }
 
 

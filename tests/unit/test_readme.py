@@ -1,16 +1,19 @@
-"""The README's results have the numbers of the tables, and the rest of the page is unchanged."""
+"""The README's results have the numbers of the tables, and its picture the curves of the demo's runs."""
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from docs.writers import curves
 from docs.writers.__main__ import WRITERS, main
 from docs.writers.results import BEGIN, END, pages, results_block
 from mcore_mas.reports.paper_tables import TableError
+from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.tables import make_table
 from tests.workflow.test_tables import evaluation
 
@@ -172,3 +175,25 @@ def test_this_projects_page_has_its_block() -> None:
     text = README.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
+
+
+def test_the_picture_has_the_curves_of_both_runs(tmp_path: Path) -> None:
+    for name in ("sums", "questions"):
+        rows = [{"step": step, "reward/mean": step / 4, "outcome/mean": 0.5} for step in range(4)]
+        (tmp_path / name / "train").mkdir(parents=True)
+        metrics = tmp_path / name / "train" / "metrics.jsonl"
+        metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ((file, picture),) = curves.pages(tmp_path / "sums", tmp_path / "questions").items()
+    assert file == curves.PICTURE
+    assert picture.lstrip().startswith("<svg") and ">sums<" in picture and ">questions<" in picture
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl: no such file"):
+        curves.pages(tmp_path / "gone")
+
+
+def test_the_pictures_of_the_page_are_in_the_repository() -> None:
+    names = re.findall(
+        r"^!\[[^]]+\]\((docs/[^)]+)\)", README.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert names == ["docs/pictures/demo.svg"]
+    picture = (README.parent / names[0]).read_text(encoding="utf-8")
+    assert ">demo_math<" in picture and ">demo_search<" in picture

@@ -42,7 +42,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert page_names(tmp_path, ".html") == pages
 
     start = (tmp_path / "index.html").read_text()
-    assert 'href="quickstart.html"' in start and 'src="pictures/studio.png"' in start
+    assert 'href="quickstart.html"' in start and 'src="pictures/demo.svg"' in start
     assert "fonts.googleapis" not in start
     linked = "rollout/orchestras/coding.py"  # a file outside docs/ that a page links to
     assert (tmp_path / "source" / linked).read_bytes() == (ROOT / linked).read_bytes()
