@@ -1,4 +1,4 @@
-"""Search environment that always searches, for random models, whose replies are no searches."""
+"""Search environment that searches at every step, because the replies of random models contain no searches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.environments.search import SearchEnv
 
 @dataclass(eq=False, kw_only=True)
 class AskingEnv(SearchEnv):
-    """Environment that searches for the question, with a number, unless a reply gives an answer."""
+    """Environment that searches for the question, with a number, unless a reply has an answer."""
 
     async def step(self, action: str) -> Step:
         if last_tag(action, "answer") is None:

@@ -1,9 +1,10 @@
-"""Chaos: a run that is killed, stopped, starved and lied to at random comes to the bits of one left alone.
+"""Random faults in a training run, whose files must be bitwise identical to those of an undisturbed run.
 
-It has shared memory of its own (`unshare --mount`), so that what lies there in the end is what a run has left.
+`python -m tests.faults.chaos [FAULTS [SEED ...]]` injects 20 faults (or FAULTS) into one run for each of the
+seeds 1, 2 and 3 (or SEEDs). The run is `mcore-mas train` with its own Ray, one rank, one engine, and a retriever
+behind a proxy. A fault kills or stops a process, fills the disk, corrupts answers of the retriever, or moves the clock.
 
-`python -m tests.faults.chaos [FAULTS [SEED ...]]`: so many faults in a run, 20 by default, for each seed, 1 2 3 by
-default. The run is a real one: `mcore-mas train` with its own Ray, a rank, an engine and a retriever behind a proxy.
+The program mounts its own /dev/shm (`unshare --mount`), so that everything there at the end was left by the run.
 """
 
 from __future__ import annotations
@@ -37,9 +38,14 @@ from tests.faults.forked import PASSAGES, bare_folder, fingerprint
 from tests.support.run_folder import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "MCORE_MAS_CHAOS"  # variable of every process of a run
-ALONE = "MCORE_MAS_CHAOS_ALONE"  # variable: this process has shared memory of its own
-CLOCK = "MCORE_MAS_CHAOS_CLOCK"  # variable: a file with the seconds that its clock is off, see clock/sitecustomize.py
+
+# Environment variables
+MARK = "MCORE_MAS_CHAOS"  # marks every process of a run
+ALONE = "MCORE_MAS_CHAOS_ALONE"  # set if this process has its own /dev/shm
+CLOCK = (
+    "MCORE_MAS_CHAOS_CLOCK"  # file with the clock's error in seconds; see clock/sitecustomize.py
+)
+
 STEPS = 48
 SETTINGS = (
     f"trainer.steps={STEPS}",
@@ -53,230 +59,258 @@ SETTINGS = (
     "reward.name=tests.support.rewards:by_first_token",
     "~reward.penalties",
 )
-WAIT_S = 900.0  # for anything to happen
+MAX_STARTS = 60
+TIMEOUT_S = 900.0  # of every wait
+
+Fault = Callable[[], bool]  # returns False if the fault could not be injected yet
 
 
 class Run:
-    """A training of its own, and what can happen to it."""
+    """Training run in processes of its own, with the faults that can be injected into it.
 
-    def __init__(self, folder: Path, web: proxy.FaultProxy, temporary: Path) -> None:
-        self._folder, self._web, self._temporary = folder, web, temporary
-        self.passed, self._orders = temporary.with_name("passed"), temporary.with_name("orders")
-        self._clock, self.log = temporary.with_name("clock"), temporary.with_name("chaos.log")
+    Args:
+        folder: run folder.
+        retriever_proxy: proxy between the run and its retriever.
+        temporary: folder that the run gets as TMPDIR; the files of this class lie beside it.
+
+    Attributes:
+        process: driver of the latest start.
+        starts: number of starts so far.
+        log: output of all starts.
+    """
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, folder: Path, retriever_proxy: proxy.FaultProxy, temporary: Path) -> None:
+        self._folder = folder
+        self._retriever_proxy = retriever_proxy
+        self._temporary = temporary
+        self._passed_file = temporary.with_name("passed")  # failpoints passed, one a line
+        self._orders_file = temporary.with_name("orders")
+        self._clock_file = temporary.with_name("clock")
+        self._driver_pids: list[int] = []  # one for each start
+        self.log = temporary.with_name("chaos.log")
         self.starts = 0
-        self._drivers: list[int] = []  # process numbers, one for each start
-        self.process: subprocess.Popen[bytes]  # once it has started
         temporary.mkdir()
-        self.passed.unlink(missing_ok=True)
+        self._passed_file.unlink(missing_ok=True)
         self.order("")
-        self.clock(0)
+        self.set_clock(0)
 
     def order(self, orders: str) -> None:
-        """Have failpoints do something, from now on."""
-        partial = self._orders.with_suffix(".new")
-        partial.write_text(f"*=list:{self.passed};{orders}")
-        partial.replace(self._orders)
+        """Replace the orders of the run's failpoints."""
+        partial = self._orders_file.with_suffix(".new")
+        partial.write_text(f"*=list:{self._passed_file};{orders}")
+        partial.replace(self._orders_file)
 
     def start(self) -> None:
-        """Start the training, or go on with it."""
+        """Start the training, or continue it."""
         self.starts += 1
-        path = os.pathsep.join((str(ROOT / "tests" / "faults" / "clock"), str(ROOT)))
-        own = {
+        environment = {
+            **os.environ,
             MARK: str(os.getpid()),
-            FAILPOINTS: f"@{self._orders}",
-            CLOCK: str(self._clock),
-            "PYTHONPATH": path,
+            FAILPOINTS: f"@{self._orders_file}",
+            CLOCK: str(self._clock_file),
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "tests" / "faults" / "clock"), str(ROOT))),
+            "TMPDIR": str(self._temporary),
         }
         command = [sys.executable, "-m", "mcore_mas", "train", str(self._folder / "config.yaml")]
         with self.log.open("ab") as log:
-            env = {**os.environ, **own, "TMPDIR": str(self._temporary)}
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
-        self._drivers.append(self.process.pid)
+        self._driver_pids.append(self.process.pid)
 
-    def progress(self) -> int:
-        """Boundaries passed so far, by all of its processes and starts."""
-        with suppress(OSError):
-            return self.passed.read_bytes().count(b"\n")
+    def boundaries(self) -> int:
+        """Return the number of write boundaries that the run has passed, in all starts."""
+        with suppress(FileNotFoundError):
+            return self._passed_file.read_bytes().count(b"\n")
         return 0
 
     def steps(self) -> int:
-        """Steps finished so far, those that were taken again counted again."""
-        return self.passed.read_bytes().count(b"metrics.written") if self.passed.is_file() else 0
+        """Return the number of finished steps; a step that a restart repeats counts again."""
+        with suppress(FileNotFoundError):
+            return self._passed_file.read_bytes().count(b"metrics.written")
+        return 0
 
-    def until(self, boundaries: int) -> bool:
-        """Wait until so many are passed; False once the run has finished."""
-        return self.wait(lambda: self.progress() >= boundaries)
-
-    def finished(self) -> bool:
-        """Whether the training has ended as it should; one that has died is started again."""
+    def restart_if_dead(self) -> bool:
+        """Start the training again if it has failed; return True if it has finished."""
         status = self.process.poll()
         if status not in (None, 0):
-            assert self.starts < 60, self.log.read_text()[-4000:]
+            assert self.starts < MAX_STARTS, self._end_of_log()
             self.start()
         return status == 0
 
-    def end(self) -> None:
-        """Wait until the training has finished."""
-        self.wait(lambda: False)
-
-    def left(self) -> list[str]:
-        """What is still there of it: processes, where they listen, paths, and control groups."""
-        deadline = time.monotonic() + 30
-        while (alive := list(ours())) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        shared = (
-            MEMORY / f"mcore_mas-{os.getuid()}"
-        )  # of all of this user's runs, and empty after each
-        paths = [
-            str(path)
-            for folder in (self._temporary, MEMORY)
-            for path in folder.rglob("*")
-            if path != shared
-        ]
-        for driver in self._drivers:
-            paths += map(str, Path("/sys/fs/cgroup").rglob(f"{PREFIX}{driver}-*"))
-        return [
-            f"process {process.pid} {process.name()} at ports {list(ports(process))}"
-            for process in alive
-        ] + paths
-
-    def wait(self, happened: Callable[[], bool]) -> bool:
-        """Wait until something has happened, starting what has died; False once the run has finished."""
-        deadline = time.monotonic() + WAIT_S
-        while not happened():
-            if self.finished():
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition is true, restarting the training if it fails; return False if it finishes first."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            if self.restart_if_dead():
                 return False
-            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self._end_of_log()
             time.sleep(0.1)
         return True
 
-    def part(self, name: str) -> psutil.Process | None:
-        """The driver, or the process of a rank or an engine; None if it is not there now."""
-        if name == "driver":
+    def wait_for_boundaries(self, count: int) -> bool:
+        """Wait until the run has passed `count` boundaries; return False if it finishes first."""
+        return self.wait(lambda: self.boundaries() >= count)
+
+    def wait_for_end(self) -> None:
+        """Wait until the training has finished."""
+        self.wait(lambda: False)
+
+    def leftovers(self) -> list[str]:
+        """Describe the processes, files and control groups of the run that still exist."""
+        deadline = time.monotonic() + 30
+        processes = list(marked_processes())
+        while processes and time.monotonic() < deadline:
+            time.sleep(0.5)
+            processes = list(marked_processes())
+        leftovers = [
+            f"process {process.pid} {process.name()} at ports {listening_ports(process)}"
+            for process in processes
+        ]
+
+        # The folder of shared memory belongs to all runs of this user; it stays, and is empty.
+        user_memory = MEMORY / f"mcore_mas-{os.getuid()}"
+        for folder in (self._temporary, MEMORY):
+            leftovers += [str(path) for path in folder.rglob("*") if path != user_memory]
+        for pid in self._driver_pids:
+            leftovers += [str(path) for path in Path("/sys/fs/cgroup").rglob(f"{PREFIX}{pid}-*")]
+        return leftovers
+
+    def find_process(self, part: str) -> psutil.Process | None:
+        """Return the process of the driver, a rank or an engine; None if it does not run now."""
+        if part == "driver":
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
-        title = {"rank": "ray::TrainerRank", "engine": "ray::Host"}[name]
-        for process in ours():
+        title = {"rank": "ray::TrainerRank", "engine": "ray::Host"}[part]
+        for process in marked_processes():
             with suppress(psutil.Error, IndexError):
                 if process.cmdline()[0].startswith(title):
                     return process
         return None
 
-    def signal(self, part: str, number: int, seconds: float = 0.0) -> bool:
-        """Send a signal to a part; with `seconds` it goes on after them. False if the part is not there now."""
-        process = self.part(part)
+    def send_signal(self, part: str, number: int) -> bool:
+        """Send a signal to the driver, a rank or an engine; return False if it does not run now."""
+        process = self.find_process(part)
         if process is None:
             return False
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-            if seconds:
-                time.sleep(seconds)
-                process.send_signal(signal.SIGCONT)
         return True
 
-    def full(self, places: str) -> bool:
-        """The disk is full at the next pass of a place."""
-        before = self.progress()
-        self.order(f"{places}=full")
-        seen = lambda: self.passed.read_text().splitlines()[before:]  # noqa: E731
-        met = self.wait(lambda: any(fnmatch(place, places) for place in seen()))
+    def stop(self, part: str, seconds: float) -> bool:
+        """Stop the driver, a rank or an engine for some seconds; return False if it does not run now."""
+        process = self.find_process(part)
+        if process is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            process.send_signal(signal.SIGCONT)
+        return True
+
+    def fill_disk(self, pattern: str) -> bool:
+        """Let the run find a full disk at the next write boundary that matches the pattern."""
+        earlier_boundaries = self.boundaries()
+        self.order(f"{pattern}=full")
+
+        def passed() -> bool:
+            boundaries = self._passed_file.read_text().splitlines()[earlier_boundaries:]
+            return any(fnmatch(boundary, pattern) for boundary in boundaries)
+
+        was_passed = self.wait(passed)
         self.order("")
-        return met
+        return was_passed
 
-    def lie(self, name: str, times: int = 3) -> bool:
-        """The proxy does something to the next answers of the retriever."""
-        self._web.faulty = (name, times)
-        return self.wait(lambda: self._web.faulty[1] == 0)
+    def corrupt_answers(self, fault: str, count: int = 3) -> bool:
+        """Let the proxy inject a fault into the next answers of the retriever."""
+        self._retriever_proxy.faulty = (fault, count)
+        return self.wait(lambda: self._retriever_proxy.faulty[1] == 0)
 
-    def clock(self, seconds: float) -> bool:
-        """The wall clock jumps."""
-        self._clock.write_text(str(seconds))
+    def set_clock(self, error_s: float) -> bool:
+        """Let the wall clock of all processes of the run be wrong by some seconds."""
+        self._clock_file.write_text(str(error_s))
         return True
 
+    def _end_of_log(self) -> str:
+        return self.log.read_text()[-4000:]
 
-def ours() -> Iterator[psutil.Process]:
-    """Processes of runs of this chaos."""
+
+def marked_processes() -> Iterator[psutil.Process]:
+    """Yield the processes of the runs that this program has started."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if (
-                process.environ().get(MARK) == str(os.getpid())
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            mark = process.environ().get(MARK)
+            if mark == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def ports(process: psutil.Process) -> Iterator[int]:
-    """Where a process listens."""
+def listening_ports(process: psutil.Process) -> list[int]:
+    """Return the ports that a process listens at."""
+    ports = []
     with suppress(psutil.Error):
-        for own in process.net_connections("inet"):
-            if own.status == psutil.CONN_LISTEN:
-                yield own.laddr.port
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                ports.append(connection.laddr.port)
+    return ports
 
 
-def faults(run: Run, retriever: Retriever) -> dict[str, Callable[[], bool]]:
-    """What can happen, by name; each says whether it did."""
-    kills = {
-        f"kill {part}": lambda part=part: run.signal(part, signal.SIGKILL)
-        for part in ("driver", "rank", "engine")
+def faults_of(run: Run, retriever: Retriever) -> dict[str, Fault]:
+    """Return all faults that can be injected, by the names that docs/reliability.yaml has too."""
+    faults: dict[str, Fault] = {
+        "SIGTERM to driver": lambda: run.send_signal("driver", signal.SIGTERM),
+        "kill retriever": retriever.kill_and_revive,
     }
-    stops = {
-        f"stop {part} for 2 s": lambda part=part: run.signal(part, signal.SIGSTOP, 2.0)
-        for part in ("driver", "rank", "engine")
-    }
-    full = {
-        f"disk full at {places}": lambda places=places: run.full(places)
-        for places in (
-            "metrics.begun",
-            "file.begun:step_*",
-            "chunks.begun:rank*",
-            "file.begun:manifest.json",
-        )
-    }
-    lies = {f"retriever's answers: {name}": lambda name=name: run.lie(name) for name in proxy.NAMES}
-    clocks = {
-        f"clock {hours:+d} h": lambda hours=hours: run.clock(3600.0 * hours) for hours in (-1, 1)
-    }
-    more = {
-        "SIGTERM to driver": lambda: run.signal("driver", signal.SIGTERM),
-        "kill retriever": retriever.die,
-    }
-    return {**kills, **stops, **full, **lies, **clocks, **more}
+    for part in ("driver", "rank", "engine"):
+        faults[f"kill {part}"] = lambda part=part: run.send_signal(part, signal.SIGKILL)
+        faults[f"stop {part} for 2 s"] = lambda part=part: run.stop(part, 2.0)
+    for pattern in (
+        "metrics.begun",
+        "file.begun:step_*",
+        "chunks.begun:rank*",
+        "file.begun:manifest.json",
+    ):
+        faults[f"disk full at {pattern}"] = lambda pattern=pattern: run.fill_disk(pattern)
+    for name in proxy.NAMES:
+        faults[f"retriever's answers: {name}"] = lambda name=name: run.corrupt_answers(name)
+    for hours in (-1, 1):
+        faults[f"clock {hours:+d} h"] = lambda hours=hours: run.set_clock(3600.0 * hours)
+    return faults
 
 
 class Retriever:
-    """A retrieval server that can die and come again, at its port."""
+    """Retrieval server that can be killed and started again at the same port."""
 
     def __init__(self, sidecar: RetrieverSidecar) -> None:
         self._sidecar = sidecar
 
-    def die(self) -> bool:
+    def kill_and_revive(self) -> bool:
         os.kill(self._sidecar.pid or 0, signal.SIGKILL)
         time.sleep(1)
         self._sidecar.revive()
         return True
 
 
-def alone() -> None:
-    """Go on in a process whose shared memory nobody else writes to."""
+def isolate_shared_memory() -> None:
+    """Restart this program in its own mount namespace, and mount an empty /dev/shm there."""
     if ALONE not in os.environ:
         user = () if os.getuid() == 0 else ("--user", "--map-root-user")
-        command = [
-            "unshare",
-            *user,
-            "--mount",
-            sys.executable,
-            "-m",
-            "tests.faults.chaos",
-            *sys.argv[1:],
-        ]
+        program = (sys.executable, "-m", "tests.faults.chaos")
+        command = ["unshare", *user, "--mount", *program, *sys.argv[1:]]
         os.execvpe(command[0], command, {**os.environ, ALONE: "1"})
     subprocess.run(["mount", "-t", "tmpfs", "memory", "/dev/shm"], check=True)
 
 
 @contextmanager
-def stage(base: Path, more: Sequence[str]) -> Iterator[tuple[Path, Retriever, proxy.FaultProxy]]:
-    """A run's folder, ready to train with `more` settings, and the retriever and the proxy that it asks."""
+def prepared_run(
+    base: Path, settings: Sequence[str]
+) -> Iterator[tuple[Path, Retriever, proxy.FaultProxy]]:
+    """Yield the folder of a run that can start, its running retriever, and the proxy in front of it."""
     bert = bare_folder(base) / "bert"
     write_corpus(base / "passages.jsonl", PASSAGES)
     build_index(base / "passages.jsonl", base / "index", Encoder.of("bge", bert))
@@ -286,98 +320,133 @@ def stage(base: Path, more: Sequence[str]) -> Iterator[tuple[Path, Retriever, pr
         encoder_folder=bert,
         may_restart=lambda: True,
     )
-    with sidecar as url, proxy.FaultProxy(url).running() as web:
-        run = make_run(
-            base, *SETTINGS, *more, f"retriever.urls=[{web.url}]", experiment="demo_search"
-        )
-        yield run, Retriever(sidecar), web
+    with sidecar as url, proxy.FaultProxy(url).running() as retriever_proxy:
+        settings = (*SETTINGS, *settings, f"retriever.urls=[{retriever_proxy.url}]")
+        folder = make_run(base, *settings, experiment="demo_search")
+        yield folder, Retriever(sidecar), retriever_proxy
 
 
-def disturbed(
-    seed: int, number: int, run: Run, retriever: Retriever, total: int, only: str
+def draw_faults(generator: random.Random, names: Sequence[str], count: int) -> list[str]:
+    """Draw `count` faults at random; each name is drawn once before any is drawn twice."""
+    drawn: list[str] = []
+    while len(drawn) < count:
+        drawn += generator.sample(names, min(len(names), count - len(drawn)))
+    return drawn
+
+
+def train_with_faults(
+    run: Run, faults: dict[str, Fault], *, count: int, seed: int, boundaries: int
 ) -> dict[str, list[float]]:
-    """Train with so many faults, spread over the `total` boundaries of an undisturbed run.
+    """Train to the end with random faults at random boundaries.
 
-    Every fault happens once before one happens twice. Returns the seconds from each to the end of the next step.
+    Args:
+        faults: faults to draw from.
+        count: number of faults to inject.
+        boundaries: number of write boundaries in an undisturbed run, over which the faults are spread.
+
+    Returns:
+        For each fault, the seconds from each injection until the next step has ended.
     """
-    draw, recovered = random.Random(seed), dict[str, list[float]]()
-    known = {name: fault for name, fault in faults(run, retriever).items() if only in name}
-    names: list[str] = []
-    while len(names) < number:
-        names += draw.sample(list(known), min(len(known), number - len(names)))
+    generator = random.Random(seed)
+    names = draw_faults(generator, list(faults), count)
+    max_distance = max(1, boundaries // (3 * count))
+    recovered_s: dict[str, list[float]] = {}
     run.start()
-    for done, name in enumerate(names, 1):
-        at = run.progress() + draw.randint(1, max(1, total // (3 * number)))
-        assert run.until(at), f"seed {seed}: finished before fault {done} of {number}"
-        while not known[name]():  # the part is just starting
-            assert not run.finished(), f"seed {seed}: finished before {name}"
+    for number, name in enumerate(names, 1):
+        boundary = run.boundaries() + generator.randint(1, max_distance)
+        is_running = run.wait_for_boundaries(boundary)
+        assert is_running, f"seed {seed}: finished before fault {number} of {count}"
+        while not faults[name]():  # the process is still starting
+            assert not run.restart_if_dead(), f"seed {seed}: finished before {name}"
             time.sleep(0.1)
-        began, before = time.monotonic(), run.steps()
-        run.wait(lambda before=before: run.steps() > before)
-        recovered.setdefault(name, []).append(round(time.monotonic() - began, 1))
+
+        started = time.monotonic()
+        step = run.steps()
+        run.wait(lambda step=step: run.steps() > step)
+        seconds = round(time.monotonic() - started, 1)
+        recovered_s.setdefault(name, []).append(seconds)
         print(
-            f"  {done:2d} {name}, in step {before}: the next has ended after {recovered[name][-1]} s",
-            flush=True,
+            f"  {number:2d} {name}, in step {step}: next step ended after {seconds} s", flush=True
         )
-    run.end()
-    return recovered
+    run.wait_for_end()
+    return recovered_s
 
 
 def main(
-    number: int, seeds: Sequence[int], out: Path | None, only: str, more: Sequence[str]
+    count: int, seeds: Sequence[int], out: Path | None, only: str, settings: Sequence[str]
 ) -> None:
-    """Raises AssertionError if a run comes to other bits, or leaves something behind."""
-    base = Path(tempfile.mkdtemp(prefix="ch"))  # a short path: Ray has sockets in it
-    recovered: dict[str, list[float]] = {}
-    with stage(base, more) as (folder, retriever, web):
+    """Train once without faults, and with `count` faults for each seed; compare all files.
+
+    Args:
+        out: JSON file to write the times of recovery to.
+        only: text that the names of the faults must contain.
+        settings: further settings of the run.
+
+    Raises:
+        AssertionError: a disturbed run has other bits, or leaves something behind.
+    """
+    base = Path(tempfile.mkdtemp(prefix="ch"))  # Ray's sockets need a short path
+    recovered_s: dict[str, list[float]] = {}
+    with prepared_run(base, settings) as (folder, retriever, retriever_proxy):
         pristine = folder.with_name("pristine")
         shutil.copytree(folder, pristine)
-        calm = Run(folder, web, base / "t0")
-        calm.start()
-        calm.end()
-        expected, total = fingerprint(folder), calm.progress()
+        undisturbed = Run(folder, retriever_proxy, base / "t0")
+        undisturbed.start()
+        undisturbed.wait_for_end()
+        expected = fingerprint(folder)
+        boundaries = undisturbed.boundaries()
         print(
-            f"undisturbed: {total} boundaries, {len(expected)} files, {calm.starts} start",
+            f"undisturbed: {boundaries} boundaries, {len(expected)} files, "
+            f"{undisturbed.starts} start",
             flush=True,
         )
+
         for seed in seeds:
-            began = time.monotonic()
+            print(f"seed {seed}:", flush=True)
+            started = time.monotonic()
             shutil.rmtree(folder)
             shutil.copytree(pristine, folder)
-            print(f"seed {seed}:", flush=True)
-            run = Run(folder, web, base / f"t{seed}")
-            for name, seconds in disturbed(seed, number, run, retriever, total, only).items():
-                recovered.setdefault(name, []).extend(seconds)
-            found = fingerprint(folder)
-            differ = sorted(
-                name for name in {*expected, *found} if expected.get(name) != found.get(name)
-            )
-            left = run.left()
-            took = time.monotonic() - began
+            run = Run(folder, retriever_proxy, base / f"t{seed}")
+            faults = {
+                name: inject for name, inject in faults_of(run, retriever).items() if only in name
+            }
+            times = train_with_faults(run, faults, count=count, seed=seed, boundaries=boundaries)
+            for name, seconds in times.items():
+                recovered_s.setdefault(name, []).extend(seconds)
+
+            digests = fingerprint(folder)
+            names = {*expected, *digests}
+            differing = sorted(name for name in names if expected.get(name) != digests.get(name))
+            leftovers = run.leftovers()
             print(
-                f"seed {seed}: {number} faults, {run.starts} starts, {took:.0f} s; differ: {differ}; left: {left}"
+                f"seed {seed}: {count} faults, {run.starts} starts, "
+                f"{time.monotonic() - started:.0f} s; differ: {differing}; "
+                f"left: {leftovers}"
             )
-            for name in differ:
-                print(f"{name}: {expected.get(name)}\n{name}: {found.get(name)}", file=sys.stderr)
-            assert not differ
-            assert not left
+            for name in differing:
+                print(f"{name}: {expected.get(name)}\n{name}: {digests.get(name)}", file=sys.stderr)
+            assert not differing
+            assert not leftovers
     shutil.rmtree(base)
     if out is not None:
-        write_json(out, {"faults": number, "seeds": list(seeds), "recovered_s": recovered})
+        write_json(out, {"faults": count, "seeds": list(seeds), "recovered_s": recovered_s})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("faults", type=int, nargs="?", default=20)
     parser.add_argument("seeds", type=int, nargs="*", default=(1, 2, 3))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="faults whose names have this in them")
+    parser.add_argument("--only", default="", help="text that the names of the faults contain")
     parser.add_argument(
         "--set",
+        dest="settings",
         action="append",
         default=[],
         help="a setting of the run, such as trainer.staleness=1",
     )
-    given = parser.parse_args()
-    alone()
-    main(given.faults, given.seeds, given.out, given.only, given.set)
+    arguments = parser.parse_args()
+    isolate_shared_memory()
+    main(arguments.faults, arguments.seeds, arguments.out, arguments.only, arguments.settings)

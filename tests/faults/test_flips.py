@@ -1,4 +1,4 @@
-"""A bit flips in what a run or a pipeline has written: it is refused in one line, or says the same as before."""
+"""Files of runs and pipelines with one flipped bit: they are refused in one line, or read as before."""
 
 from __future__ import annotations
 
@@ -42,52 +42,71 @@ from tests.faults.forked import PASSAGES, bare_folder
 
 FLIPS = 60
 
-
-def flipped(path: Path, flips: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
-    """The file with another bit flipped each time, and which: byte and bit, at random where not named."""
-    whole, draw = path.read_bytes(), random.Random(0)
-    for place, bit in flips or [
-        (draw.randrange(len(whole)), draw.randrange(8)) for _ in range(FLIPS)
-    ]:
-        changed = bytearray(whole)
-        changed[place] ^= 1 << bit
-        path.write_bytes(changed)
-        yield place, bit
-    path.write_bytes(whole)
+Flip = tuple[int, int]  # a byte of a file, and a bit of that byte
 
 
-def refused_or_the_same(
+def random_flips(size: int) -> list[Flip]:
+    """Draw FLIPS bits of a file of `size` bytes."""
+    generator = random.Random(0)
+    return [(generator.randrange(size), generator.randrange(8)) for _ in range(FLIPS)]
+
+
+def flip_bits(path: Path, flips: Sequence[Flip] = ()) -> Iterator[Flip]:
+    """Yield each flip while the file has this one bit flipped; restore the file at the end.
+
+    Args:
+        flips: bits to flip, by default random ones.
+    """
+    content = path.read_bytes()
+    for byte, bit in flips or random_flips(len(content)):
+        damaged = bytearray(content)
+        damaged[byte] ^= 1 << bit
+        path.write_bytes(damaged)
+        yield byte, bit
+    path.write_bytes(content)
+
+
+def count_refusals(
     path: Path,
     read: Callable[[], Any],
     errors: type[Exception],
-    flips: Sequence[tuple[int, int]] = (),
+    flips: Sequence[Flip] = (),
 ) -> int:
-    """How many of the flips are refused; AssertionError if one is neither refused nor without a consequence."""
-    expected, refused = read(), 0
-    for place, bit in flipped(path, flips):
+    """Flip bits of a file one by one; return how many of the flips are refused.
+
+    Args:
+        read: reads the file.
+        errors: exception that a refusal must be. Its message must be one line and name the file.
+        flips: bits to flip, by default random ones.
+
+    Raises:
+        AssertionError: a flip is not refused, and changes the result of `read`.
+    """
+    expected = read()
+    refusals = 0
+    for byte, bit in flip_bits(path, flips):
         try:
-            found = read()
+            result = read()
         except errors as error:
-            refused += 1
-            assert "\n" not in str(error) and path.name in str(error)
+            refusals += 1
+            assert "\n" not in str(error)
+            assert path.name in str(error)
         else:
-            assert found == expected, (
-                f"bit {bit} of byte {place} of {path.name} changes what is read"
-            )
+            assert result == expected, f"bit {bit} of byte {byte} of {path.name} changes the result"
     assert read() == expected
-    return refused
+    return refusals
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "policy/weights"])
-def test_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path, name: str) -> None:
     identity = Identity(run="r", models={"policy": {"vocab": 512}}, recipe={"seed": 1})
+    step_folder = tmp_path / "step_000001"
 
     async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
-            (folder / "policy").mkdir()
-            return {
-                "policy/weights": write_chunks(folder / "policy" / "weights", [bytes(range(256))])
-            }
+            weights = folder / "policy" / "weights"
+            weights.parent.mkdir()
+            return {"policy/weights": write_chunks(weights, [bytes(range(256))])}
 
         return written
 
@@ -100,16 +119,16 @@ def test_a_checkpoint(tmp_path: Path, name: str) -> None:
 
     def read() -> Any:
         try:
-            found = Checkpoints(tmp_path, identity, keep=2).newest(lambda line: None)
-            return found, (tmp_path / "step_000001" / "policy" / "weights").read_bytes()
+            checkpoint = Checkpoints(tmp_path, identity, keep=2).newest(lambda line: None)
+            return checkpoint, (step_folder / "policy" / "weights").read_bytes()
         finally:
-            for aside in tmp_path.glob("refused_*"):
-                aside.rename(tmp_path / "step_000001")
+            for refused_folder in tmp_path.glob("refused_*"):
+                refused_folder.rename(step_folder)
 
-    assert refused_or_the_same(tmp_path / "step_000001" / name, read, CheckpointError) > FLIPS * 0.9
+    assert count_refusals(step_folder / name, read, CheckpointError) > FLIPS * 0.9
 
 
-def played(number: int) -> Trajectory:
+def example_trajectory(number: int) -> Trajectory:
     turn = Turn(
         index=0,
         agent="solver",
@@ -129,80 +148,80 @@ def played(number: int) -> Trajectory:
         seed=number,
         reward=number / 4,
     )
-    own = {
-        "task_id": f"a:{number}",
-        "source": "a",
-        "sample": 0,
-        "step": 4,
-        "outcome": 1.0,
-        "answer": str(number + 1),
-    }
-    return Trajectory(id=f"4/a:{number}/0", turns=(turn,), metrics={"answered": 1.0}, **own)
+    return Trajectory(
+        id=f"4/a:{number}/0",
+        task_id=f"a:{number}",
+        source="a",
+        sample=0,
+        step=4,
+        turns=(turn,),
+        metrics={"answered": 1.0},
+        outcome=1.0,
+        answer=str(number + 1),
+    )
 
 
 @pytest.mark.slow
-def test_tasks_and_trajectories(tmp_path: Path) -> None:
+def test_flipped_bits_of_tasks_and_trajectories_are_refused(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", arithmetic_tasks(1, {"train": 40}))
-    write_trajectories(tmp_path / "played", [played(number) for number in range(24)])
-    """Bits that say nothing, such as of names that parquet has twice, are many in so small files."""
-    for name, read in (("tasks", read_tasks), ("played", read_trajectories)):
+    write_trajectories(
+        tmp_path / "trajectories", [example_trajectory(number) for number in range(24)]
+    )
+    for name, read in (("tasks", read_tasks), ("trajectories", read_trajectories)):
         path = tmp_path / name
-        assert refused_or_the_same(path, partial(read, path), RecordError) > FLIPS * 0.5
-        in_pages = [
-            place for column in columns(path) for place in range(column.start, column.stop, 5)
-        ]
-        flips = [(place, 0) for place in in_pages]
-        assert refused_or_the_same(path, partial(read, path), RecordError, flips) > len(flips) * 0.8
+        # In files this small, many bits have no effect, such as those of names that parquet stores twice.
+        assert count_refusals(path, partial(read, path), RecordError) > FLIPS * 0.5
+
+        flips = []
+        for pages in column_pages(path):
+            flips += [(byte, 0) for byte in range(pages.start, pages.stop, 5)]
+        assert count_refusals(path, partial(read, path), RecordError, flips) > len(flips) * 0.8
 
 
-def columns(path: Path) -> Iterator[range]:
-    """Where the pages of a parquet file's columns lie."""
-    groups = pq.read_metadata(path)
-    for group in range(groups.num_row_groups):
-        for column in map(groups.row_group(group).column, range(groups.num_columns)):
-            first = column.dictionary_page_offset or column.data_page_offset
-            yield range(first, first + column.total_compressed_size)
+def column_pages(path: Path) -> Iterator[range]:
+    """Yield the bytes of the pages of each column of a parquet file."""
+    metadata = pq.read_metadata(path)
+    for number in range(metadata.num_row_groups):
+        row_group = metadata.row_group(number)
+        for column_number in range(metadata.num_columns):
+            column = row_group.column(column_number)
+            start = column.dictionary_page_offset or column.data_page_offset
+            yield range(start, start + column.total_compressed_size)
 
 
 @pytest.mark.parametrize("name", ["index/vectors.faiss", "index/index.json", "passages.jsonl"])
-def test_an_index_and_its_corpus(tmp_path: Path, name: str) -> None:
+def test_flipped_bits_of_an_index_or_its_corpus_are_refused(tmp_path: Path, name: str) -> None:
     bert = bare_folder(tmp_path) / "bert"
     write_corpus(tmp_path / "passages.jsonl", PASSAGES)
     build_index(tmp_path / "passages.jsonl", tmp_path / "index", Encoder.of("bge", bert))
-    least = FLIPS * 0.9
-    assert (
-        refused_or_the_same(
-            tmp_path / name, lambda: manifest_of(tmp_path / "index"), RetrievalError
-        )
-        > least
-    )
-
-
-def manifest_of(index_dir: Path) -> Any:
-    return Index.open(index_dir, verify=True).manifest
-
-
-def test_an_evaluation(tmp_path: Path) -> None:
-    tasks = [{"task_id": f"a/{n}", "source": "a", "metrics": {"avg@2": n / 4}} for n in range(4)]
-    counts = {"k": 2, "replies": 8, "overlong": 0, "cut": 0, "failed": {}}
-    write_json(
-        tmp_path / "trained.json",
-        sealed({"run": "r", "state": "trained", **counts, "tasks": tasks}),
-    )
 
     def read() -> Any:
-        return read_evaluation(tmp_path / "trained.json").to_dict()
+        return Index.open(tmp_path / "index", verify=True).manifest
 
-    assert refused_or_the_same(tmp_path / "trained.json", read, TableError) > FLIPS * 0.8
-    compared = lambda: read_record(tmp_path / "trained.json", "tasks")["tasks"]  # noqa: E731
-    assert refused_or_the_same(tmp_path / "trained.json", compared, FolderError) > FLIPS * 0.8
+    assert count_refusals(tmp_path / name, read, RetrievalError) > FLIPS * 0.9
+
+
+def test_flipped_bits_of_an_evaluation_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trained.json"
+    tasks = [{"task_id": f"a/{n}", "source": "a", "metrics": {"avg@2": n / 4}} for n in range(4)]
+    counts = {"k": 2, "replies": 8, "overlong": 0, "cut": 0, "failed": {}}
+    write_json(path, sealed({"run": "r", "state": "trained", **counts, "tasks": tasks}))
+
+    def read_for_table() -> Any:
+        return read_evaluation(path).to_dict()
+
+    def read_for_comparison() -> Any:
+        return read_record(path, "tasks")["tasks"]
+
+    assert count_refusals(path, read_for_table, TableError) > FLIPS * 0.8
+    assert count_refusals(path, read_for_comparison, FolderError) > FLIPS * 0.8
 
 
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
 )
-def test_a_finished_model(tmp_path: Path, name: str) -> None:
-    """An evaluation, `serve`, `chat` and `export` take one whose files are those that training wrote."""
+def test_flipped_bits_of_a_finished_model_are_refused(tmp_path: Path, name: str) -> None:
+    """Evaluations, `serve`, `chat` and `export` accept a model only with the files that training wrote."""
     config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "test")
     model = config.folder / "train" / "models" / "solver"
     make_tiny_model(model)
@@ -213,29 +232,33 @@ def test_a_finished_model(tmp_path: Path, name: str) -> None:
     def read() -> Any:
         return config_with_seats(config, "trained", {"verifier": "base"}).policies
 
-    assert refused_or_the_same(model / name, read, FolderError) == FLIPS
-    for _ in flipped(model / name, [(0, 0)]):
-        with pytest.raises(
-            FolderError, match=rf"{name}: not there, or not as it was written; train again"
-        ):
+    assert count_refusals(model / name, read, FolderError) == FLIPS
+
+    message = rf"{name}: not there, or not as it was written; train again"
+    for _ in flip_bits(model / name, [(0, 0)]):
+        with pytest.raises(FolderError, match=message):
             export(config.folder, "solver", tmp_path / "exported", print)
     assert not (tmp_path / "exported").exists()
+
     (model / name).unlink()
     with pytest.raises(FolderError, match=rf"{name}: not there"):
         read()
 
 
-def test_a_config_is_refused_or_of_another_recipe_or_the_same_but_for_what_may_change(
-    tmp_path: Path,
-) -> None:
-    """It has no digest, as people write them: a checkpoint's recipe refuses to go on with another."""
+def test_flipped_bits_of_a_config_are_refused_or_change_the_recipe(tmp_path: Path) -> None:
+    """A config has no digest, because users edit it; a checkpoint refuses a config with another recipe."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(resolve(["experiment=demo_math", f"results={tmp_path}"])))
-    expected, refused, other = recipe_of(RunConfig.load(path)), 0, 0
-    for _ in flipped(path):
+    expected = recipe_of(RunConfig.load(path))
+    refused = 0
+    changed = 0
+    for _ in flip_bits(path):
         try:
-            other += recipe_of(RunConfig.load(path)) != expected
+            recipe = recipe_of(RunConfig.load(path))
         except ConfigError as error:
             refused += 1
             assert "\n" not in str(error)
-    assert refused + other > FLIPS * 0.5
+        else:
+            changed += recipe != expected
+    # The other bits are in settings that a continued run may change.
+    assert refused + changed > FLIPS * 0.5

@@ -1,4 +1,4 @@
-"""While a disk is full a run waits, says so, and goes on when there is room."""
+"""Runs on a full disk: they wait, print a warning, and continue when there is free space again."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ from tests.support.virtual_time import run_virtually
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = ("unshare", "--user", "--map-root-user", "--mount")
+IN_OWN_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-def test_it_waits_half_an_hour_and_no_longer(
+def test_a_full_disk_is_waited_for_half_an_hour(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tries: list[float] = []
+    attempts_s: list[float] = []
 
     async def write() -> None:
-        tries.append(asyncio.get_running_loop().time())
+        attempts_s.append(asyncio.get_running_loop().time())
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with pytest.raises(OSError, match="quota"):
         run_virtually(retry_while_full(write, tmp_path / "not there" / "file"))
-    assert tries[:8] == [0, 1, 3, 7, 15, 31, 63, 123]
-    assert PATIENCE_S - 60 < tries[-1] <= PATIENCE_S == 1800
-    said = capfd.readouterr().err
-    free = r"the disk or a quota is full \(\d+ MiB are free\); make room: it is tried again for 30 minutes"
-    assert re.fullmatch(rf"{tmp_path}/not there/file: {free}, and nothing is lost\n", said)
+    assert attempts_s[:8] == [0, 1, 3, 7, 15, 31, 63, 123]
+    assert PATIENCE_S - 60 < attempts_s[-1] <= PATIENCE_S == 1800
+    warning = (
+        rf"{tmp_path}/not there/file: the disk or a quota is full \(\d+ MiB are free\); make room: "
+        r"it is tried again for 30 minutes, and nothing is lost\n"
+    )
+    assert re.fullmatch(warning, capfd.readouterr().err)
 
 
-def test_what_is_no_full_disk_is_not_waited_for(tmp_path: Path) -> None:
+def test_other_errors_are_not_waited_for(tmp_path: Path) -> None:
     async def write() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -56,36 +58,39 @@ def test_what_is_no_full_disk_is_not_waited_for(tmp_path: Path) -> None:
         run_virtually(retry_while_full(write, tmp_path / "file"))
 
 
-def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
-    """A run's lines and warnings go to stderr; `gone`: what happens to it on the way."""
-    tries: list[int] = []
+def report_steps(folder: Path, break_stderr: Callable[[], None] = lambda: None) -> None:
+    """Report steps and warnings of a run on stderr while its disk is full.
+
+    Args:
+        break_stderr: called after the first step.
+    """
+    attempts = 0
 
     async def write() -> int:
-        tries.append(1)
-        if len(tries) < 3:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return 7
 
     with ProgressReporter("run train", 3) as reporter:
-        metrics, log = (
-            MetricsLog(folder / "metrics", 0, reporter.note),
-            CollectionLog(folder / "calls"),
-        )
+        metrics = MetricsLog(folder / "metrics", 0, reporter.note)
+        calls = CollectionLog(folder / "calls")
         reporter.step(1, {"reward": 0.5})
-        gone()
-        reporter.note("n" * 99_999)  # more than waits in memory
+        break_stderr()
+        reporter.note("n" * 99_999)  # longer than the stream's buffer
         for name in ("metrics", "calls"):
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to("/dev/full")
         metrics.append(1, {"x": 1.0})
-        log.add_call("key", 1)
+        calls.add_call("key", 1)
         assert run_virtually(retry_while_full(write, folder / "file")) == 7
         reporter.step(3, {"reward": 0.5})
 
 
 @contextmanager
-def closed(stream: TextIO) -> Iterator[TextIO]:
-    """Closed in the end, whatever it says then."""
+def closing(stream: TextIO) -> Iterator[TextIO]:
+    """Close a stream after this block, ignoring the error if its buffer cannot be written."""
     try:
         yield stream
     finally:
@@ -96,9 +101,9 @@ def closed(stream: TextIO) -> Iterator[TextIO]:
 def test_a_log_on_the_full_disk_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closed(Path("/dev/full").open("w")) as log:
+    with closing(Path("/dev/full").open("w")) as log:
         monkeypatch.setattr(sys, "stderr", log)
-        told(tmp_path)
+        report_steps(tmp_path)
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
             print("n" * 99_999, file=log, flush=True)
@@ -108,35 +113,32 @@ def test_a_log_on_the_full_disk_ends_nothing(
 def test_a_terminal_that_is_gone_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool
 ) -> None:
-    """A bar is drawn there, or lines go there while all goes into a log."""
+    """The terminal is stderr, with a progress bar, or it gets lines beside a log."""
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
-    with closed(os.fdopen(slave, "w")) as stream:
-        monkeypatch.setattr(*((sys, "stderr") if bar else (user_terminal, "_terminal")), stream)
-        told(tmp_path, lambda: os.close(master))
+    with closing(os.fdopen(slave, "w")) as terminal:
+        if bar:
+            monkeypatch.setattr(sys, "stderr", terminal)
+        else:
+            monkeypatch.setattr(user_terminal, "_terminal", terminal)
+        report_steps(tmp_path, break_stderr=lambda: os.close(master))
         monkeypatch.undo()
         with pytest.raises(OSError, match="Input/output error"):
             os.write(slave, b"x")
 
 
 @pytest.mark.slow
-def test_a_training_whose_disk_is_full_for_some_seconds_comes_to_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    probe = [*ALONE, "mount", "-t", "tmpfs", "probe", str(tmp_path)]
-    if shutil.which("unshare") is None or subprocess.run(probe, check=False).returncode:
-        pytest.skip(
-            "this machine lets nobody mount a file system of his own (unshare --user --mount)"
-        )
-    (tmp_path / "disk").mkdir()
-    command = [*ALONE, sys.executable, "-m", "tests.faults.full", str(tmp_path / "disk")]
-    done = subprocess.run(
+def test_a_disk_that_is_full_for_seconds_does_not_change_a_training(tmp_path: Path) -> None:
+    probe = [*IN_OWN_NAMESPACE, "mount", "-t", "tmpfs", "probe", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(probe, check=False).returncode != 0:
+        pytest.skip("users of this machine cannot mount file systems (unshare --user --mount)")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*IN_OWN_NAMESPACE, sys.executable, "-m", "tests.faults.full", str(disk)]
+    completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(
-        r"/checkpoints/\.step_000001.*: the disk or a quota is full \(0 MiB are free\)", done.stdout
-    )
-    assert re.search(
-        r"/trajectories/step_000001\.parquet: the disk or a quota is full", done.stdout
-    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    full = r"the disk or a quota is full"
+    assert re.search(rf"/checkpoints/\.step_000001.*: {full} \(0 MiB are free\)", completed.stdout)
+    assert re.search(rf"/trajectories/step_000001\.parquet: {full}", completed.stdout)

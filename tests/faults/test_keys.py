@@ -1,4 +1,4 @@
-"""The keys that a run holds are in no file of its folder, no line, no list and no process's arguments."""
+"""API keys and passwords of a run appear in none of its files, messages, lists and process arguments."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
+
 KEYS = {
     "COACH_TEST_KEY": "sk-coach-0123456789abcdef",
     "MLFLOW_TRACKING_PASSWORD": "tiger-of-the-store-0123",
@@ -46,8 +47,8 @@ SETTINGS = (
 )
 
 
-def arguments() -> Iterator[bytes]:
-    """What every process of this machine was started with."""
+def process_arguments() -> Iterator[bytes]:
+    """Yield the arguments of every process of this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             yield path.read_bytes()
@@ -55,75 +56,88 @@ def arguments() -> Iterator[bytes]:
             continue
 
 
+def quoting_coach(body: dict[str, Any], number: int) -> Response:
+    """Answer as a coach that quotes its API key, in verdicts and in error messages."""
+    key = KEYS["COACH_TEST_KEY"]
+    if number % 4 == 1:
+        return Response(f"bad key {key} {'.' * 180} bad key {key}".encode(), status=500)
+    return says(f"I was asked with {key}.\nPROCESS_SCORE: {number % 10}")
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_no_key_of_a_training_is_seen_anywhere(
+def test_the_keys_of_a_training_are_shown_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coach quotes the key that it was sent, in its verdicts and in what it says as it fails."""
-    secret = KEYS["COACH_TEST_KEY"]
-
-    def judge(body: dict[str, Any], number: int) -> Response:
-        if number % 4 == 1:
-            return Response(f"bad key {secret} {'.' * 180} bad key {secret}".encode(), status=500)
-        return says(f"I was asked with {secret}.\nPROCESS_SCORE: {number % 10}")
-
-    with chat_server(judge) as server:
+    """The coach of the run quotes its key in its answers."""
+    output_file = tmp_path / "shown"
+    home = tmp_path / "home"
+    home.mkdir()
+    texts: set[bytes] = set()  # everything that others might see
+    with chat_server(quoting_coach) as server:
         run = make_run(tmp_path, *SETTINGS, f"coach.url={server.url}")
-        env = {**os.environ, **KEYS, "HOME": str(tmp_path / "home")}
-        (tmp_path / "home").mkdir()
-        shown, seen = tmp_path / "shown", set()
-        with shown.open("wb") as file:
-            command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
-            process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+        command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
+        environment = {**os.environ, **KEYS, "HOME": str(home)}
+        with output_file.open("wb") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             while process.poll() is None:
-                seen.update(arguments())
+                texts.update(process_arguments())
                 time.sleep(0.1)
-        assert process.returncode == 0, shown.read_text()
-        assert {value for sent in server.headers for value in sent.values() if "sk-" in value} == {
-            f"Bearer {secret}"
-        }
-    secrets = [key.encode() for key in KEYS.values()]
-    secrets.append((tmp_path / "home" / ".ray" / "auth_token").read_bytes().strip())
+        assert process.returncode == 0, output_file.read_text()
+        keys_sent: set[str] = set()
+        for headers in server.headers:
+            keys_sent.update(value for value in headers.values() if "sk-" in value)
+        assert keys_sent == {f"Bearer {KEYS['COACH_TEST_KEY']}"}
+
     monkeypatch.chdir(tmp_path)
-    for words in (["ls", str(tmp_path)], ["show", str(run)], ["compare", str(run), str(run)]):
-        done = CliRunner().invoke(app, words, env=KEYS)
-        assert done.exit_code == 0, done.output
-        seen.update((done.stdout_bytes, done.stderr_bytes))
-        assert "demo_math" in done.stdout or words[0] == "compare"
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "auth_token"]
-    assert {"config.yaml", "metrics.jsonl", "mlflow.db", "ledger.sqlite", "shown"} <= {
-        path.name for path in files
-    }
-    seen.update(path.read_bytes() for path in files)
-    assert any(
-        b"I was asked with [key]" in text for text in seen
-    )  # what it said is there to be looked at
-    assert any(b"ray" in text and b"raylet" in text for text in seen)
-    assert not [
-        text[:200] for text in seen for key in secrets if key[: SHOWN_KEY_CHARS + 7] in text
-    ]
+    for arguments in (["ls", str(tmp_path)], ["show", str(run)], ["compare", str(run), str(run)]):
+        result = CliRunner().invoke(app, arguments, env=KEYS)
+        assert result.exit_code == 0, result.output
+        texts.update((result.stdout_bytes, result.stderr_bytes))
+        assert "demo_math" in result.stdout or arguments[0] == "compare"
+
+    ray_token = home / ".ray" / "auth_token"
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != ray_token]
+    names = {path.name for path in files}
+    assert {"config.yaml", "metrics.jsonl", "mlflow.db", "ledger.sqlite", "shown"} <= names
+    texts.update(path.read_bytes() for path in files)
+
+    # The coach's verdicts and the arguments of Ray's processes are among the texts.
+    assert any(b"I was asked with [key]" in text for text in texts)
+    assert any(b"ray" in text and b"raylet" in text for text in texts)
+
+    secrets = [key.encode() for key in KEYS.values()]
+    secrets.append(ray_token.read_bytes().strip())
+    for secret in secrets:
+        # Messages may show the first few characters of a key.
+        shown = secret[: SHOWN_KEY_CHARS + 7]
+        assert not [text[:200] for text in texts if shown in text]
 
 
 @pytest.mark.parametrize(
     "uri",
-    ["http://me:tiger-1234@store:5000", "https://tiger-1234@store", "postgresql://me:tiger-1234@store/runs",
-     "postgresql:///runs?user=me&password=tiger-1234", "https://store/?token=tiger-1234",
-     "mssql+pyodbc:///?odbc_connect=SERVER%3Dstore%3BPWD%3Dtiger-1234"],
-)  # fmt: skip
-def test_a_store_with_a_password_in_its_address_is_refused_without_showing_it(
+    [
+        "http://me:tiger-1234@store:5000",
+        "https://tiger-1234@store",
+        "postgresql://me:tiger-1234@store/runs",
+        "postgresql:///runs?user=me&password=tiger-1234",
+        "https://store/?token=tiger-1234",
+        "mssql+pyodbc:///?odbc_connect=SERVER%3Dstore%3BPWD%3Dtiger-1234",
+    ],
+)
+def test_a_tracking_uri_with_a_password_is_refused_without_showing_it(
     tmp_path: Path, uri: str
 ) -> None:
     values = resolve(["experiment=demo_math"])
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({**values, "tracking": {**values["tracking"], "uri": uri}})
-    )
-    with pytest.raises(ConfigError, match=r"tracking\.uri: may hold no password") as refused:
-        RunConfig.load(tmp_path / "config.yaml")
-    assert "tiger" not in str(refused.value)
+    values["tracking"]["uri"] = uri
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"tracking\.uri: may hold no password") as refusal:
+        RunConfig.load(config_file)
+    assert "tiger" not in str(refusal.value)
 
 
-def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path) -> None:
+def test_a_tracking_uri_without_a_password_is_accepted() -> None:
     values = resolve(["experiment=demo_math"])
     for uri in (
         "postgresql://me@store/runs?sslkey=/home/me/key",
@@ -131,36 +145,38 @@ def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path
         "http://store:5000",
         "databricks",
     ):
-        assert (
-            RunConfig.check(
-                {**values, "tracking": {**values["tracking"], "uri": uri}}, "here"
-            ).tracking.uri
-            == uri
-        )
+        values["tracking"]["uri"] = uri
+        assert RunConfig.check(values, "test").tracking.uri == uri
 
 
 @pytest.mark.parametrize(
     "override",
-    ["tracking.uri=http://me:tiger@store:x", "tracking.password=tiger", "coach.x=sk-tiger-0123", "x=://t:tiger@",
-     "tracking={password: 'my tiger'}", "x=github_pat_tiger0123"],
-)  # fmt: skip
-def test_a_refusal_of_what_was_given_shows_no_password(override: str) -> None:
+    [
+        "tracking.uri=http://me:tiger@store:x",
+        "tracking.password=tiger",
+        "coach.x=sk-tiger-0123",
+        "x=://t:tiger@",
+        "tracking={password: 'my tiger'}",
+        "x=github_pat_tiger0123",
+    ],
+)
+def test_a_refused_override_is_shown_without_its_password(override: str) -> None:
     for refuse in (
         lambda: resolve(["experiment=demo_math", override]),
         lambda: load_suite("demo_math", [override]),
     ):
-        with pytest.raises((ConfigError, SuiteError)) as refused:
+        with pytest.raises((ConfigError, SuiteError)) as refusal:
             refuse()
-        assert "tiger" not in str(refused.value)
-        assert "[redacted]" in str(refused.value)
+        assert "tiger" not in str(refusal.value)
+        assert "[redacted]" in str(refusal.value)
 
 
-def test_a_file_of_a_key_and_what_is_said_of_it_are_shown() -> None:
-    for said in (
+def test_names_of_key_files_and_of_options_are_shown() -> None:
+    for text in (
         "/home/me/hf_token: retriever needs it",
         "/run/secrets/my.password: no such file",
         "token_file=/a/b",
         "max_token=3",
         "token=[redacted]",
     ):
-        assert redact_secrets(said) == said
+        assert redact_secrets(text) == text

@@ -1,4 +1,4 @@
-"""Pipes and devices in place of files that users name are refused in one line, and nothing waits for them."""
+"""Pipes, devices and huge configs instead of the files that users name are refused in one line, without waiting."""
 
 import os
 from collections.abc import Callable
@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a device": lambda path: path.symlink_to("/dev/zero"),
 }
 
-
+# File name, expected error, and a function that reads the file in a folder
 READERS: dict[str, tuple[str, type[Exception], Callable[[Path], object]]] = {
     "rows of JSON": ("a.json", RecordError, lambda folder: list(read_rows(folder / "a.json"))),
     "lines of JSON": ("a.jsonl", RecordError, lambda folder: list(read_rows(folder / "a.jsonl"))),
