@@ -1,1 +1,1 @@
-"""The project on a real Slurm."""
+"""Tests of the project on a real Slurm."""

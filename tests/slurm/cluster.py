@@ -1,7 +1,7 @@
-"""A real Slurm from Debian's packages in a folder of its own: no root, nothing installed, gone with the folder.
+"""Real Slurm cluster from Debian's packages in a temporary folder; needs no root and installs nothing.
 
-`python -m tests.slurm.cluster FOLDER [--nodes 2] [--accounting]` starts one, prints what a shell must export to use it,
-and ends it with Ctrl-C.
+`python -m tests.slurm.cluster FOLDER [--nodes 2] [--accounting]` starts a cluster, prints what a shell must export to
+use it, and ends it with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import psutil
 from rollout.base.processes import free_port, start_group, stop_group
 from tests.support.debian import unpacked
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = [
     "slurmctld",
     "slurmd",
@@ -37,69 +38,87 @@ PACKAGES = [
     "libhwloc15",
     "liblua5.1-0",
 ]
-ACCOUNTING = [
+ACCOUNTING_PACKAGES = [
     "slurmdbd",
     "slurm-wlm-mysql-plugin",
     "mariadb-server-core",
     "mariadb-client-core",
     "libaio1",
     "liburing2",
+    "libmariadb3",
 ]
-ACCOUNTING += ["libmariadb3"]
-GPUS, CPUS, MEMORY = 4, 12, 64_000  # of a node, pretended; memory in MB
+
+# Resources that each node claims to have
+GPUS = 4
+CPUS = 12
+MEMORY_MB = 64_000
+
+END_STATES = (
+    "COMPLETED",
+    "FAILED",
+    "TIMEOUT",
+    "CANCELLED",
+    "OUT_OF_MEMORY",
+    "NODE_FAIL",
+    "PREEMPTED",
+)
 
 
 @dataclass(kw_only=True)
 class Slurm(AbstractContextManager["Slurm"]):
-    """A cluster of `nodes` machines that are all this one, with pretended CPUs and GPUs, for the block."""
+    """Slurm cluster whose nodes are all this machine, with claimed CPUs and GPUs; runs for a `with` block.
+
+    Attributes:
+        folder: folder of all its files.
+        nodes: number of nodes.
+        accounting: start Slurm's database too.
+        kill_wait: seconds between SIGTERM and SIGKILL, by default Slurm's.
+        settings: further lines of slurm.conf.
+        env: environment in which Slurm's commands are found.
+    """
 
     folder: Path
     nodes: int = 2
     accounting: bool = False
-    kill_wait: int = 30  # seconds between SIGTERM and SIGKILL, Slurm's default
-    settings: Sequence[str] = ()  # further lines of slurm.conf
+    kill_wait: int = 30
+    settings: Sequence[str] = ()
     env: dict[str, str] = field(default_factory=dict, init=False)
     _stack: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __enter__(self) -> Slurm:
-        """Fetch, configure and start everything.
+        """Download, configure and start Slurm.
 
         Raises:
-            NoPackages: the packages cannot be had.
+            NoPackages: the packages cannot be downloaded.
         """
-        root = unpacked(self.folder, [*PACKAGES, *(ACCOUNTING if self.accounting else ())])
-        for daemon in (root / "usr/sbin").glob("*-wlm"):  # they ask their own name what they are
+        packages = [*PACKAGES, *ACCOUNTING_PACKAGES] if self.accounting else PACKAGES
+        root = unpacked(self.folder, packages)
+        # A daemon's name decides which daemon it is.
+        for daemon in (root / "usr/sbin").glob("*-wlm"):
             daemon.with_name(daemon.name.removesuffix("-wlm")).symlink_to(daemon.name)
-        lib = root / "usr/lib/x86_64-linux-gnu"
-        if not lib.is_dir():
-            lib = next((root / "usr/lib").glob("*-linux-gnu"))
-        own = {
-            "LD_LIBRARY_PATH": f"{lib}:{lib}/slurm-wlm",
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-        }
-        self._wrap(root, own)
+        libraries = root / "usr/lib/x86_64-linux-gnu"
+        if not libraries.is_dir():
+            libraries = next((root / "usr/lib").glob("*-linux-gnu"))
+        self._wrap_commands(root, libraries)
         self.env = os.environ | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+
         with ExitStack() as stack:
-            self._configure(lib)
-            self._munge(stack)
+            self._configure(libraries)
+            self._start_munge(stack)
             if self.accounting:
-                self._accounts(stack, root)
-            self._daemon(stack, "slurmctld", ["slurmctld", "-D", "-i"])
+                self._start_accounting(stack, root)
+            self._start_daemon(stack, "slurmctld", ["slurmctld", "-D", "-i"])
             for node in range(self.nodes):
-                command = ["slurmd", "-D", "-N", f"n{node}"]
-                self._daemon(stack, f"n{node}", [*command, "-d", f"{root}/usr/sbin/slurmstepd"])
-            wait_until(
-                lambda: (
-                    self.run("sinfo", "-h", "-N", "-o", "%T").split().count("idle") >= self.nodes
-                ),
-                30,
-            )
+                step_daemon = f"{root}/usr/sbin/slurmstepd"
+                command = ["slurmd", "-D", "-N", f"n{node}", "-d", step_daemon]
+                self._start_daemon(stack, f"n{node}", command)
+            wait_until(lambda: self._idle_nodes() >= self.nodes, 30)
             stack.callback(self._end_jobs)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the jobs and all of Slurm, what they left running, and remove the folder."""
+        """End the jobs, their processes and Slurm's daemons; remove the folder."""
         try:
             self._stack.close()
         finally:
@@ -111,228 +130,316 @@ class Slurm(AbstractContextManager["Slurm"]):
             shutil.rmtree(self.folder)
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm prints."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
-        assert not check or not done.returncode, f"{command}: {done.stderr}{self.logs()}"
-        return done.stdout + done.stderr
+        """Run a command of Slurm; return its output.
 
-    def ends(self, process: subprocess.Popen[Any]) -> None:
-        """Have a process that uses this cluster end before it does."""
+        Args:
+            check: assert that the command succeeds.
+        """
+        completed = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, check=False
+        )
+        if check:
+            assert completed.returncode == 0, f"{command}: {completed.stderr}{self.logs()}"
+        return completed.stdout + completed.stderr
+
+    def kill_at_exit(self, process: subprocess.Popen[Any]) -> None:
+        """Kill a process that uses this cluster before the cluster ends."""
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says about a job, by key."""
-        words = self.run("scontrol", "--oneliner", "show", "job", number).split()
-        return dict(word.partition("=")[::2] for word in words)
+        """Return the fields that `scontrol show job` prints."""
+        fields = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(field.partition("=")[::2] for field in fields)
 
     def train(self, run: Path, *options: str, nodes: int = 1) -> str:
-        """Submit a training in one step of a job, as the rule `train` does; gives the job's number."""
-        command = [sys.executable, "-m", "tests.slurm.training_job", str(run / "config.yaml")]
-        command += [str(run / "logs" / "train.log"), str(nodes), "4"]
-        step = ["srun", "-n1", "--cpus-per-task=4", f"--nodes={nodes}", *command]
-        size = [
+        """Submit a training as one step of a job, like the rule `train`; return the job's number.
+
+        Args:
+            run: run folder.
+            options: further options of sbatch.
+        """
+        training = [
+            sys.executable,
+            "-m",
+            "tests.slurm.training_job",
+            str(run / "config.yaml"),
+            str(run / "logs" / "train.log"),
+            str(nodes),
+            "4",
+        ]
+        step = ["srun", "-n1", "--cpus-per-task=4", f"--nodes={nodes}", *training]
+        return self.run(
+            "sbatch",
+            "--parsable",
             "--requeue",
             f"--nodes={nodes}",
             f"--ntasks={nodes}",
             "--cpus-per-task=4",
             "--mem=4000",
-        ]
-        size += [f"--output={run}/slurm.out", f"--chdir={Path(__file__).parents[2]}"]
-        return self.run(
-            "sbatch", "--parsable", *size, *options, f"--wrap={shlex.join(step)}"
+            f"--output={run}/slurm.out",
+            f"--chdir={ROOT}",
+            *options,
+            f"--wrap={shlex.join(step)}",
         ).strip()
 
-    def ended(self, number: str, seconds: float = 600) -> str:
-        """How a job has ended."""
-        ends = (
-            "COMPLETED",
-            "FAILED",
-            "TIMEOUT",
-            "CANCELLED",
-            "OUT_OF_MEMORY",
-            "NODE_FAIL",
-            "PREEMPTED",
-        )
-        wait_until(lambda: self.job(number)["JobState"] in ends, seconds)
+    def wait_for_end(self, number: str, seconds: float = 600) -> str:
+        """Wait until a job has ended; return its state."""
+        wait_until(lambda: self.job(number)["JobState"] in END_STATES, seconds)
         return self.job(number)["JobState"]
 
+    def wait_for_requeue(self, number: str, seconds: float) -> None:
+        """Wait until a job has been stopped once and waits to be started again."""
+
+        def is_requeued() -> bool:
+            job = self.job(number)
+            return job["Restarts"] == "1" and job["JobState"] == "PENDING"
+
+        wait_until(is_requeued, seconds)
+
+    def start_soon(self, number: str, *settings: str) -> None:
+        """Let a requeued job start in 5 s, and change other settings of it.
+
+        By default a requeued job starts after two minutes. Slurm refuses a start in the same second.
+        """
+        self.run("scontrol", "update", f"JobId={number}", *settings, "StartTime=now+5")
+
+    def find_job(self, comment: str) -> str:
+        """Return the number of the only queued or running job whose comment contains this text.
+
+        Snakemake writes the rule of a job into its comment.
+        """
+        numbers = []
+        for line in self.run("squeue", "-h", "-o", "%i %k").splitlines():
+            number, job_comment = line.split()
+            if comment in job_comment:
+                numbers.append(number)
+        (number,) = numbers
+        return number
+
+    def is_idle(self) -> bool:
+        """Return True if no job is queued or running."""
+        return not self.run("squeue", "-h").strip()
+
     def logs(self, lines: int = 15) -> str:
-        """The ends of the daemons' logs, for messages of failed tests."""
-        tails = {
-            log.name: log.read_text(errors="replace").splitlines()[-lines:]
-            for log in self.folder.glob("*.log")
-        }
-        return "\n".join(f"\n--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
+        """Return the last lines of the daemons' logs, for messages of failed tests."""
+        logs = []
+        for path in self.folder.glob("*.log"):
+            last_lines = path.read_text(errors="replace").splitlines()[-lines:]
+            logs.append("\n".join([f"\n--- {path.name}", *last_lines]))
+        return "\n".join(logs)
 
-    def _wrap(self, root: Path, env: Mapping[str, str]) -> None:
-        """Commands that find their libraries and this cluster by themselves, as installed ones would."""
+    def _idle_nodes(self) -> int:
+        return self.run("sinfo", "-h", "-N", "-o", "%T").split().count("idle")
+
+    def _wrap_commands(self, root: Path, libraries: Path) -> None:
+        """Write scripts that start the commands with their libraries and this cluster's config."""
+        environment = (
+            f"LD_LIBRARY_PATH={libraries}:{libraries}/slurm-wlm "
+            f"SLURM_CONF={self.folder / 'slurm.conf'}"
+        )
         (self.folder / "bin").mkdir()
-        settings = " ".join(f"{name}={value}" for name, value in env.items())
         for command in (*(root / "usr/bin").iterdir(), *(root / "usr/sbin").iterdir()):
-            wrapper = self.folder / "bin" / command.name
-            wrapper.write_text(f'#!/bin/sh\n{settings} exec {command} "$@"\n')
-            wrapper.chmod(0o755)
+            script = self.folder / "bin" / command.name
+            script.write_text(f'#!/bin/sh\n{environment} exec {command} "$@"\n')
+            script.chmod(0o755)
 
-    def _daemon(
-        self, stack: ExitStack, name: str, command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        child = start_group(command, log=self.folder / f"{name}.log", env=self.env, cwd=self.folder)
-        stack.callback(stop_group, child)
-        return child
+    def _start_daemon(self, stack: ExitStack, name: str, command: Sequence[str]) -> None:
+        log = self.folder / f"{name}.log"
+        process = start_group(command, log=log, env=self.env, cwd=self.folder)
+        stack.callback(stop_group, process)
 
-    def _munge(self, stack: ExitStack) -> None:
+    def _start_munge(self, stack: ExitStack) -> None:
+        """Start the authentication service."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        own = {
-            "socket": "munge.sock",
-            "key-file": "munge.key",
-            "pid-file": "munge.pid",
-            "seed-file": "munge.seed",
-        }
-        options = [f"--{name}={self.folder / file}" for name, file in own.items()]
-        self._daemon(
-            stack, "munged", ["munged", "--foreground", "--force", *options, "--num-threads=2"]
-        )
+        command = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder / 'munge.sock'}",
+            f"--key-file={key}",
+            f"--pid-file={self.folder / 'munge.pid'}",
+            f"--seed-file={self.folder / 'munge.seed'}",
+            "--num-threads=2",
+        ]
+        self._start_daemon(stack, "munged", command)
         wait_until((self.folder / "munge.sock").exists, 10)
 
-    def _accounts(self, stack: ExitStack, root: Path) -> None:
-        """MariaDB and slurmdbd, with this cluster and an account `lab` of this user."""
-        data, user = self.folder / "mariadb", getpass.getuser()
-        sql = self.folder / "mariadb.sock"
-        base = [f"--basedir={root}/usr", f"--datadir={data}", f"--user={user}"]
-        subprocess.run(
-            [
-                "mariadb-install-db",
-                "--no-defaults",
-                *base,
-                "--skip-test-db",
-                "--auth-root-authentication-method=normal",
-            ],
-            env=self.env,
-            check=True,
-            capture_output=True,
-        )
-        server = ["mariadbd", "--no-defaults", *base, f"--socket={sql}", "--skip-networking"]
-        self._daemon(
-            stack, "mariadb", [*server, "--innodb-buffer-pool-size=64M", "--skip-grant-tables"]
-        )
-        wait_until(sql.exists, 60)
-        self.env["MYSQL_UNIX_PORT"] = str(sql)
-        self._daemon(stack, "slurmdbd", ["slurmdbd", "-D"])
-        wait_until(
-            lambda: "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False), 60
-        )
-        for words in (
+    def _start_accounting(self, stack: ExitStack, root: Path) -> None:
+        """Start MariaDB and slurmdbd, with this cluster and an account `lab` of this user."""
+        user = getpass.getuser()
+        socket_file = self.folder / "mariadb.sock"
+        options = [
+            "--no-defaults",
+            f"--basedir={root}/usr",
+            f"--datadir={self.folder / 'mariadb'}",
+            f"--user={user}",
+        ]
+        install = [
+            "mariadb-install-db",
+            *options,
+            "--skip-test-db",
+            "--auth-root-authentication-method=normal",
+        ]
+        subprocess.run(install, env=self.env, check=True, capture_output=True)
+        serve = [
+            "mariadbd",
+            *options,
+            f"--socket={socket_file}",
+            "--skip-networking",
+            "--innodb-buffer-pool-size=64M",
+            "--skip-grant-tables",
+        ]
+        self._start_daemon(stack, "mariadb", serve)
+        wait_until(socket_file.exists, 60)
+
+        self.env["MYSQL_UNIX_PORT"] = str(socket_file)
+        self._start_daemon(stack, "slurmdbd", ["slurmdbd", "-D"])
+        wait_until(self._has_database, 60)
+        for command in (
             "add cluster c",
             "add account lab",
             "add qos urgent preempt=normal",
             "modify qos normal set gracetime=60",
             f"add user {user} account=lab qos=normal,urgent defaultqos=normal",
         ):
-            self.run("sacctmgr", "-i", *words.split())
+            self.run("sacctmgr", "-i", *command.split())
+
+    def _has_database(self) -> bool:
+        return "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False)
 
     def _end_jobs(self) -> None:
-        self.run("scancel", "--full", "-s", "KILL", "-u", getpass.getuser(), check=False)
-        self.run("scancel", "-u", getpass.getuser(), check=False)
-        wait_until(lambda: not self.run("squeue", "-h", check=False).strip(), 30, must=False)
+        user = getpass.getuser()
+        self.run("scancel", "--full", "-s", "KILL", "-u", user, check=False)
+        self.run("scancel", "-u", user, check=False)
+        with suppress(TimeoutError):  # __exit__ kills the processes of jobs that do not end
+            wait_until(lambda: not self.run("squeue", "-h", check=False).strip(), 30)
 
-    def _configure(self, lib: Path) -> None:
-        here, folder = socket.gethostname(), self.folder
-        lines: Mapping[str, object] = {
+    def _configure(self, libraries: Path) -> None:
+        """Write slurm.conf, gres.conf and slurmdbd.conf."""
+        user = getpass.getuser()
+        values: dict[str, object] = {
             "ClusterName": "c",
-            "SlurmctldHost": f"{here}(127.0.0.1)",
-            "SlurmUser": getpass.getuser(),
-            "SlurmdUser": getpass.getuser(),
+            "SlurmctldHost": f"{socket.gethostname()}(127.0.0.1)",
+            "SlurmUser": user,
+            "SlurmdUser": user,
             "SlurmctldPort": free_port(),
-            "PluginDir": lib / "slurm-wlm",
-            "AuthInfo": f"socket={folder / 'munge.sock'}",
-            "StateSaveLocation": folder / "state",
-            "SlurmdSpoolDir": folder / "spool-%n",
-            "SlurmctldPidFile": folder / "slurmctld.pid",
-            "SlurmdPidFile": folder / "slurmd-%n.pid",
+            "PluginDir": libraries / "slurm-wlm",
+            "AuthInfo": f"socket={self.folder / 'munge.sock'}",
+            "StateSaveLocation": self.folder / "state",
+            "SlurmdSpoolDir": self.folder / "spool-%n",
+            "SlurmctldPidFile": self.folder / "slurmctld.pid",
+            "SlurmdPidFile": self.folder / "slurmd-%n.pid",
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "MpiDefault": "none",
-            "EnforcePartLimits": "ALL",  # what fits no machine is refused, and not queued for ever
+            # Jobs that fit on no node are refused instead of queued for ever.
+            "EnforcePartLimits": "ALL",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core_Memory",
-            "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0",
+            "SchedulerParameters": (
+                "sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0"
+            ),
             "GresTypes": "gpu",
             "ReturnToService": 2,
             "SlurmdParameters": "config_overrides",
             "KillWait": self.kill_wait,
-            "PreemptType": "preempt/qos" if self.accounting else "preempt/partition_prio",
+            "PreemptType": "preempt/partition_prio",
             "PreemptMode": "REQUEUE",
-            "AccountingStorageType": "accounting_storage/slurmdbd"
-            if self.accounting
-            else "accounting_storage/none",
+            "AccountingStorageType": "accounting_storage/none",
         }
-        conf = [f"{key}={value}" for key, value in lines.items()]
-        gpus = folder / "gpus"
-        gpus.mkdir()
-        gres = []
-        for node in range(self.nodes):
-            for gpu in range(GPUS):
-                (gpus / f"n{node}").mkdir(exist_ok=True)
-                (gpus / f"n{node}/gpu{gpu}").touch()
-            gres.append(
-                f"NodeName=n{node} Name=gpu Type=fake File={gpus}/n{node}/gpu[0-{GPUS - 1}]"
-            )
-            conf.append(
-                f"NodeName=n{node} NodeHostname={here} NodeAddr=127.0.0.1 Port={free_port()} CPUs={CPUS} "
-                f"RealMemory={MEMORY} Gres=gpu:fake:{GPUS} State=UNKNOWN"
-            )
-        conf += [
-            "PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP"
-        ]
-        conf += [
-            "PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE State=UP"
-        ]
         if self.accounting:
             port = free_port()
-            conf += ["AccountingStorageHost=127.0.0.1", f"AccountingStoragePort={port}"]
-            conf += ["AccountingStoreFlags=job_comment", "AccountingStorageTRES=gres/gpu"]
-            conf += [f"AccountingStoragePass={folder / 'munge.sock'}"]
-            database = folder / "slurmdbd.conf"
-            database.write_text(
-                f"AuthType=auth/munge\nAuthInfo=socket={folder / 'munge.sock'}\nDbdHost=localhost\nDbdPort={port}\n"
-                f"SlurmUser={getpass.getuser()}\nPluginDir={lib / 'slurm-wlm'}\nPidFile={folder / 'slurmdbd.pid'}\n"
-                f"StorageType=accounting_storage/mysql\nStorageHost=localhost\nStorageUser={getpass.getuser()}\n"
-            )
-            database.chmod(0o600)
-        (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text("\n".join([*conf, *self.settings, ""]))
-        (folder / "gres.conf").write_text("\n".join([*gres, ""]))
+            values |= {
+                "PreemptType": "preempt/qos",
+                "AccountingStorageType": "accounting_storage/slurmdbd",
+                "AccountingStorageHost": "127.0.0.1",
+                "AccountingStoragePort": port,
+                "AccountingStoreFlags": "job_comment",
+                "AccountingStorageTRES": "gres/gpu",
+                "AccountingStoragePass": self.folder / "munge.sock",
+            }
+            self._configure_accounting(libraries, port)
+        slurm_conf = [
+            *_config_lines(values),
+            *(self._node_line(node) for node in range(self.nodes)),
+            "PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 "
+            "MaxTime=INFINITE State=UP",
+            "PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF "
+            "MaxTime=INFINITE State=UP",
+            *self.settings,
+        ]
+        gres_conf = [self._make_gpus(node) for node in range(self.nodes)]
+        (self.folder / "state").mkdir()
+        (self.folder / "slurm.conf").write_text("\n".join([*slurm_conf, ""]))
+        (self.folder / "gres.conf").write_text("\n".join([*gres_conf, ""]))
+
+    def _configure_accounting(self, libraries: Path, port: int) -> None:
+        user = getpass.getuser()
+        values: dict[str, object] = {
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={self.folder / 'munge.sock'}",
+            "DbdHost": "localhost",
+            "DbdPort": port,
+            "SlurmUser": user,
+            "PluginDir": libraries / "slurm-wlm",
+            "PidFile": self.folder / "slurmdbd.pid",
+            "StorageType": "accounting_storage/mysql",
+            "StorageHost": "localhost",
+            "StorageUser": user,
+        }
+        path = self.folder / "slurmdbd.conf"
+        path.write_text("\n".join([*_config_lines(values), ""]))
+        path.chmod(0o600)
+
+    def _node_line(self, node: int) -> str:
+        """Return the line of slurm.conf that describes a node."""
+        return (
+            f"NodeName=n{node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
+            f"Port={free_port()} CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:fake:{GPUS} "
+            "State=UNKNOWN"
+        )
+
+    def _make_gpus(self, node: int) -> str:
+        """Make files that stand for a node's GPUs; return the line of gres.conf that names them."""
+        folder = self.folder / "gpus" / f"n{node}"
+        folder.mkdir(parents=True)
+        for gpu in range(GPUS):
+            (folder / f"gpu{gpu}").touch()
+        return f"NodeName=n{node} Name=gpu Type=fake File={folder}/gpu[0-{GPUS - 1}]"
 
 
-def wait_until(true: Callable[[], object], seconds: float, *, must: bool = True) -> None:
-    """Wait until something is so.
+def _config_lines(values: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    """Wait until a condition is true.
 
     Raises:
-        TimeoutError: it has not come about, and it must.
+        TimeoutError: it is not true after this time.
     """
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
-            if must:
-                raise TimeoutError(f"not so after {seconds:.0f} s")
-            return
+            raise TimeoutError(f"not so after {seconds:.0f} s")
         time.sleep(0.1)
 
 
 def main() -> None:
     """Start a cluster for a shell, until Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--accounting", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Slurm(
-        folder=given.folder.resolve(), nodes=given.nodes, accounting=given.accounting
-    ) as slurm:
+    folder = arguments.folder.resolve()
+    with Slurm(folder=folder, nodes=arguments.nodes, accounting=arguments.accounting) as slurm:
         print(f"export PATH={slurm.env['PATH']}", flush=True)
         with suppress(KeyboardInterrupt):
             time.sleep(1e9)

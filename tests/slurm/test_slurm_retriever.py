@@ -1,4 +1,4 @@
-"""A retrieval server in a Slurm job of `make retriever`: runs wait for it, also after a requeue."""
+"""Retrieval server in a Slurm job of `make retriever`: runs wait for it, also after a requeue."""
 
 import asyncio
 import os
@@ -15,10 +15,11 @@ from rollout.base.processes import free_port
 from tests.slurm.cluster import Slurm, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_runs_ask_a_server_of_a_job_and_wait_while_it_is_requeued(
+def test_clients_wait_for_the_server_of_a_job_while_it_is_requeued(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if not request.config.getoption("--slurm"):
@@ -30,34 +31,37 @@ def test_runs_ask_a_server_of_a_job_and_wait_while_it_is_requeued(
     )
     build_index(corpus, tmp_path / "index", None)
     port = free_port()
-    output = tmp_path / "slurm.out"
-    words = [
-        f"INDEX={tmp_path / 'index'}",
-        f"ARGS=--ranking bm25 --port {port}",
-        f"SLURM=--nodelist=n1 --mem=2000 --output={output} --open-mode=append",
-    ]
-    made = subprocess.run(
-        ["make", "retriever", *words],
+    submission = subprocess.run(
+        [
+            "make",
+            "retriever",
+            f"INDEX={tmp_path / 'index'}",
+            f"ARGS=--ranking bm25 --port {port}",
+            f"SLURM=--nodelist=n1 --mem=2000 --output={tmp_path / 'slurm.out'} --open-mode=append",
+        ],
         cwd=ROOT,
         env=os.environ | slurm.env,
         capture_output=True,
         text=True,
         check=True,
     )
-    job = made.stdout.split("Submitted batch job ")[1].split()[0]
+    job = submission.stdout.split("Submitted batch job ")[1].split()[0]
 
-    async def ask(query: str) -> tuple[str, int]:
+    async def search(query: str) -> tuple[str, int]:
+        """Return the id of the best passage, and the server's process number."""
         async with RetrievalClient(f"http://127.0.0.1:{port}", patience_s=300) as client:
             passages = await client.search(query, 1)
             return passages[0].id, (await client.info())["pid"]
 
-    id, first_pid = asyncio.run(ask("town 13"))
-    assert id == "13"
+    passage_id, first_pid = asyncio.run(search("town 13"))
+    assert passage_id == "13"
+
     slurm.run("scontrol", "requeue", job)
     wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", 120)
-    # Slurm starts a requeued job after two minutes by default.
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
-    id, second_pid = asyncio.run(ask("town 15"))
-    assert (id, second_pid != first_pid) == ("15", True)
+    slurm.start_soon(job)
+    passage_id, second_pid = asyncio.run(search("town 15"))
+    assert passage_id == "15"
+    assert second_pid != first_pid
+
     os.kill(second_pid, signal.SIGTERM)
-    assert slurm.ended(job, 60) == "COMPLETED"
+    assert slurm.wait_for_end(job, 60) == "COMPLETED"

@@ -1,4 +1,4 @@
-"""The blocks of docs/cluster.md's first section on a real Slurm: from a new team to an exported model."""
+"""Commands of docs/cluster.md's first section on a real Slurm: from a new team to an exported model."""
 
 import os
 import re
@@ -11,11 +11,12 @@ import pytest
 from tests.slurm.cluster import Slurm, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## From a laptop to Slurm\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"```sh\n(.*?)```", SECTION, flags=re.DOTALL)
-SOONER = "--slurm-init-seconds-before-status-checks 2 --latency-wait 5"
+FASTER_POLLING = "--slurm-init-seconds-before-status-checks 2 --latency-wait 5"
 
 
 def test_a_team_goes_from_a_laptop_to_slurm_as_the_page_says(
@@ -28,75 +29,68 @@ def test_a_team_goes_from_a_laptop_to_slurm_as_the_page_says(
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m mcore_mas "$@"\n')
     command.chmod(0o755)
-    paths = {
+    environment = slurm.env | {
         "PATH": f"{command.parent}:{slurm.env['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    home, folder = tmp_path, tmp_path / "my_team"
+    team = tmp_path / "my_team"
+    run = team / "results/my_team"
+    log = run / "logs/train.log"
+    pipeline_log = tmp_path / "pipeline.log"
 
-    def said(block: str, place: Path = folder) -> str:
-        done = subprocess.run(
+    def shell(block: str, folder: Path = team) -> str:
+        """Run the commands of a block; return their output."""
+        completed = subprocess.run(
             ["bash", "-euc", block],
-            cwd=place,
-            env=slurm.env | paths,
+            cwd=folder,
+            env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{block}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
-        return done.stdout
+        output = f"{completed.stdout[-3000:]}{completed.stderr[-5000:]}"
+        assert completed.returncode == 0, f"{block}\n{output}"
+        return completed.stdout
 
-    laptop, clean, look, plan, submit, watch, leave, results = BLOCKS
-    assert (
-        "ok: my_team" in said(laptop, home)
-        and (folder / "results/my_team/train/done.json").is_file()
-    )
-    said(clean)
-    assert "gpu:fake:4" in said(look)
-    assert "train" in said(plan) and not slurm.run("squeue", "-h").strip()
-    log = folder / "results/my_team/logs/train.log"
-    with (tmp_path / "pipeline.log").open("w") as output:
+    try_on_laptop, clean, show_nodes, plan, submit, watch, requeue, export = BLOCKS
+    assert "ok: my_team" in shell(try_on_laptop, tmp_path)
+    assert (run / "train/done.json").is_file()
+    shell(clean)
+    assert "gpu:fake:4" in shell(show_nodes)
+    assert "train" in shell(plan)
+    assert slurm.is_idle()
+
+    with pipeline_log.open("w") as output:
         pipeline = subprocess.Popen(
-            ["bash", "-euc", f"exec {submit.strip()} {SOONER}"],
-            cwd=folder,
-            env=os.environ | slurm.env | paths,
+            ["bash", "-euc", f"exec {submit.strip()} {FASTER_POLLING}"],
+            cwd=team,
+            env=os.environ | environment,
             stdout=output,
             stderr=output,
         )
+
+        def has_trained_or_ended() -> bool:
+            if pipeline.poll() is not None:
+                return True
+            return log.is_file() and "train: 3/40" in log.read_text()
+
         try:
-            wait_until(
-                lambda: (
-                    pipeline.poll() is not None
-                    or "train: 3/40" in (log.read_text() if log.is_file() else "")
-                ),
-                400,
-            )
-            assert pipeline.poll() is None, (tmp_path / "pipeline.log").read_text()[-4000:]
-            assert (
-                re.search(r"RUNNING \S+ .*rule_train", shown := said(watch))
-                and "my_team train: " in shown
-            ), shown
-            said(leave)
-            [job] = [
-                line.split()[0]
-                for line in slurm.run("squeue", "-h", "-o", "%i %k").splitlines()
-                if "train" in line
-            ]
-            wait_until(
-                lambda: (
-                    slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "PENDING"
-                ),
-                120,
-            )
-            slurm.run(
-                "scontrol", "update", f"JobId={job}", "StartTime=now+2"
-            )  # Slurm's own pause is two minutes
-            assert pipeline.wait(600) == 0, (tmp_path / "pipeline.log").read_text()[-4000:]
+            wait_until(has_trained_or_ended, 400)
+            assert pipeline.poll() is None, pipeline_log.read_text()[-4000:]
+            shown = shell(watch)
+            assert re.search(r"RUNNING \S+ .*rule_train", shown), shown
+            assert "my_team train: " in shown, shown
+
+            shell(requeue)
+            job = slurm.find_job("train")
+            slurm.wait_for_requeue(job, 120)
+            slurm.start_soon(job)
+            assert pipeline.wait(600) == 0, pipeline_log.read_text()[-4000:]
         finally:
             pipeline.terminate()
             pipeline.wait(60)
-    assert (
-        "continuing from results/my_team/train/checkpoints/step_" in log.read_text()
-    )  # of the second job, begun anew
-    assert "my_team" in said(results) and (folder / "exported" / "config.json").is_file()
+    # The second start of the job continues the training of the first.
+    assert "continuing from results/my_team/train/checkpoints/step_" in log.read_text()
+    assert "my_team" in shell(export)
+    assert (team / "exported" / "config.json").is_file()

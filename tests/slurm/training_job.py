@@ -1,4 +1,4 @@
-"""What the rule `train` runs in a job, without the Snakemake around it.
+"""Training as the pipeline's rule `train` runs it in a Slurm job, but without Snakemake.
 
 `python -m tests.slurm.training_job CONFIG LOG NODES CPUS`
 """

@@ -202,7 +202,7 @@ def test_a_training_that_was_killed_and_that_slurm_preempts_is_queued_again_and_
 
     # By default a preempted job waits for two minutes. Slurm refuses a start in the same second.
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
-    assert slurm.ended(job) == "COMPLETED", slurm.logs()
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.logs()
     first, second = (run / "logs" / "train.log").read_text().split("----- started again -----\n")
     assert "continuing from" in first
     assert f"stopped by SIGTERM after step {finished}" in first
