@@ -1,8 +1,8 @@
-"""Lets SGLang's published wheels run without a GPU: `.venv-sglang/bin/python tests/sglang/patch_cpu.py`.
+"""Patch SGLang's environment so that it runs without a GPU: `.venv-sglang/bin/python tests/sglang/patch_cpu.py`.
 
-Two of its imports fail on such a machine. The wheel of torchvision is built for CUDA, so its operators cannot load; the
-two that are looked up at import are declared here and never called. SGLang's kernels are built for CUDA only; a package
-of their name says so when one is called. Dense decoders with attention in plain torch call none.
+Two imports of SGLang fail on a machine without a GPU. The operators of torchvision's CUDA wheel cannot be loaded; this
+program declares the two that are looked up at import, which are never called. SGLang's kernels exist for CUDA only; a
+package of the same name raises an error when a kernel is called. Dense decoders with torch's attention call none.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ def __getattr__(name):
 
 
 def main() -> int:
-    """Patch the environment of the interpreter that runs this; does nothing the second time."""
+    """Patch the environment of this interpreter; return the exit status. A second call changes nothing."""
     packages = Path(sysconfig.get_path("purelib"))
     if not packages.is_relative_to(sys.prefix) or sys.prefix == sys.base_prefix:
         print(
             f"error: {sys.executable} is in no virtual environment; run this with .venv-sglang/bin/python"
         )
         return 1
+
     operators = packages / "torchvision" / "_meta_registrations.py"
     text = operators.read_text(encoding="utf-8")
     if OPERATORS not in text:
         _write(operators, OPERATORS + text)
+
     kernels = packages / "sgl_kernel" / "__init__.py"
     if not kernels.exists():
         kernels.parent.mkdir(exist_ok=True)
         _write(kernels, KERNELS)
-    # adapters and experts' numbers are held in memory that a GPU could read by itself, which torch refuses to set aside
+
+    # Without a GPU, torch refuses to allocate the pinned memory of adapters and of routed experts.
     for name in ("lora/layers.py", "lora/backend/torch_backend.py", "state_capturer/base.py"):
         file = packages / "sglang" / "srt" / name
         text = file.read_text(encoding="utf-8")
@@ -60,7 +63,7 @@ def main() -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """All or nothing: pip would not mend half a file."""
+    """Replace a file at once, because pip would not repair a half-written one."""
     partial = file.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)

@@ -1,8 +1,8 @@
-"""Reads a payload of the transport `tensor` from its input, as an SGLang rank that sees two GPUs does.
+"""Read a payload of the transport `tensor` from stdin, as an SGLang rank on a machine with two GPUs does.
 
-The payload says that its tensor lies on a GPU. Here there is none: what CUDA would open by its handle is the run of
-bytes that the handle itself has. All else is SGLang's own: what it lets a pickle name, which of its GPUs it takes the
-tensor's to be, and how it finds the tensors in the bucket. Prints which GPU that was, and the tensors.
+The payload refers to a tensor on a GPU. There is no GPU here, so the handle of the GPU memory contains the tensor's
+bytes, and only torch's function that opens a handle is replaced. The rest is SGLang's own code: its restricted
+unpickler, the choice of the GPU, and the search for tensors in the bucket. The program prints the GPU and the tensors.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from torch.multiprocessing import reductions
 
 GPUS = ["11111111-0000-0000-0000-000000000000", "22222222-0000-0000-0000-000000000000"]
 RANK = 1
-found: dict[str, Any] = {}
+result: dict[str, Any] = {}
 
 
-def opened(*arguments: Any) -> torch.Tensor:
-    """In the place of torch's `rebuild_cuda_tensor`; the seventh argument is the GPU, the eighth the handle."""
-    found["gpu"] = arguments[6]
-    return torch.frombuffer(bytearray(arguments[7]), dtype=arguments[5]).as_strided(
-        arguments[1], arguments[2]
-    )
+def rebuild_cpu_tensor(*arguments: Any) -> torch.Tensor:
+    """Return the tensor whose bytes are in the handle; takes the arguments of torch's `rebuild_cuda_tensor`."""
+    _, size, stride, _, _, dtype, gpu, handle, *_ = arguments
+    result["gpu"] = gpu
+    return torch.frombuffer(bytearray(handle), dtype=dtype).as_strided(size, stride)
 
 
 class Model:
-    """Notes what it is to load."""
+    """Model that records the tensors that it gets."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        found["tensors"] = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in weights}
+        result["tensors"] = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in weights}
 
 
 def main() -> None:
     patch_torch.monkey_patch_torch_reductions()
-    reductions._rebuild_cuda_tensor_original = opened
+    reductions._rebuild_cuda_tensor_original = rebuild_cpu_tensor
     torch.cuda.device_count = lambda: len(GPUS)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=GPUS[device])
     tp_worker.get_parallel = lambda: SimpleNamespace(tp_rank=RANK)
@@ -50,7 +49,7 @@ def main() -> None:
     WeightUpdater._update_weights_from_flattened_bucket(
         updater, flattened_tensor_bucket_dict=payload
     )
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A mixture of experts on a real SGLang server: what it computes, and new experts over every transport."""
+"""A mixture of experts on a real SGLang server: its log-probabilities, its routing, and updates by every transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A server and the Qwen3-MoE whose weights it was given."""
+    """SGLang server, and a Qwen3-MoE of transformers with the same weights."""
 
     engine: SGLangEngine
     model: torch.nn.Module
@@ -44,8 +44,8 @@ def mixture(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
     engine.close()
 
 
-def reordered(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """The model's weights as they are on disk, every expert's moved on to the next; the model is changed alike."""
+def rotate_experts(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Give each expert of the model the weights of the expert before it; return all weights as on disk."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:
@@ -55,8 +55,9 @@ def reordered(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 def test_its_logprobs_are_those_of_hugging_face(mixture: Mixture) -> None:
     requests = [(prompt, Sampling(max_tokens=12)) for prompt in prompts(8, seed=30)]
-    for (prompt, _), said in zip(requests, generate_all(mixture.engine, requests), strict=True):
-        assert max_error(mixture.model, prompt, said) < LOGPROB_TOLERANCE
+    completions = generate_all(mixture.engine, requests)
+    for (prompt, _), completion in zip(requests, completions, strict=True):
+        assert max_error(mixture.model, prompt, completion) < LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
@@ -64,34 +65,35 @@ def test_new_experts_are_used(mixture: Mixture, transport: str, shared_by_name: 
     if transport == "distributed" and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (prompt,) = prompts(1, seed=31, low=30)
-    asked = [(prompt, Sampling(max_tokens=8))]
+    requests = [(prompt, Sampling(max_tokens=8))]
     version = 60 + ["disk", "tensor", "distributed"].index(transport)
-    (before,) = generate_all(mixture.engine, asked)
+    (before,) = generate_all(mixture.engine, requests)
     mixture.engine.transport = transport
-    asyncio.run(mixture.engine.load_weights(reordered(mixture.model), version))
-    (said,) = generate_all(mixture.engine, asked)
-    assert said.versions[0].version == version
-    assert max_error(mixture.model, prompt, said) < LOGPROB_TOLERANCE
-    assert (
-        max_error(mixture.model, prompt, before) > 100 * LOGPROB_TOLERANCE
-    )  # the experts do differ
+    asyncio.run(mixture.engine.load_weights(rotate_experts(mixture.model), version))
+    (after,) = generate_all(mixture.engine, requests)
+    assert after.versions[0].version == version
+    assert max_error(mixture.model, prompt, after) < LOGPROB_TOLERANCE
+    # The old experts give other log-probabilities.
+    assert max_error(mixture.model, prompt, before) > 100 * LOGPROB_TOLERANCE
 
 
-def test_it_names_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: Path) -> None:
+def test_it_reports_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: Path) -> None:
     if "://" in sglang:
         pytest.skip("the server is to be started here")
     model = reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
     engine = make_engine(sglang, tmp_path / "model", tmp_path, restarts=0, routing=True)
     try:
         requests = [(prompt, Sampling(max_tokens=12)) for prompt in prompts(4, seed=32)]
-        for (prompt, _), said in zip(requests, generate_all(engine, requests), strict=True):
-            own = chosen(model, [*prompt, *said.token_ids], k=2)
-            assert (np.sort(np.frombuffer(said.routing, "u1").reshape(own.shape)) == own).all()
+        completions = generate_all(engine, requests)
+        for (prompt, _), completion in zip(requests, completions, strict=True):
+            expected = chosen(model, [*prompt, *completion.token_ids], k=2)
+            experts = np.frombuffer(completion.routing, "u1").reshape(expected.shape)
+            assert (np.sort(experts) == expected).all()
     finally:
         engine.close()
 
 
-def test_dense_layers_among_them_are_refused(tmp_path: Path) -> None:
+def test_dense_layers_among_sparse_layers_are_refused(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path)
     with pytest.raises(
         EngineError, match=r"mlp_only_layers \[1\] .* SGLang takes every layer of a qwen3_moe"

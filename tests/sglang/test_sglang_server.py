@@ -1,4 +1,4 @@
-"""What the real server does when it is paused, aborted, flushed, put to sleep, or given weights amid requests."""
+"""Pauses, aborts, flushes, sleep and weight updates of a real SGLang server while it answers requests."""
 
 from __future__ import annotations
 
@@ -28,139 +28,136 @@ from tests.support.tiny import MAX_LENGTH, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
-LONG = [
-    ([7, i], Sampling(max_tokens=MAX_LENGTH - 2)) for i in range(6)
-]  # requests that run for seconds
+# Requests (prompt, sampling) that run for seconds
+LONG_REQUESTS = [([7, i], Sampling(max_tokens=MAX_LENGTH - 2)) for i in range(6)]
 
 
 @pytest.fixture
 def engine(sglang_engine: SGLangEngine) -> SGLangEngine:
-    """The server with the weights of seed 0, and nothing cached."""
+    """Return the engine with the weights of seed 0 and an empty cache."""
     asyncio.run(sglang_engine.load_weights(weights(0), 0))
     return sglang_engine
 
 
-async def amid(engine: SGLangEngine, act: Callable[[], Any]) -> list[Completion]:
-    """What comes of the long requests if `act` is awaited while they run."""
-    running = await started(engine)
-    await act()
+async def generate_during(engine: SGLangEngine, action: Callable[[], Any]) -> list[Completion]:
+    """Send the long requests, await `action` while the server decodes them, and return their completions."""
+    running = await start_long_requests(engine)
+    await action()
     return await asyncio.gather(*running)
 
 
-async def started(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
-    """The long requests, all of which are being computed."""
+async def start_long_requests(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
+    """Send the long requests; return when the server decodes all of them."""
     for _ in range(10):
         running = [
-            asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG
+            asyncio.create_task(engine.generate(prompt, sampling))
+            for prompt, sampling in LONG_REQUESTS
         ]
         while not any(task.done() for task in running):
-            if await decoding(engine):
+            if await server_load(engine, "num_running_reqs") == len(LONG_REQUESTS):
                 return running
-        await asyncio.gather(*running)  # they were faster than the question
-    raise AssertionError("the long requests were never seen running")
+        await asyncio.gather(*running)  # they ended before the server answered
+    raise AssertionError("the server never decoded all long requests at a time")
 
 
-async def decoding(engine: SGLangEngine) -> bool:
-    """Whether the server has answered nothing yet and computes."""
-    said = await engine.fleet.replicas[0].client.call("/v1/loads")
-    return sum(load["num_running_reqs"] for load in said["loads"]) == len(LONG)
+async def server_load(engine: SGLangEngine, name: str) -> int:
+    """Return a number of the server's load, summed over its ranks."""
+    answer = await engine.fleet.replicas[0].client.call("/v1/loads")
+    return sum(load[name] for load in answer["loads"])
 
 
 def test_the_version_is_the_one_that_is_supported(engine: SGLangEngine) -> None:
-    async def play() -> Any:
+    async def run() -> Any:
         client = engine.fleet.replicas[0].client
         assert await client.up()
         assert await client.has("/begin_weight_update")
         assert not await client.has("/get_weight_version")
         return await client.call("/server_info")
 
-    assert asyncio.run(play())["version"] == SGLANG_VERSION
+    assert asyncio.run(run())["version"] == SGLANG_VERSION
 
 
-def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:
-    completions = asyncio.run(amid(engine, lambda: engine.load_weights(weights(1), 1)))
-    old, new = make_model(0), make_model(1)
-    for (prompt, _), completion in zip(LONG, completions, strict=True):
+def test_running_replies_continue_with_new_weights(engine: SGLangEngine) -> None:
+    completions = asyncio.run(generate_during(engine, lambda: engine.load_weights(weights(1), 1)))
+    models = [make_model(0), make_model(1)]
+    for (prompt, _), completion in zip(LONG_REQUESTS, completions, strict=True):
         first, second = completion.versions
         assert (first.version, second.version) == (0, 1)
-        assert (
-            0 == first.start < first.end == second.start < second.end == len(completion.token_ids)
-        )
-        for model, span in ((old, first), (new, second)):
-            right = reference_logprobs(model, prompt, completion.token_ids, 1.0)[
-                span.start : span.end
-            ]
-            # the second's keys and values too are the new weights': they are computed again
-            assert completion.logprobs[span.start : span.end] == pytest.approx(
-                right.tolist(), abs=LOGPROB_TOLERANCE
+        assert first.start == 0
+        assert first.end == second.start
+        assert second.end == len(completion.token_ids)
+        assert 0 < second.start < second.end
+        # The server computes all keys and values again after an update, so that the second span
+        # has the log-probabilities of the new model alone.
+        for model, span in zip(models, completion.versions, strict=True):
+            tokens = slice(span.start, span.end)
+            expected = reference_logprobs(model, prompt, completion.token_ids, 1.0)[tokens]
+            assert completion.logprobs[tokens] == pytest.approx(
+                expected.tolist(), abs=LOGPROB_TOLERANCE
             )
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str) -> None:
-    async def hold() -> None:
+    async def pause() -> None:
         await engine.fleet.call_all("/pause_generation", {"mode": mode})
-        before = await tokens_made(engine)
+        tokens = await server_load(engine, "num_used_tokens")
         await asyncio.sleep(0.5)
-        assert await tokens_made(engine) == before
+        assert await server_load(engine, "num_used_tokens") == tokens
         await engine.fleet.call_all("/continue_generation", {})
 
-    for (prompt, _), completion in zip(LONG, asyncio.run(amid(engine, hold)), strict=True):
+    completions = asyncio.run(generate_during(engine, pause))
+    for (prompt, _), completion in zip(LONG_REQUESTS, completions, strict=True):
         assert completion.finish_reason == "length"
         assert max_error(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
 
 
-async def tokens_made(engine: SGLangEngine) -> int:
-    """How many tokens of its requests the server holds."""
-    said = await engine.fleet.replicas[0].client.call("/v1/loads")
-    return sum(load["num_used_tokens"] for load in said["loads"])
-
-
 def test_a_pause_that_aborts_ends_replies(engine: SGLangEngine) -> None:
-    async def end() -> None:
+    async def abort_all() -> None:
         await engine.fleet.call_all("/pause_generation", {"mode": "abort"})
         await engine.fleet.call_all("/continue_generation", {})
 
-    for (prompt, sampling), completion in zip(LONG, asyncio.run(amid(engine, end)), strict=True):
+    completions = asyncio.run(generate_during(engine, abort_all))
+    for (prompt, sampling), completion in zip(LONG_REQUESTS, completions, strict=True):
         assert completion.finish_reason == "abort"
         assert len(completion.token_ids) < sampling.max_tokens
         if completion.token_ids:
             assert max_error(make_model(0), prompt, completion) < LOGPROB_TOLERANCE
 
 
-def test_the_cache_is_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
+def test_the_cache_can_only_be_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
     prompt = prompts(1, seed=12, low=60)[0]
     generate_all(engine, [(prompt, Sampling(max_tokens=3))])
 
-    async def refused() -> None:
+    async def flush_in_vain() -> None:
         with pytest.raises(EngineError, match=r"SGLang /flush_cache: status 400: "):
             await engine.fleet.call_all("/flush_cache", {})
 
-    asyncio.run(amid(engine, refused))
+    asyncio.run(generate_during(engine, flush_in_vain))
     (cached,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
-    assert cached.cached_tokens == len(prompt) - 1  # the last token gives the logits of the first
+    # The last token of the prompt is computed again, for the logits of the first sampled one.
+    assert cached.cached_tokens == len(prompt) - 1
     asyncio.run(engine.fleet.call_all("/flush_cache", {}))
     (fresh,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
     assert fresh.cached_tokens == 0
 
 
-def test_who_is_cancelled_is_aborted(engine: SGLangEngine) -> None:
-    async def play() -> None:
-        running = await started(engine)
+def test_cancelled_requests_are_aborted(engine: SGLangEngine) -> None:
+    async def run() -> None:
+        running = await start_long_requests(engine)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await asyncio.gather(*engine.background)  # the aborts have been sent
         for _ in range(100):
             try:
-                return await engine.fleet.call_all(
-                    "/flush_cache", {}
-                )  # refused while anything runs
+                # The server refuses to flush its cache while it decodes a request.
+                return await engine.fleet.call_all("/flush_cache", {})
             except EngineError:
                 await asyncio.sleep(0.01)
-        raise AssertionError("what was cancelled runs on")
+        raise AssertionError("cancelled requests still run")
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("tags", [("weights", "kv_cache"), ("kv_cache",)])
@@ -168,37 +165,34 @@ def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag
     prompt = prompts(1, seed=13, low=60)[0]
     generate_all(engine, [(prompt, Sampling(max_tokens=3))])
 
-    async def play() -> None:
+    async def run() -> None:
         await engine.sleep(tags)
-        await engine.wake(
-            ("weights",)
-        )  # where it did not sleep, the server is not asked: it would die of it
+        # If the weights are not asleep, the engine must not call the server, which would crash.
+        await engine.wake(("weights",))
         if "weights" in tags:
             await engine.load_weights(weights(2), 9)
         await engine.wake(("kv_cache",))
         await engine.wake()
 
     starts = engine.starts
-    asyncio.run(play())
+    asyncio.run(run())
     (completion,) = generate_all(engine, [(prompt, Sampling(max_tokens=3))])
     assert completion.cached_tokens == 0
-    assert completion.versions[0].version == (9 if "weights" in tags else 0)
-    assert (
-        max_error(make_model(2 if "weights" in tags else 0), prompt, completion) < LOGPROB_TOLERANCE
-    )
+    version, model = (9, make_model(2)) if "weights" in tags else (0, make_model(0))
+    assert completion.versions[0].version == version
+    assert max_error(model, prompt, completion) < LOGPROB_TOLERANCE
     assert engine.starts == starts
 
 
-def test_a_push_that_fails_is_told_and_the_next_is_whole(
+def test_after_a_failed_update_the_next_one_is_complete(
     engine: SGLangEngine, shared_by_name: None
 ) -> None:
     prompt = prompts(1, seed=14)[0]
     engine.transport = "tensor"
     try:
+        with_unknown_tensor = [*weights(4), ("model.extra.weight", torch.zeros(2))]
         with pytest.raises(EngineError, match=r"tensor 'model\.extra\.weight' is unknown"):
-            asyncio.run(
-                engine.load_weights([*weights(4), ("model.extra.weight", torch.zeros(2))], 5)
-            )
+            asyncio.run(engine.load_weights(with_unknown_tensor, 5))
         asyncio.run(engine.load_weights(weights(5), 6))
     finally:
         engine.transport = "disk"
@@ -207,8 +201,10 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(
     assert max_error(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
 
 
-def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_name: None) -> None:
-    async def play() -> None:
+def test_tensors_outside_an_update_session_are_refused(
+    engine: SGLangEngine, shared_by_name: None
+) -> None:
+    async def run() -> None:
         engine.transport = "tensor"
         route = await engine.begin_update()
         servers = replace(route.servers, sessions=False)  # as for versions without sessions
@@ -217,7 +213,7 @@ def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_n
 
     try:
         with pytest.raises(EngineError, match="must run between begin_weight_update"):
-            asyncio.run(play())
+            asyncio.run(run())
     finally:
         engine.transport = "disk"
         asyncio.run(engine.fleet.call_all("/continue_generation", {}))

@@ -1,4 +1,4 @@
-"""Every transport into a real SGLang server, its death, and what it says when it refuses."""
+"""Weight transports into a real SGLang server, its restarts, and its error messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
 def test_a_transport_restores_every_byte_that_a_server_reads_from_a_folder(
     engine: SGLangEngine, transport: str, shared_by_name: None
 ) -> None:
-    """The server's own checksums of all its tensors are equal, though they were overwritten between."""
+    """The server's checksums of its tensors are equal, although the tensors were overwritten in between."""
     if transport == "distributed" and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     client = engine.fleet.replicas[0].client
@@ -69,35 +69,33 @@ def test_a_transport_restores_every_byte_that_a_server_reads_from_a_folder(
     async def checksums() -> dict[str, str]:
         answer: Any = await client.call("/weights_checker", {"action": "checksum"})
         (rank,) = answer["ranks"]
-        found: dict[str, str] = rank["checksums"]
-        return found
+        by_tensor: dict[str, str] = rank["checksums"]
+        return by_tensor
 
-    async def play() -> list[dict[str, str]]:
-        await engine.load_weights(weights(3), 20)  # by the server's own reader of folders
-        read = await checksums()
+    async def run() -> list[dict[str, str]]:
+        await engine.load_weights(weights(3), 20)  # read from a folder by SGLang's own code
+        from_folder = await checksums()
         await client.call("/weights_checker", {"action": "reset_tensors"})
         overwritten = await checksums()
         engine.transport = transport
         await engine.load_weights(weights(3), 21)
-        return [read, overwritten, await checksums()]
+        return [from_folder, overwritten, await checksums()]
 
     try:
-        read, overwritten, restored = asyncio.run(play())
+        from_folder, overwritten, restored = asyncio.run(run())
     finally:
         engine.transport = "disk"
-    assert restored == read
-    assert not {name for name in read if overwritten[name] == read[name]}
+    assert restored == from_folder
+    assert not {name for name in from_folder if overwritten[name] == from_folder[name]}
 
 
-def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
-    async def play() -> None:
-        await engine.fleet.call_all("/update_weights_from_disk", {"model_path": "/nowhere"})
-
+def test_an_error_has_the_servers_message(engine: SGLangEngine) -> None:
+    call = engine.fleet.call_all("/update_weights_from_disk", {"model_path": "/nowhere"})
     with pytest.raises(EngineError, match="SGLang /update_weights_from_disk: status 400: "):
-        asyncio.run(play())
+        asyncio.run(call)
 
 
-def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
+def test_a_server_killed_during_a_broadcast_gets_all_weights_again(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (replica,) = engine.fleet.replicas
@@ -105,55 +103,55 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
         pytest.skip("the server is not ours to end")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(push, "PUSHED_BUCKET_BYTES", 1)  # a broadcast for every tensor
+    monkeypatch.setattr(push, "PUSHED_BUCKET_BYTES", 1)  # every tensor has its own broadcast
     monkeypatch.setattr(engine, "transport", "distributed")
     engine.fleet.tell = lambda _: None
 
-    async def play() -> Any:
+    async def run() -> Any:
         pid = await pid_of(replica)
         assert pid is not None
 
-        def fatal() -> Iterator[tuple[str, Tensor]]:
+        def weights_with_kill() -> Iterator[tuple[str, Tensor]]:
             for number, entry in enumerate(weights(13)):
                 if number == 6:
                     os.killpg(pid, signal.SIGKILL)
                 yield entry
 
         with pytest.raises(EngineError, match="SGLang"):
-            await engine.load_weights(fatal(), 33)
+            await engine.load_weights(weights_with_kill(), 33)
         await engine.load_weights(weights(13), 33)
         return await engine.generate([1, 2, 3], Sampling(max_tokens=6))
 
     starts = engine.starts
-    completion = asyncio.run(play())
+    completion = asyncio.run(run())
     assert engine.starts == starts + 1
     assert [span.version for span in completion.versions] == [33]
     assert max_error(make_model(13), [1, 2, 3], completion) < LOGPROB_TOLERANCE
 
 
-def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) -> None:
+def test_a_killed_server_restarts_with_the_weights_of_the_update(engine: SGLangEngine) -> None:
     (replica,) = engine.fleet.replicas
     if not replica.owned:
         pytest.skip("the server is not ours to end")
-    told: list[str] = []
-    engine.fleet.tell = told.append
+    messages: list[str] = []
+    engine.fleet.tell = messages.append
     prompt = prompts(1, seed=8)[0]
 
-    async def play() -> Any:
+    async def run() -> Any:
         await engine.load_weights(weights(4), 31)
         route = await engine.begin_update()
         update = make_sender(route).send(weights(5), 32)
         pid = await pid_of(replica)
         assert pid is not None
-        os.killpg(pid, signal.SIGKILL)  # between the trainer's writing and the server's reading
+        # The trainer has written the weights, and the server has not read them yet.
+        os.killpg(pid, signal.SIGKILL)
         await engine.commit_update(update)
         return await engine.generate(prompt, Sampling(max_tokens=6))
 
-    completion = asyncio.run(play())
+    completion = asyncio.run(run())
     assert completion.versions[-1].version == 32
     assert max_error(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
-    assert len(told) == 1
-    assert re.search(
-        r"started again, [01] restarts left$", told[0]
-    )  # one, where no other test ended the server
-    assert "\n" not in told[0]
+    (message,) = messages
+    # One restart is left, unless another test has killed the server.
+    assert re.search(r"started again, [01] restarts left$", message)
+    assert "\n" not in message
