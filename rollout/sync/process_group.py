@@ -20,6 +20,10 @@ from rollout.base.errors import EngineError
 from rollout.sync.push import LOAD_FORMAT, REQUEST_TIMEOUT_S, PushSender, flatten, wait_for
 from rollout.sync.transport import SyncRoute
 
+# Name of the group on the servers, and SGLang's answer if there is no group to destroy.
+_GROUP_NAME = "mcore_mas"
+_NO_GROUP = "does not exist"
+
 
 class DistributedSender(PushSender):
     """Sender of which rank 0 broadcasts buckets to every rank of every server, by NCCL or gloo.
@@ -32,6 +36,7 @@ class DistributedSender(PushSender):
         super().__init__(route, **ranks)
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
+        self._groups_formed = 0
 
     def begin(self) -> None:
         """Form the group before the first update, then begin; see `PushSender.begin`."""
@@ -59,8 +64,7 @@ class DistributedSender(PushSender):
         tp = self.route.servers.tp
         world_size = 1 + tp * len(self.urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # A new name, because servers keep the groups of trainers that have ended.
-        self._group_name = f"mcore_mas-{uuid.uuid4().hex[:12]}"
+        self._group_name = self._free_group_name()
         listener = socket.create_server((_address_towards(self.urls[0]), 0))
         address, port = listener.getsockname()
         bodies = [
@@ -79,6 +83,22 @@ class DistributedSender(PushSender):
         here = self._pool.submit(_join_group, listener, world_size, backend, self._group_name)
         wait_for([*joined, here], FIRST_EXCEPTION)
         return here.result()
+
+    def _free_group_name(self) -> str:
+        """Return a name for a new group, after destroying what an earlier trainer left under it.
+
+        Servers keep a group, with its communicator, until it is destroyed. A trainer numbers its
+        groups, because torch does not use a name twice in one process.
+        """
+        name = f"{_GROUP_NAME}-{self._groups_formed}"
+        self._groups_formed += 1
+        answers = self.post(
+            "/destroy_weights_update_group", [{"group_name": name}] * len(self.urls)
+        )
+        errors = [answer.exception() for answer in answers]
+        if all(error is None or _NO_GROUP in str(error) for error in errors):
+            return name
+        return f"{name}-{uuid.uuid4().hex[:12]}"  # a server could not destroy its group
 
     def _broadcast(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
         flat, metadata = flatten(bucket)

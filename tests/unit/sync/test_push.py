@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,3 +174,34 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
     assert said[0].endswith("status 400: no memory")
     assert drawn[0] == drawn[1] == [*NAMES, *NAMES]  # the third has closed the second's bucket
     assert len(updates) == 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "is_reused"),
+    [
+        (200, "Succeeded to destroy custom process group.", True),
+        (400, "The group to be destroyed does not exist.", True),
+        (400, "Failed to destroy custom process group: NCCL.", False),
+    ],
+)
+def test_the_group_of_an_earlier_trainer_is_destroyed_before_one_is_formed(
+    model: Path, status: int, message: str, is_reused: bool
+) -> None:
+    bodies: dict[str, dict[str, object]] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies[request.url.path] = json.loads(request.content)
+        if request.url.path == "/destroy_weights_update_group":
+            return httpx.Response(status, json={"success": status == 200, "message": message})
+        return httpx.Response(400, json={"success": False, "message": "no group today"})
+
+    sender = DistributedSender(route(model))
+    sender.http = httpx.Client(transport=httpx.MockTransport(answer))
+    for number in range(2):
+        name = f"mcore_mas-{number}"
+        with pytest.raises(EngineError, match="no group today"):
+            sender.begin()
+        assert bodies["/destroy_weights_update_group"] == {"group_name": name}
+        formed = str(bodies["/init_weights_update_group"]["group_name"])
+        assert formed.startswith(name)
+        assert (formed == name) is is_reused
