@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
@@ -16,7 +17,12 @@ _WEIGHT = "weight"
 
 
 def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
-    """Return Megatron's Adam for this rank's pipeline stages, which are wrapped for training."""
+    """Return torch's AdamW in Megatron's optimizer, for this rank's pipeline stages.
+
+    The stages are wrapped for training. Megatron would take the Adam of Transformer Engine or Apex
+    if one of them is installed, which rounds differently.
+    """
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     config = OptimizerConfig(
         optimizer="adam",
         lr=spec.lr,
@@ -33,10 +39,7 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
     )
     optimizer = get_megatron_optimizer(config, list(stages))
     for group in optimizer.param_groups:
-        # torch's Adam then takes one loop or launch. Those of Transformer Engine and Apex, which
-        # have no such setting, always do.
-        if "fused" in group:
-            group["fused"] = True
+        group["fused"] = True  # one loop or launch for all parameters
     return optimizer
 
 
@@ -157,9 +160,6 @@ class OptimizerState:
         """
         for chained in self._chained:
             chained.optimizer.state.clear()
-            for group in chained.optimizer.param_groups:
-                # Transformer Engine's Adam counts steps by group, torch's by tensor.
-                group["step"] = steps
         for name, parameter in self._parameters.items():
             weight = read(name, _WEIGHT, 0, parameter.numel())
             part = self.stepped_part(parameter)

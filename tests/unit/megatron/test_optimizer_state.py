@@ -1,14 +1,19 @@
 """Optimizer state: moments in host memory, and state that is restored."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core.optimizer as megatron_optimizer
+import pytest
 import torch
 from torch import Tensor
 
 from mcore_mas.megatron.state import host_moments
 from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
 from mcore_mas.megatron.state.optimizer import OptimizerState
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from tests.support import ranks, reference
 
 
 class CountingAdam:
@@ -78,11 +83,23 @@ def test_moments_on_the_host_are_restored_in_place() -> None:
         assert moment.tolist() == [3.0, 3.0]
 
 
-def test_steps_are_restored_for_transformer_engine_and_for_torch() -> None:
+def test_steps_are_restored() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
-    group = {"params": [weight], "lr": 0.1}
-    adam_state = load_threes(weight, group)
-    assert group["step"] == 7  # Transformer Engine's Adam counts by group
-    assert float(adam_state[weight]["step"]) == 7  # torch's counts by tensor
+    adam_state = load_threes(weight, {"params": [weight], "lr": 0.1})
+    assert float(adam_state[weight]["step"]) == 7
     assert weight.tolist() == [3.0, 3.0]
     assert adam_state[weight]["exp_avg"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_installed_transformer_engine_does_not_change_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise AssertionError("Transformer Engine's Adam is made")
+
+    # as megatron-core is after importing transformer_engine.pytorch.optimizers
+    monkeypatch.setattr(megatron_optimizer, "Adam", refuse)
+    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    reference.make_model("qwen2", tmp_path)
+    MegatronTrainer(ranks.make_spec(str(tmp_path)))
