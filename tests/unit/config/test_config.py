@@ -513,6 +513,10 @@ def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(
             "tp_size=2",
             "engine.options: tp-size is not to be given to the servers; set engine.tp instead",
         ),
+        (
+            "enable-dp-attention=true",
+            "SGLang removes it after 2026; set attn-dp-size instead",
+        ),
         ("model=x", "engine.options: model is not to be given to the servers; it is chosen here"),
         (
             "mem-fraction-statik=0.5",
