@@ -484,8 +484,8 @@ def _check_engines(config: RunConfig) -> None:
     config.cluster.check_policies(groups, resident)
 
     threads = config.cluster.threads_per_process or 1
-    on_cpu = config.engine.name == "embedded" and config.engine.device == "cpu"
-    if threads > 1 and config.engine.deterministic and on_cpu:
+    may_use_cpu = config.engine.name == "embedded" and config.engine.device != "cuda"
+    if threads > 1 and config.engine.deterministic and may_use_cpu:
         raise ValueError(
             f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
             "thread only; set it to 1, or leave it out"

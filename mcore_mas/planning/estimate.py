@@ -17,6 +17,8 @@ from mcore_mas.planning.memory import (
     checkpoint_bytes,
     combine_on_rank,
     count_parameters,
+    embedded_sequence_bytes,
+    embedded_weight_bytes,
     engine_weight_bytes,
     estimate_trainer_memory,
     kv_bytes_per_token,
@@ -33,6 +35,10 @@ PROCESS_BYTES = 1.0e9  # GPU memory of the CUDA context of each process
 # CUDA graphs of an SGLang server, which stay while it sleeps: 2 MB for each of 192 requests and
 # 8 MB for each of 58 prompt lengths, as SGLang 0.5.23 reserves them (`reserve_for_graph_mb`).
 GRAPH_BYTES = 0.9e9
+# A server's KV cache also has room for the prefixes of sessions whose agents wait for each other,
+# and for memory that loading leaves behind: twice what its slots fill, and no less than this.
+_KV_CACHE_FACTOR = 2
+_MIN_FULL_KV_CACHE = 2e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +70,16 @@ def load_architectures(config: RunConfig) -> dict[str, Architecture]:
     )
 
 
-def trainer_settings(config: RunConfig, name: str) -> dict[Part, TrainerSettings]:
-    """Return the memory settings of a policy's trainer and, if it has one, of its critic."""
+def trainer_settings(
+    config: RunConfig, name: str, *, fused: bool = True
+) -> dict[Part, TrainerSettings]:
+    """Return the memory settings of a policy's trainer and, if it has one, of its critic.
+
+    Args:
+        config: the run.
+        name: name of the policy.
+        fused: False if the trainer computes on CPUs.
+    """
     policy = config.policies[name]
     agents = [
         agent for agent in config.agents.values() if agent.policy == name and agent.loss_weight > 0
@@ -75,6 +89,7 @@ def trainer_settings(config: RunConfig, name: str) -> dict[Part, TrainerSettings
         distributed_optimizer=policy.distributed_optimizer,
         recompute=policy.recompute,
         microbatch_tokens=for_policy(config, name).trainer.microbatch_tokens,
+        fused=fused,
         host_moments=policy.host_moments,
         agents=len(agents),
         lora=policy.lora,
@@ -86,14 +101,22 @@ def trainer_settings(config: RunConfig, name: str) -> dict[Part, TrainerSettings
     return {"trainer": trainer, "critic": critic}
 
 
-def estimate_trainers(config: RunConfig, models: Models) -> dict[GroupKey, TrainerMemory]:
-    """Estimate the memory of one rank of each trainer and critic, by policy and part."""
+def estimate_trainers(
+    config: RunConfig, models: Models, *, fused: bool = True
+) -> dict[GroupKey, TrainerMemory]:
+    """Estimate the memory of one rank of each trainer and critic, by policy and part.
+
+    Args:
+        config: the run.
+        models: architecture of every policy.
+        fused: False if the trainers compute on CPUs.
+    """
     return {
         (policy, part): estimate_trainer_memory(
             models[policy], layout_of(config.policies[policy]), settings
         )
         for policy in config.trained
-        for part, settings in trainer_settings(config, policy).items()
+        for part, settings in trainer_settings(config, policy, fused=fused).items()
     }
 
 
@@ -111,18 +134,25 @@ def trainers_by_ranks(config: RunConfig) -> list[list[GroupKey]]:
 
 def engine_weights(config: RunConfig, models: Models) -> dict[str, float]:
     """Return the weights on one GPU of each engine, by the policy that it belongs to."""
-    return {
-        policy: engine_weight_bytes(architecture, for_policy(config, policy).engine.tp)
-        for policy, architecture in models.items()
-        if engine_holder(config, policy) == policy
-    }
+    weights = {}
+    for policy, architecture in models.items():
+        if engine_holder(config, policy) != policy:
+            continue
+        engine = for_policy(config, policy).engine
+        if engine.name == "embedded":
+            bf16 = config.policies[policy].bf16
+            weights[policy] = embedded_weight_bytes(architecture, bf16=bf16)
+        else:
+            weights[policy] = engine_weight_bytes(architecture, engine.tp)
+    return weights
 
 
 def estimate_peak_memory(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     """Estimate the peak GPU memory of a run in the update and the rollout phase.
 
-    The KV cache of an engine takes the remaining memory, but at most as much as all of its slots can
-    fill, and at least one sequence of the maximum length.
+    The KV cache of a server takes the remaining memory, but at most twice as much as all of its
+    slots can fill, and at least one sequence of the maximum length. That of an embedded engine has
+    a sequence of the maximum length in every slot.
     """
     if config.cluster.pool == "split":
         return _peak_of_split_pool(config, models, gpu)
@@ -133,7 +163,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
     largest_trainer = max((rank.peak for rank in _trainer_ranks(config, models)), default=0.0)
     largest_engine = max(engine_weights(config, models).values())
 
-    engine = largest_engine + PROCESS_BYTES + GRAPH_BYTES
+    engine = largest_engine + _engine_process_bytes(config)
     free = USABLE_SHARE * gpu.memory_bytes - engine
     kv_cache = _kv_cache_within(config, models, free)
     return PeakMemory(
@@ -146,7 +176,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
 def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     trainers = _trainer_ranks(config, models)
     weights = engine_weights(config, models)
-    processes = len(trainers) * PROCESS_BYTES + len(weights) * (PROCESS_BYTES + GRAPH_BYTES)
+    processes = len(trainers) * PROCESS_BYTES + len(weights) * _engine_process_bytes(config)
     engines = sum(weights.values())
 
     # With `one_by_one` one trainer at a time is on the GPU. Otherwise all policies of a step are
@@ -177,15 +207,25 @@ def _trainer_ranks(config: RunConfig, models: Models) -> list[TrainerMemory]:
     return [combine_on_rank([trainers[key] for key in keys]) for keys in trainers_by_ranks(config)]
 
 
+def _engine_process_bytes(config: RunConfig) -> float:
+    """Return the GPU memory of an engine's process beside weights and KV cache."""
+    return PROCESS_BYTES + (0.0 if config.engine.name == "embedded" else GRAPH_BYTES)
+
+
 def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
     """Return the size of an engine's KV cache in so many free bytes, within its bounds."""
     least = 0.0
     most = 0.0
     for policy, architecture in models.items():
         engine = for_policy(config, policy).engine
+        if engine.name == "embedded":
+            slots = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
+            least = max(least, slots)
+            most = max(most, slots)
+            continue
         sequence = kv_bytes_per_token(architecture, engine.tp) * engine.max_length
         least = max(least, sequence)
-        most = max(most, sequence * engine.slots)
+        most = max(most, _KV_CACHE_FACTOR * sequence * engine.slots, _MIN_FULL_KV_CACHE)
     return min(most, max(least, free))
 
 

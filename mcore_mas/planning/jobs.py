@@ -9,10 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.planning.estimate import estimate_host_memory, load_architectures
+from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.planning.estimate import (
+    Models,
+    estimate_host_memory,
+    estimate_trainers,
+    load_architectures,
+    trainers_by_ranks,
+)
 from mcore_mas.planning.indexes import PASSAGE_BYTES, index_needs
-from mcore_mas.planning.memory import engine_weight_bytes
+from mcore_mas.planning.memory import (
+    combine_on_rank,
+    count_parameters,
+    embedded_host_bytes,
+    embedded_sequence_bytes,
+    embedded_weight_bytes,
+    engine_weight_bytes,
+)
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     count_devices,
@@ -22,17 +35,24 @@ from mcore_mas.planning.worker_groups import (
 from mcore_mas.planning.workload import estimate_workloads
 from rollout.base.errors import ModelError
 from rollout.config.retriever import RetrieverConfig
-from rollout.models.architecture import read_config
+from rollout.models.architecture import Architecture, read_config
 from rollout.models.model_config import EncoderConfig, read_values
 
 # Stages of a run whose jobs request more than a fixed amount of memory; "index" has the jobs that
 # encode passages, build the index and probe its server.
 Stage = Literal["index", "cold_start", "train", "evaluate"]
 
+# With `cluster.device: auto` a job gets GPUs if it trains a larger model than this.
+_MAX_CPU_PARAMETERS = 100e6
+
 # Memory in MB. A process of a run on GPUs also has host memory that CUDA pins. The driver has the
-# rollout workers, Ray's own processes and tokenizers.
+# rollout workers, Ray's own processes and tokenizers. Processes on CPUs were measured with models
+# of up to `_MEASURED_PARAMETERS`; `_models_on_cpus_mb` adds the memory of larger ones.
 _PROCESS_MB: dict[DeviceType, int] = {"CPU": 600, "GPU": 6_000}
 _DRIVER_MB: dict[DeviceType, int] = {"CPU": 700, "GPU": 16_000}
+_MEASURED_PARAMETERS = 1.5e6
+# A process's memory at the peak of an update, relative to the formula of `planning/memory.py`.
+_CPU_TRAINER_GROWTH = 1.35
 _SANDBOX_MB = 2_000  # many programs of models at a time
 _SANDBOX_ENVIRONMENTS = ("code", "data_science", "repository")
 
@@ -89,19 +109,33 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         gpus=gpus,
         processes=processes,
         node_gpus=node_gpus,
+        extra_mb=_models_on_cpus_mb(config, stage) if device_type == "CPU" else 0,
     )
 
 
 def _device_type(config: RunConfig) -> DeviceType:
     """Return the type of the devices that a run will compute on.
 
-    With `cluster.device: auto` these are GPUs if an engine is a server or is set to CUDA.
+    With `cluster.device: auto` these are GPUs if an engine is a server or is set to CUDA, or if a
+    model is too large for CPUs.
     """
     if config.cluster.device == "cuda":
         return "GPU"
-    engines = [for_policy(config, policy).engine for policy in config.models]
-    on_gpus = any(engine.name == "sglang" or engine.device == "cuda" for engine in engines)
-    return "GPU" if on_gpus and config.cluster.device == "auto" else "CPU"
+    if config.cluster.device == "cpu":
+        return "CPU"
+    engines = {policy: for_policy(config, policy).engine for policy in config.models}
+    if any(engine.name == "sglang" or engine.device == "cuda" for engine in engines.values()):
+        return "GPU"
+
+    try:
+        models = load_architectures(config)
+    except ModelError:  # a model of the user's that is not on this machine
+        return "CPU"
+    is_large = any(
+        engine.device == "auto" and count_parameters(models[policy]) > _MAX_CPU_PARAMETERS
+        for policy, engine in engines.items()
+    )
+    return "GPU" if is_large else "CPU"
 
 
 def _train_needs(config: RunConfig, device_type: DeviceType, node_gpus: int) -> JobNeeds:
@@ -112,6 +146,8 @@ def _train_needs(config: RunConfig, device_type: DeviceType, node_gpus: int) -> 
     if device_type == "GPU":
         gpus = count_devices(worker_groups, config.cluster.pool)
         memory_mb += _trainers_mb(config)
+    else:
+        memory_mb += _models_on_cpus_mb(config, "train")
 
     needs = _needs_of_one_node(
         config,
@@ -266,10 +302,66 @@ def _trainers_mb(config: RunConfig) -> int:
         return 0
     weights = 0.0
     for policy in config.trained:
-        if for_policy(config, policy).engine.transport in (None, "disk"):
+        engine = for_policy(config, policy).engine
+        if engine.name == "embedded":
+            weights += embedded_host_bytes(models[policy], trained=True)
+        elif engine.transport in (None, "disk"):
             # The old and the new weights are files in shared memory.
             weights += 2 * engine_weight_bytes(models[policy], tp=1)
     return int((estimate_host_memory(config, models) + weights) / 1e6)
+
+
+def _models_on_cpus_mb(config: RunConfig, stage: Stage) -> int:
+    """Return the memory of a job's models, if all of them are computed on CPUs.
+
+    Small models are within the measured memory of their processes. A cold start trains one model
+    and samples from it.
+    """
+    try:
+        models = load_architectures(config)
+    except ModelError:  # a model of the user's that is not on this machine
+        return 0
+    if max(map(count_parameters, models.values()), default=0) <= _MEASURED_PARAMETERS:
+        return 0
+
+    size = 0.0
+    if stage == "train":
+        size += _cpu_trainer_bytes(config, models) + estimate_host_memory(config, models)
+    elif stage == "cold_start":
+        trainers = estimate_trainers(config, models, fused=False).values()
+        size += max((_CPU_TRAINER_GROWTH * trainer.peak for trainer in trainers), default=0.0)
+    for policy in models:
+        if engine_holder(config, policy) == policy:
+            trained = stage == "train" and policy in config.trained
+            size += _cpu_engine_bytes(config, models[policy], policy, trained=trained)
+    return int(size / 1e6)
+
+
+def _cpu_trainer_bytes(config: RunConfig, models: Models) -> float:
+    """Return the memory of all ranks of all trainers on CPUs at the peak of an update."""
+    trainers = estimate_trainers(config, models, fused=False)
+    total = 0.0
+    for keys in trainers_by_ranks(config):
+        rank = combine_on_rank([trainers[key] for key in keys])
+        holder = config.holder(keys[0][0])
+        total += config.policies[holder].ranks * _CPU_TRAINER_GROWTH * rank.peak
+    return total
+
+
+def _cpu_engine_bytes(
+    config: RunConfig, architecture: Architecture, policy: str, *, trained: bool
+) -> float:
+    """Return the memory of an embedded engine on a CPU, all replicas together.
+
+    Each has its weights a second time, in the blocks or the type in which it multiplies.
+    """
+    engine = for_policy(config, policy).engine
+    if engine.name != "embedded":
+        return 0.0
+    bf16 = config.policies[policy].bf16
+    cache = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
+    replica = cache + embedded_weight_bytes(architecture, bf16=bf16)
+    return embedded_host_bytes(architecture, trained=trained) + engine.replicas * replica
 
 
 def _retriever_mb(retriever: RetrieverConfig, *, builds_index: bool) -> int:

@@ -13,8 +13,10 @@ from mcore_mas.config.policy import LoraConfig
 from rollout.models.architecture import Architecture
 from rollout.models.layout import ParallelLayout, Recompute
 
-# float32 logits that a rank holds at a time (`mcore_mas/megatron/model/decoder.py`)
+# float32 logits that a rank holds at a time, on a GPU and on a CPU
+# (`CHUNK_BYTES` of `mcore_mas/megatron/model/head.py`)
 LOGITS_BYTES = 1 << 30
+CPU_LOGITS_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class TrainerSettings:
     distributed_optimizer: bool
     recompute: Recompute
     microbatch_tokens: int
-    # SwiGLU and attention run in fused kernels, as on a GPU; PyTorch's operations save more
+    # SwiGLU and attention run in fused kernels, as on a GPU; PyTorch's operations on a CPU save more
     fused: bool = True
     host_moments: bool = False  # Adam's moments are in host memory
     agents: int = 1  # agents that train the policy
@@ -239,7 +241,8 @@ def _logits_bytes(
     if settings.value_head:
         return 0.0
     element_bytes = _element_bytes(settings)
-    chunk_and_gradient = LOGITS_BYTES * (1 + element_bytes / 4)
+    chunk = LOGITS_BYTES if settings.fused else CPU_LOGITS_BYTES
+    chunk_and_gradient = chunk * (1 + element_bytes / 4)
     hidden_states = 2 * element_bytes * settings.microbatch_tokens / layout.cp * architecture.hidden
     output_layer = architecture.vocab_padded(layout.tp) // layout.tp * architecture.hidden
     weight_gradient = 0 if settings.lora is not None else element_bytes * output_layer
@@ -356,3 +359,22 @@ def kv_bytes_per_token(architecture: Architecture, tp: int) -> int:
     """
     heads = max(1, architecture.kv_heads // tp)
     return 2 * 2 * architecture.layers * heads * architecture.head_dim
+
+
+def embedded_weight_bytes(architecture: Architecture, *, bf16: bool) -> float:
+    """Return the weights of an embedded engine on its device."""
+    return (2 if bf16 else 4) * count_parameters(architecture)
+
+
+def embedded_host_bytes(architecture: Architecture, *, trained: bool) -> float:
+    """Return the float32 weights of an embedded engine in host memory.
+
+    The engine of a trained policy has two buffers, one of which the trainer writes.
+    """
+    buffers = 2 if trained else 1
+    return 4 * buffers * count_parameters(architecture)
+
+
+def embedded_sequence_bytes(architecture: Architecture, max_length: int) -> float:
+    """Return the keys and values of one slot of an embedded engine, in float32."""
+    return 2 * kv_bytes_per_token(architecture, tp=1) * max_length

@@ -68,13 +68,20 @@ def describe_placement(config: RunConfig) -> str:
     parts = [
         f"{config.cluster.pool} GPUs",
         f"trainers {trainers}",
-        f"engines {config.engine.replicas} x tp {config.engine.tp}",
+        _describe_engines(config),
     ]
     if config.engine.sleep:
         parts.append("trainers and engines in turn")
     if config.cluster.one_by_one:
         parts.append("trainers one by one")
     return ", ".join(parts)
+
+
+def _describe_engines(config: RunConfig) -> str:
+    engine = config.engine
+    if engine.name == "embedded":
+        return f"embedded engines of {engine.slots} slots"
+    return f"engines {engine.replicas} x tp {engine.tp}"
 
 
 def _gb(size: float) -> str:

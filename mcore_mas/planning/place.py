@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import (
+    USABLE_SHARE,
     Models,
     engine_weights,
     estimate_peak_memory,
@@ -38,7 +39,8 @@ def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
     Trainers and engines share the GPUs and take turns: trainers are offloaded during the rollout,
     and engines sleep during the update. They do not take turns if `trainer.staleness` lets the team
     act during the update. If no tensor parallelism fits, the trainers take turns as well, and
-    Adam's moments stay in host memory. `recompute` and `microbatch_tokens` stay as they are.
+    Adam's moments stay in host memory. `recompute` and `microbatch_tokens` stay as they are. An
+    embedded engine gets as many of its `slots` as there is memory for their keys and values.
 
     Raises:
         PlanError: no placement fits; names the shortfall and a cluster that would do.
@@ -50,24 +52,30 @@ def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
     if candidate is None or candidate.shortfall > 0:
         raise PlanError(_nothing_fits(config, models, cluster, candidate))
 
-    weights = engine_weights(candidate.config, models)
-    kv_cache = estimate_peak_memory(candidate.config, models, cluster.gpu).kv_cache
-    share = (max(weights.values()) + kv_cache) / cluster.gpu.memory_bytes
     values = candidate.config.model_dump(mode="json")
-    values["engine"]["options"]["mem-fraction-static"] = round(share, 3)
+    if config.engine.name == "sglang":
+        weights = engine_weights(candidate.config, models)
+        kv_cache = estimate_peak_memory(candidate.config, models, cluster.gpu).kv_cache
+        share = (max(weights.values()) + kv_cache) / cluster.gpu.memory_bytes
+        values["engine"]["options"]["mem-fraction-static"] = round(share, 3)
     return RunConfig.check(values, f"run '{config.run}'")
 
 
 def check_plannable(config: RunConfig) -> None:
-    """Check that the engines of a run are servers on its own GPUs, all split alike.
+    """Check that the engines of a run are on its own GPUs, all split alike.
 
     Raises:
-        PlanError: an engine is embedded, runs elsewhere, or a policy's engine has separate settings.
+        PlanError: an engine is on the CPU, of the user's own, runs elsewhere or several times, or a
+            policy's engine has separate settings.
     """
-    if config.engine.name != "sglang" or config.engine.urls:
+    engine = config.engine
+    on_gpus = engine.name == "sglang" or (
+        engine.name == "embedded" and engine.device != "cpu" and engine.replicas == 1
+    )
+    if engine.urls or not on_gpus or config.cluster.device == "cpu":
         raise PlanError(
-            f"{config.run}: its engine takes no GPUs of its own; plans need engine.name: sglang "
-            "without urls"
+            f"{config.run}: its engine takes no GPUs of its own; plans need cluster.device: auto, "
+            "and engine.name: sglang without urls, or one embedded engine with device: cuda"
         )
     for policy in config.models:
         engine_settings = config.policies[policy].own.engine.keys()
@@ -122,7 +130,8 @@ def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator
     sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
     for one_by_one in (False,) if config.ahead else (False, True):
         for tp in sizes:
-            yield _with_tensor_parallelism(config, cluster, tp, one_by_one=one_by_one)
+            placed = _with_tensor_parallelism(config, cluster, tp, one_by_one=one_by_one)
+            yield _with_slots_that_fit(placed, models, cluster)
 
 
 def _splits(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> bool:
@@ -159,12 +168,11 @@ def _with_tensor_parallelism(
         "host_moments": one_by_one,
         "overlap": False,
     }
-    engine = {
-        "tp": tp,
-        "replicas": cluster.gpus // tp,
-        "sleep": take_turns,
-        "transport": "tensor",
-    }
+    engine: dict[str, Any] = {"sleep": take_turns}
+    if config.engine.name == "sglang":
+        engine |= {"tp": tp, "replicas": cluster.gpus // tp, "transport": "tensor"}
+    else:
+        engine["device"] = "cuda"
     policies = dict(config.policies)
     for policy in config.trained:
         policies[policy] = policies[policy].model_copy(update=trainer)
@@ -179,6 +187,25 @@ def _with_tensor_parallelism(
     )
 
 
+def _tensor_parallelism(config: RunConfig) -> int:
+    """Return the tensor parallelism of a placement."""
+    return max(config.engine.tp, *(config.policies[policy].tp for policy in config.trained), 1)
+
+
+def _with_slots_that_fit(config: RunConfig, models: Models, cluster: Cluster) -> RunConfig:
+    """Lower the slots of an embedded engine to those for which there is memory, at least one."""
+    if config.engine.name != "embedded":
+        return config
+    one_slot = config.engine.model_copy(update={"slots": 1})
+    peak = estimate_peak_memory(config.model_copy(update={"engine": one_slot}), models, cluster.gpu)
+    with_cache = peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
+    free = USABLE_SHARE * cluster.gpu.memory_bytes - with_cache
+    sequences = len(engine_weights(config, models)) * peak.kv_cache  # one in each engine
+    slots = min(config.engine.slots, max(1, 1 + int(free // sequences)))
+    engine = config.engine.model_copy(update={"slots": slots})
+    return config.model_copy(update={"engine": engine})
+
+
 def _nothing_fits(
     config: RunConfig, models: Models, cluster: Cluster, closest: _Candidate | None
 ) -> str:
@@ -187,7 +214,7 @@ def _nothing_fits(
     else:
         reason = (
             f"the fullest GPU lacks {closest.shortfall / 1e9:.1f} GB with tp "
-            f"{closest.config.engine.tp}"
+            f"{_tensor_parallelism(closest.config)}"
         )
 
     larger = [replace(cluster, gpus=gpus) for gpus in _CLUSTER_SIZES if gpus > cluster.gpus]

@@ -80,7 +80,7 @@ def _engine_groups(config: RunConfig, name: str, device_type: DeviceType) -> lis
     if engine.urls or engine_holder(config, name) != name:
         return []  # the servers run elsewhere, or the engine of another policy has this adapter
 
-    if device_type == "GPU" and engine.name == "embedded" and engine.device != "cuda":
+    if device_type == "GPU" and engine.name == "embedded" and engine.device == "cpu":
         return []
 
     nodes = config.cluster.nodes.get(name)
@@ -164,6 +164,6 @@ def gpus_per_engine(config: RunConfig) -> dict[str, int]:
             continue
         if engine.name == "sglang":
             sizes[policy] = engine.tp
-        elif engine.device == "cuda":
+        elif engine.name == "embedded" and engine.device != "cpu":
             sizes[policy] = 1
     return sizes

@@ -43,8 +43,8 @@ class EngineConfig(Section):
     # Side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
     # trajectory fails.
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
-    # Device of the embedded engine.
-    device: Literal["cpu", "cuda"] = "cpu"
+    # Device of the embedded engine; auto: a GPU if the run computes on GPUs.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     # Give a reply the same bits in any batch.
     deterministic: bool = False
     # Route the tokens of a mixture in the trainer to the experts that the engine chose.
@@ -156,7 +156,7 @@ class EngineConfig(Section):
         takes_slots = self.transport in (None, "disk") and not self.members and not self.sleep
         if self.adapters == "slots" and not takes_slots:
             raise ValueError(_SLOTS_ERROR)
-        if self.device != "cpu":
+        if self.device == "cuda":
             raise ValueError(
                 "device is a setting of the embedded engine; sglang takes the GPUs there are"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rollout.engines.adapters import adapter_engines
 from rollout.engines.build import EngineRequest
 from rollout.engines.embedded.batching import EmbeddedEngine
@@ -37,6 +39,8 @@ def embedded_settings(request: EngineRequest) -> EmbeddedSettings:
     weights_folder = request.weights_folder
     if weights_folder is None and config.replicas > 1:
         weights_folder = (request.log_folder / request.policies[0]).resolve()
+    placement = request.placements[0] if request.placements else None
+    has_gpu = placement is not None and "num_gpus" in placement
     return EmbeddedSettings(
         folder=request.model,
         max_length=config.max_length,
@@ -45,8 +49,8 @@ def embedded_settings(request: EngineRequest) -> EmbeddedSettings:
         deterministic=config.deterministic,
         routing=config.router_replay,
         bf16=request.bf16,
-        device=config.device,
-        placement=request.placements[0] if request.placements else None,
+        device=_choose_device(config.device, has_gpu=has_gpu),
+        placement=placement,
         transport=config.transport or TRANSPORTS["embedded"][0],
         weights_folder=weights_folder,
         restarts=config.restarts,
@@ -66,9 +70,18 @@ def build_local_engine(
 
 def local_devices(request: EngineRequest) -> list[str]:
     """Return the devices that an embedded engine in this process computes on."""
-    if request.gpus is None or not any(request.gpus):
-        return [request.config.device]
+    if request.gpus is None:
+        return [_choose_device(request.config.device, has_gpu=torch.cuda.is_available())]
+    if not any(request.gpus):
+        return [_choose_device(request.config.device, has_gpu=False)]
     return [f"cuda:{request.visible_gpus.index(gpu)}" for (gpu,) in request.gpus]
+
+
+def _choose_device(device: str, *, has_gpu: bool) -> str:
+    """Return the torch device for `engine.device`."""
+    if device != "auto":
+        return device
+    return "cuda" if has_gpu else "cpu"
 
 
 def _load_engine(request: EngineRequest, device: str) -> EmbeddedEngine:

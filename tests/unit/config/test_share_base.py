@@ -32,6 +32,7 @@ def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
         "policies.solver.tp=2",
         "+policies.verifier.tp=2",
     ]
+    critic.append("+engine.device=cpu")
     apart, together = config(*LORA, *critic), config(*LORA, *critic, *SHARED)
     assert [(t.policy, t.part, t.devices) for t in list_worker_groups(apart, "GPU")] == [
         ("solver", "trainer", 2),

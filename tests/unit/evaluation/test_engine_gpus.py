@@ -21,7 +21,7 @@ from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import find_devices
 from mcore_mas.runtime.engine_factory import engine_requests, make_engines
 from mcore_mas.runtime.run_environments import make_sidecar
-from rollout.engines.embedded.build import local_devices
+from rollout.engines.embedded.build import embedded_settings, local_devices
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.server import Server
 from rollout.models.architecture import read_architecture
@@ -101,8 +101,25 @@ def test_embedded_engines_use_all_gpus(tmp_path: Path) -> None:
 
 
 def test_embedded_engines_on_the_cpu_use_no_gpu() -> None:
-    config = make_config("engine.name=embedded", "engine.python=null")
+    config = make_config("engine.name=embedded", "engine.python=null", "+engine.device=cpu")
     assert assign_engine_gpus(config) == {"solver": [[]], "verifier": [[]]}
+
+
+@pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
+def test_an_engine_without_a_device_follows_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str
+) -> None:
+    """In a training Ray gives its actor a GPU or none; an engine that is served takes what is there."""
+    config = make_config("engine.name=embedded", "engine.python=null")
+    models = dict.fromkeys(config.models, "model")
+    resources = {"num_gpus": 0.5, "num_cpus": 0} if has_gpu else {"num_cpus": 0.5}
+    placements = {policy: [resources] for policy in models}
+    trained = engine_requests(config, models, tmp_path, trained=True, placements=placements)
+    assert [embedded_settings(request).device for request in trained] == [device, device]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    served = engine_requests(config, models, tmp_path, trained=False)
+    assert [local_devices(request) for request in served] == [[device], [device]]
 
 
 def test_with_fewer_gpus_than_engines_need_they_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,39 @@ def test_the_kv_cache_is_bounded_by_the_slots_and_by_the_usable_memory() -> None
     models = load_architectures(run)
     # One sequence: 36 layers, eight heads of 128, keys and values of two bytes
     one_sequence = 12288 * 36 * 8 * 128 * 2 * 2
-    assert estimate_peak_memory(run, models, H100).kv_cache == one_sequence
+    assert estimate_peak_memory(run, models, H100).kv_cache == 2 * one_sequence
+
+
+def test_a_small_kv_cache_has_two_gigabytes() -> None:
+    small = [
+        f"policies.{policy}.own.engine={{max_length: 4100, slots: 2}}"
+        for policy in ("solver", "verifier")
+    ]
+    run = config("drmas_t1_4b_separate_drmas", *small)
+    assert 2 * 2 * 4100 * 36 * 8 * 128 * 2 * 2 < 2.5e9  # two sequences, twice
+    few = config(
+        "drmas_t1_4b_separate_drmas", *small, "policy_defaults.model=Qwen/Qwen2.5-0.5B-Instruct"
+    )
+    assert estimate_peak_memory(run, load_architectures(run), H100).kv_cache == pytest.approx(
+        2 * 2 * 4100 * 36 * 8 * 128 * 2 * 2
+    )
+    assert estimate_peak_memory(few, load_architectures(few), H100).kv_cache == 2e9
+
+
+def test_an_embedded_engine_has_float32_keys_in_every_slot() -> None:
+    run = config(
+        "drmas_t1_4b_separate_drmas",
+        "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
+        "policy_defaults.model=Qwen/Qwen2.5-0.5B-Instruct",
+        "policy_defaults.bf16=true",
+    )
+    models = load_architectures(run)
+    n = count_parameters(models["solver"])
+    assert engine_weights(run, models) == {"solver": 2 * n, "verifier": 2 * n}
+    # 24 layers, two heads of 64, keys and values of four bytes
+    peak = estimate_peak_memory(run, models, H100)
+    assert peak.kv_cache == 16 * 8192 * 24 * 2 * 64 * 2 * 4
+    assert peak.rollout == 2 * n + peak.kv_cache + 1e9  # no CUDA graphs
 
 
 @pytest.mark.parametrize(("one_by_one", "combine"), [("true", max), ("false", sum)])

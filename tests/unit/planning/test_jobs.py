@@ -67,6 +67,41 @@ def test_an_evaluation_on_cpus_requests_its_engines() -> None:
     assert needs == JobNeeds(nodes=1, gpus=0, cpus=2 + 1, memory_mb=700 + 2 * 600)
 
 
+# Two policies of Qwen2.5-0.5B, each with an embedded engine.
+TWO_SMALL = (
+    "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
+    "policy_defaults.model=Qwen/Qwen2.5-0.5B-Instruct",
+)
+TWO_POLICIES = "drmas_t1_4b_separate_drmas"
+SMALL_PARAMETERS = 494_032_768
+# 24 layers, two heads of 64, keys and values in float32
+SMALL_SEQUENCE = 8192 * 24 * 2 * 64 * 2 * 4
+
+
+def test_models_on_cpus_take_memory() -> None:
+    run = config(TWO_POLICIES, *TWO_SMALL, "cluster.device=cpu")
+    # An engine has its weights in float32, a copy in bfloat16, and its KV cache.
+    engine = (4 + 2) * SMALL_PARAMETERS + 16 * SMALL_SEQUENCE
+    needs = job_needs(run, "evaluate", 8)
+    assert (needs.gpus, needs.memory_mb) == (0, 700 + 2 * 600 + int(2 * engine / 1e6))
+
+    # A trainer has weights in bfloat16, gradients, master weights and moments, besides activations.
+    # An engine that is trained has a second buffer for weights.
+    least = 2 * (18 * SMALL_PARAMETERS + engine + 4 * SMALL_PARAMETERS)
+    training = job_needs(run, "train", 8)
+    assert training.gpus == 0
+    assert least / 1e6 < training.memory_mb < 3 * least / 1e6
+    fewer_slots = config(TWO_POLICIES, *TWO_SMALL, "cluster.device=cpu", "engine.slots=8")
+    saved = training.memory_mb - job_needs(fewer_slots, "train", 8).memory_mb
+    assert saved == pytest.approx(2 * 8 * SMALL_SEQUENCE / 1e6, abs=1)
+
+
+def test_a_model_that_is_too_large_for_cpus_gets_gpus() -> None:
+    assert job_needs(config(TWO_POLICIES, *TWO_SMALL), "train", 8).gpus == 2 * 2 + 2
+    on_cpus = (*TWO_SMALL, "engine.device=cpu")
+    assert job_needs(config(TWO_POLICIES, *on_cpus), "train", 8).gpus == 0
+
+
 @pytest.mark.parametrize("device_type", ["CPU", "GPU"])
 def test_every_server_of_an_engine_has_devices_of_its_own(device_type: str) -> None:
     overrides = ["engine=sglang", "engine.replicas=3", "+policies.solver.own.engine.tp=2"]

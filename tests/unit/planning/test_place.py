@@ -135,6 +135,39 @@ def test_a_run_whose_models_do_not_divide_the_cluster_is_refused() -> None:
         place_run(config("drmas_t1_8b_shared_drmas"), Cluster.parse("3xH100"))
 
 
+def test_an_embedded_engine_gets_the_slots_for_which_there_is_memory() -> None:
+    """Two policies of 1.7B and 192 slots of 8,192 tokens: 229 kB a token are 361 GB an engine."""
+    embedded = "engine={name: embedded, python: null, slots: 192, max_length: 8192}"
+    run = config(
+        "drmas_t1_4b_separate_drmas",
+        embedded,
+        "policy_defaults.model=Qwen/Qwen3-1.7B",
+        "policy_defaults.recompute=full",
+    )
+    cluster = Cluster.parse("1xH100")
+    placed = place_run(run, cluster)
+    assert_fits(placed, cluster)
+    assert (placed.engine.device, placed.engine.sleep, placed.cluster.pool) == (
+        "cuda",
+        True,
+        "shared",
+    )
+    sequence = 8192 * 28 * 8 * 128 * 2 * 4
+    weights = 2 * 1_720_574_976
+    processes = 4 * 1e9  # two trainers and two engines
+    free = 0.92 * 80e9 - processes - 2 * weights
+    assert placed.engine.slots == free // (2 * sequence)
+
+    few = config(
+        "drmas_t1_4b_separate_drmas",
+        embedded,
+        "engine.slots=4",
+        "policy_defaults.model=Qwen/Qwen3-1.7B",
+    )
+    assert place_run(few, cluster).engine.slots == 4
+    assert "mem-fraction-static" not in placed.engine.options
+
+
 def test_runs_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(PlanError, match="demo_math: its engine takes no GPUs of its own"):
         place_run(config("demo_math"), EIGHT)

@@ -46,17 +46,19 @@ def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu()
         "advantage=gae",
         *(f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")),
     ]
-    assert named(list_worker_groups(config(*critic), "GPU")) == [
+    on_cpu = "+engine.device=cpu"
+    assert named(list_worker_groups(config(*critic, on_cpu), "GPU")) == [
         ("solver", "trainer", 2),
         ("solver", "critic", 2),
         ("verifier", "trainer", 4),
         ("verifier", "critic", 4),
     ]
-    on_gpus = named(list_worker_groups(config("+engine.device=cuda"), "GPU"))
-    assert [workers for workers in on_gpus if workers[1] == "engine"] == [
-        ("solver", "engine", 1),
-        ("verifier", "engine", 1),
-    ]
+    for on_gpu in ([], ["+engine.device=cuda"]):
+        on_gpus = named(list_worker_groups(config(*on_gpu), "GPU"))
+        assert [workers for workers in on_gpus if workers[1] == "engine"] == [
+            ("solver", "engine", 1),
+            ("verifier", "engine", 1),
+        ]
     frozen = config("+agents.verifier.loss_weight=0")
     assert named(list_worker_groups(frozen, "CPU")) == [
         ("solver", "trainer", 2),
@@ -73,7 +75,7 @@ def test_split_adds_up_and_shared_takes_the_largest() -> None:
 
 
 def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
-    worker_groups = list_worker_groups(config(), "GPU")
+    worker_groups = list_worker_groups(config("+engine.device=cpu"), "GPU")
     check_fits(worker_groups, "split", "GPU", [6])
     check_fits(worker_groups, "split", "GPU", [4, 2])
     check_fits(worker_groups, "shared", "GPU", [4])
@@ -156,7 +158,7 @@ def test_two_versions_of_nccl_are_refused_before_anything_starts(
 
 
 def test_ranks_that_share_tensors_need_one_node() -> None:
-    worker_groups = list_worker_groups(config(), "GPU")
+    worker_groups = list_worker_groups(config("+engine.device=cpu"), "GPU")
     assert [(workers.policy, workers.tp) for workers in worker_groups] == [
         ("solver", 2),
         ("verifier", 1),
