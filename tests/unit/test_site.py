@@ -1,11 +1,14 @@
 """The site of the documents is built with every link checked, and has the files outside docs/ that pages link to."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support.browser import Browser, needs_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,13 +68,45 @@ def test_the_readme_links_to_every_page_for_beginners() -> None:
     assert not [page for page in pages if f"](docs/{page}." not in readme]
 
 
+def small_site(folder: Path) -> Path:
+    """Write the settings of the site for a folder with its own pages; return the file."""
+    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
+    config = folder / "mkdocs.yml"
+    config.write_text(settings.replace("docs/site/links.py", ""))
+    return config
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_search_works_when_a_page_is_opened_as_a_file(tmp_path: Path) -> None:
+    pages = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs" / "javascripts", pages / "javascripts")
+    (pages / "more").mkdir()
+    (pages / "index.md").write_text("# Start\n\nAn orchestra decides who speaks.\n")
+    (pages / "more" / "credit.md").write_text("# Credit\n\nAn estimator compares turns.\n")
+    completed = build(tmp_path / "site", small_site(tmp_path))
+    assert completed.returncode == 0, completed.stderr
+
+    for page, word, result in (
+        ("index.html", "estimator", "more/credit.html"),
+        ("more/credit.html", "orchestra", "index.html"),
+    ):
+        with Browser((tmp_path / "site" / page).as_uri(), tmp_path / "profile") as browser:
+            browser.value("document.querySelector('.md-search__input').focus()")
+            browser.value(
+                "const field = document.querySelector('.md-search__input');"
+                f"field.value = '{word}';"
+                "field.dispatchEvent(new Event('keyup', {bubbles: true}))"
+            )
+            link = browser.until("document.querySelector('.md-search-result__link')?.href")
+            assert link.partition("?")[0] == (tmp_path / "site" / result).as_uri()
+            assert not [url for url in browser.asked if url.startswith("http")]
+
+
 @pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])
 def test_a_broken_link_ends_the_build(tmp_path: Path, link: str) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[there]({link})\n")
     (tmp_path / "docs" / "quickstart.md").write_text("# Quick\n")
-    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
-    config = tmp_path / "mkdocs.yml"
-    config.write_text(settings.replace("docs/site/links.py", ""))
-    completed = build(tmp_path / "site", config)
+    completed = build(tmp_path / "site", small_site(tmp_path))
     assert completed.returncode == 1 and "gone" in completed.stderr
