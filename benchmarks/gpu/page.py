@@ -206,14 +206,28 @@ def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
     checks = [line for line in measured if "ok" in line and "what" in line]
     if not checks:
         return ["Kernels, updates and waits on a GPU: not measured."]
-    items = []
+    rows = [
+        "Each row is a comparison with a bound (`benchmarks/gpu/checks.py`). *worst* is the largest error.",
+        "",
+        "| check | result | values |",
+        "|---|---|---|",
+    ]
     for line in checks:
-        verdict = "ok" if line["ok"] else "**wrong**"
-        figures = [
-            f"{key} {value}" for key, value in line.items() if key not in ("date", "section", "ok")
+        result = "ok" if line["ok"] else "**wrong**"
+        values = [
+            f"{key} {_rounded(value)}"
+            for key, value in line.items()
+            if key not in ("date", "section", "ok", "what")
         ]
-        items.append(f"- {verdict}: {', '.join(figures)}")
-    return items
+        rows.append(f"| {line['what']} | {result} | {', '.join(values)} |")
+    return rows
+
+
+def _rounded(value: Any) -> str:
+    """Return a value as text; floats have three significant digits."""
+    if isinstance(value, list):
+        return " and ".join(map(_rounded, value)) or "none"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
