@@ -13,6 +13,7 @@ from rollout.base.yaml_files import read_yaml
 from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError
 from rollout.environments.math_limits import is_refused
 from rollout.environments.math_notation import normalize_answer
+from rollout.environments.math_numbers import has_base, number_with_base
 
 CompareMathematics = Callable[[str, str], AnswerComparison]
 
@@ -20,7 +21,11 @@ _INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
 _EQUATION = re.compile(r"(?<![<>!:])=")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TUPLE = re.compile(r"\(.*,.*\)")
-_BASE = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?:\{(?P<braced>\d+)\}|(?P<base>\d))")
+_NAME = re.compile(r"(?:^|,|\\lor |\\land )([a-zA-Z](?:_\{?\w+\}?)?)=")
+_WORD = re.compile(r"[a-zA-Z]{4,}")
+_CLOCK = re.compile(
+    r"(\d{1,2}):([0-5]\d)(?:~?|\\(?:text|mathrm)\{)(?:([ap])\.?m\.?\}?)?", re.IGNORECASE
+)
 _TEXT_ON_LOOP_CHARS = 200  # longer answers are compared on another thread
 _COMPARER = Comparer()
 
@@ -84,12 +89,30 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
         return AnswerComparison.DIFFERENT
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
         return _verdict(equal=int(given.replace(",", "")) == int(truth.replace(",", "")))
-    if _BASE.fullmatch(given) or _BASE.fullmatch(truth):
-        return _verdict(equal=_number_with_base(given) == _number_with_base(truth))
+    if _WORD.fullmatch(given) and _WORD.fullmatch(truth):
+        # Words with the same letters are equal for math-verify, which multiplies the letters.
+        is_anagram = sorted(given.lower()) == sorted(truth.lower())
+        if is_anagram and given.lower() != truth.lower():
+            return AnswerComparison.UNDECIDED
+        return _verdict(equal=is_anagram)
+    if has_base(given) or has_base(truth):
+        return _verdict(equal=number_with_base(given) == number_with_base(truth))
+
+    given_clock = _CLOCK.fullmatch(given)
+    truth_clock = _CLOCK.fullmatch(truth)
+    if given_clock and truth_clock and given_clock[3] and truth_clock[3]:
+        return _verdict(equal=_clock_time(given_clock) == _clock_time(truth_clock))
 
     given_unit = _unit_powers(given)
     truth_unit = _unit_powers(truth)
     if given_unit and truth_unit and given_unit != truth_unit:
+        return AnswerComparison.DIFFERENT
+    given_names = set(_NAME.findall(given.lower()))
+    truth_names = set(_NAME.findall(truth.lower()))
+    is_list_of_names = min(len(given_names), len(truth_names)) > 0 and (
+        max(len(given_names), len(truth_names)) > 1
+    )
+    if is_list_of_names and given_names != truth_names:
         return AnswerComparison.DIFFERENT
     if given.rpartition("=")[2].startswith("\\{") and _TUPLE.fullmatch(truth):
         return AnswerComparison.DIFFERENT
@@ -104,6 +127,11 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
     return compare_mathematics(given, truth)
 
 
+def _clock_time(clock: re.Match[str]) -> tuple[int, int, str]:
+    """Return the hour, the minute and the half of the day of a time such as `10:30 am`."""
+    return int(clock[1]), int(clock[2]), clock[3].lower()
+
+
 def _verdict(*, equal: bool) -> AnswerComparison:
     return AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
 
@@ -112,15 +140,6 @@ def _is_numeric(side: str) -> bool:
     """Return True if a side of an equation has digits and no letters but those of commands."""
     has_letters = any(character.isalpha() for character in _COMMAND.sub("", side))
     return any(character.isdigit() for character in side) and not has_letters
-
-
-def _number_with_base(text: str) -> tuple[str, int] | None:
-    """Return the digits and the base of a number such as `1101_2`; None if it has no base."""
-    match = _BASE.fullmatch(text)
-    if match is None:
-        return None
-    digits = match["digits"].lower().lstrip("0") or "0"
-    return digits, int(match["braced"] or match["base"])
 
 
 def _compare_as_mathematics(given: str, truth: str) -> AnswerComparison:
@@ -144,6 +163,7 @@ _UNITS: dict[str, str] = {
     name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *names)
 }
 _MARKED_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
+_DEGREE_SIGN = re.compile(r"\^(?:\\circ ?|\{\\circ ?\})")
 _UNIT_QUOTIENT = re.compile(r"\\frac\{(~[^{}]*)\}\{(~[^{}]*)\}$")
 _UNIT_PARTS = r"(?:[~/]*[a-zA-Z]+(?:\^\{?-?\d\}?)?)+$"
 _UNIT_SUFFIX = re.compile(rf"~{_UNIT_PARTS}|(?<=\d){_UNIT_PARTS}")
@@ -157,6 +177,7 @@ def _unit_powers(normalized: str) -> dict[str, int]:
         Power by unit, such as {"m": 1, "s": -2}; {} without units, or if one is not known.
     """
     text = _MARKED_TEXT.sub(lambda match: "~" + match[1].replace("per", "/"), normalized)
+    text = _DEGREE_SIGN.sub("~degree", text).replace("\\%", "~percent")
     text = text.replace("\\cdot~", "~")
     text = _UNIT_QUOTIENT.sub(r"\1/\2", text)
     suffix = _UNIT_SUFFIX.search(text)

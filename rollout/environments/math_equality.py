@@ -30,16 +30,26 @@ _WORKERS = 2
 _CLOCK_FACTOR = 20
 
 _VALUE_DIGITS = 60  # digits with which numbers are compared
+_MANY_DIGITS = 400  # digits with which exact numbers are compared that agree in 60 digits
 _TINY = 1e-45  # relative error of a value, and the size below which a value may be zero
 _FLOAT_DIGITS = 15  # significant digits of a float that a program prints
 _FLOAT_ERROR = 1e-14
 _ROUNDED_DIGITS = 6  # a decimal truth with as many digits stands for all numbers that round to it
 _POINTS = 3  # number of points at which expressions with symbols are compared
-_MAX_CHECKED_NUMBERS = 20  # numbers of an answer that `_has_unread_number` checks
+_MAX_CHECKED_PARTS = 40  # numbers, signs and letters that `_has_unread_part` checks
 
 _JUNCTION = re.compile(r"\\lor|\\land")
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|lt|gt)(?:q|qslant)?(?![a-zA-Z])")
 _DIGITS = re.compile(r"\d+")
+_SIGN = re.compile(r"[+-]")
+_OTHER_SIGN = {"+": "-", "-": "+"}
+_LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
+_ARRAY_COLUMNS = re.compile(r"\\begin\{array\}\{[^{}]*\}")
+_NAMED_SIDE = re.compile(r".*(?:=|\\in(?![a-zA-Z]))")  # up to the value of `x=5` or `x\in[1,2]`
+# Notation that math-verify skips: dots, primes, transposes and escaped characters.
+_SKIPPED_NOTATION = re.compile(
+    r"\\(?:[lc]?dots|backslash|prime)(?![a-zA-Z])|\\[&_#]|\.\.\.|'|\^\{?(?:T|\*|\\(?:top|dagger|ast))(?![a-zA-Z])"
+)
 _MARKED_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{[^{}]*\}(?:\^\{?-?\d\}?)?")
 
 
@@ -75,8 +85,7 @@ class Comparer:
     def compare(self, given: str, truth: str) -> AnswerComparison:
         """Compare two normalized LaTeX answers.
 
-        The given answer `x=5` equals the truth `5`, but the answer `5` does not equal the truth
-        `x=5`.
+        A number equals an equation that names it: `5` equals `x=5`.
 
         Raises:
             ComparerError: a child cannot be started; the message says what to do.
@@ -172,7 +181,8 @@ def _compare(given: str, truth: str) -> AnswerComparison:
     gold = _read(truth)
     if guess is None or gold is None or not _are_equal(guess, gold):
         return AnswerComparison.DIFFERENT
-    if _has_unread_number(given, guess) or _has_unread_number(truth, gold):
+    is_equation = "=" in given and "=" in truth
+    if _has_unread_part(given, guess, is_equation) or _has_unread_part(truth, gold, is_equation):
         return AnswerComparison.UNDECIDED
     return AnswerComparison.EQUAL
 
@@ -188,8 +198,12 @@ def _read(text: str) -> Any:
         parts = _JUNCTION.split(text)
         if all(_RELATION.search(part) for part in parts):
             return _read_junction(text)
-        text = ",".join(parts)
-    expression = _parse(text)
+        expression = _parse(",".join(parts))
+        is_named = isinstance(expression, sympy.Eq)  # as in `x=5 or 6`
+        if not isinstance(expression.rhs if is_named else expression, sympy.FiniteSet):
+            return None  # a part was not read, as in `5 or more`
+    else:
+        expression = _parse(text)
     if isinstance(expression, sympy.FiniteSet):
         return _solutions(expression)
     return expression
@@ -200,12 +214,16 @@ def _read_junction(text: str) -> Any:
     import sympy
 
     alternatives = []
+    unknowns: set[Any] = set()
     for alternative in text.split("\\lor"):
         conditions = [_parse(part) for part in alternative.split("\\land")]
         if any(condition is None for condition in conditions):
             return None
+        unknowns.update(*(condition.free_symbols for condition in conditions))
         sets = [condition.as_set() for condition in conditions]
         alternatives.append(sympy.Intersection(*sets))
+    if len(unknowns) != 1:
+        return None
     return sympy.Union(*alternatives)
 
 
@@ -251,6 +269,8 @@ def _are_equal(guess: Any, gold: Any) -> bool:
 
     if not isinstance(gold, sympy.logic.boolalg.Boolean):
         guess = _assigned_value(guess)
+    if _is_relation(guess) and _is_relation(gold) and guess.free_symbols != gold.free_symbols:
+        return False
     if _is_number(guess) and _is_number(gold):
         return _numbers_are_equal(guess, gold)
     if _interval_set(guess) is not None and _interval_set(gold) is not None:
@@ -277,12 +297,18 @@ def _assigned_value(expression: Any) -> Any:
     return equations[-1].rhs if isinstance(equations[0].lhs, sympy.Symbol) else expression
 
 
+def _is_relation(expression: Any) -> bool:
+    import sympy
+
+    return isinstance(expression, sympy.core.relational.Relational | sympy.And)
+
+
 def _interval_set(expression: Any) -> Any:
     """Return an interval, a union, or the solutions of an inequality as a set; else None."""
     import sympy
 
     if isinstance(expression, sympy.Interval | sympy.Union):
-        return _exact(expression)
+        return _exact(expression).doit()
     is_inequality = isinstance(expression, sympy.core.relational.Relational) and not isinstance(
         expression, sympy.Eq
     )
@@ -337,28 +363,44 @@ def _values_are_equal(guess: Any, gold: Any) -> bool:
     A decimal truth of six digits or more equals all numbers that round to it. A decimal guess of
     fifteen digits or more may have the rounding error of a float.
     """
+    import sympy
+
     tolerance = _rounding_tolerance(gold)
     guess_value = _value(guess)
     gold_value = _value(gold)
     if not (guess_value.is_finite and gold_value.is_finite):
         return bool(_exact(guess).doit() == _exact(gold).doit())
+    if _are_exact(guess, gold):
+        return bool(_exact(guess).doit() == _exact(gold).doit())
     difference = abs(guess_value - gold_value)
     size = max(abs(guess_value), abs(gold_value))
     if gold_value == 0 or guess_value == 0:
-        import sympy
-
         return bool(size <= _TINY and sympy.simplify(_exact(guess) - _exact(gold)) == 0)
+    if tolerance == 0 and not guess.has(sympy.Float) and not gold.has(sympy.Float):
+        if difference > size * _TINY:
+            return False
+        difference = abs(_value(guess, _MANY_DIGITS) - _value(gold, _MANY_DIGITS))
+        return bool(difference <= size * sympy.Float(f"1e-{_MANY_DIGITS - 15}"))
     if _significant_digits(guess) >= _FLOAT_DIGITS:
         tolerance = max(tolerance, size * _FLOAT_ERROR)
     return bool(difference <= max(tolerance, size * _TINY))
 
 
-def _value(expression: Any) -> Any:
-    """Return the value of a number with 60 digits; `i` is the imaginary unit."""
+def _are_exact(guess: Any, gold: Any) -> bool:
+    """Return True if two numbers are rational, and no float of a program."""
+    import sympy
+
+    if _significant_digits(gold) >= _ROUNDED_DIGITS or _significant_digits(guess) >= _FLOAT_DIGITS:
+        return False
+    return all(isinstance(_exact(number).doit(), sympy.Rational) for number in (guess, gold))
+
+
+def _value(expression: Any, digits: int = _VALUE_DIGITS) -> Any:
+    """Return the value of a number; `i` is the imaginary unit."""
     import sympy
 
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
-    value = sympy.N(_exact(expression).xreplace(imaginary).doit(), _VALUE_DIGITS)
+    value = sympy.N(_exact(expression).xreplace(imaginary).doit(), digits)
     if not value.is_number:
         raise ValueError(f"{expression} has no value")
     return value
@@ -446,28 +488,41 @@ def _sort_key(expression: Any) -> tuple[float, float]:
     return value.real, value.imag
 
 
-def _has_unread_number(text: str, expression: Any) -> bool:
-    """Return True if math-verify has ignored a number of the text.
+def _has_unread_part(text: str, expression: Any, is_equation: bool) -> bool:
+    """Return True if math-verify has ignored a part of the text.
 
-    math-verify skips the parts of an answer that it cannot read. A number is ignored if a text with
-    another number there gives the same expression. Numbers inside units, such as the 2 of `cm^2`,
-    are not checked.
+    math-verify skips the parts of an answer that it cannot read. A number, a sign or a letter is
+    ignored if a text with another one there gives the same expression. Parts of units, such as the
+    2 of `cm^2`, are not checked, nor are the names of values, such as the x of `x=5`, if the other
+    answer has none.
 
     Args:
         text: the answer.
         expression: the sympy object that was read from it.
+        is_equation: True if both answers are equations.
     """
-    unit_spans = [match.span() for match in _MARKED_UNIT.finditer(text)]
-    numbers = list(_DIGITS.finditer(text))[:_MAX_CHECKED_NUMBERS]
-    for number in numbers:
-        last = number.end() - 1
-        if any(start <= last < end for start, end in unit_spans):
+    name = _NAMED_SIDE.match(text)
+    value_start = name.end() if name else 0
+    if _SKIPPED_NOTATION.search(text, 0 if is_equation else value_start):
+        return True
+    changes = [(number.end() - 1, _other_digit(number[0][-1])) for number in _DIGITS.finditer(text)]
+    changes += [(sign.start(), _OTHER_SIGN[sign[0]]) for sign in _SIGN.finditer(text)]
+    for letter in _LETTER.finditer(text, value_start):
+        changes.append((letter.start(), "w" if letter[0] == "q" else "q"))
+
+    skipped = [match.span() for match in _MARKED_UNIT.finditer(text)]
+    skipped += [match.span() for match in _ARRAY_COLUMNS.finditer(text)]
+    for position, character in changes[:_MAX_CHECKED_PARTS]:
+        if any(start <= position < end for start, end in skipped):
             continue
-        other_digit = "3" if text[last] == "7" else "7"
-        changed = _read(f"{text[:last]}{other_digit}{text[last + 1 :]}")
+        changed = _read(f"{text[:position]}{character}{text[position + 1 :]}")
         if changed is not None and changed == expression:
             return True
     return False
+
+
+def _other_digit(digit: str) -> str:
+    return "3" if digit == "7" else "7"
 
 
 def _peak_bytes() -> int:

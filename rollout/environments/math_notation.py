@@ -7,6 +7,8 @@ math-verify ignores notation that it cannot read: `1-\\frac{1}{\\mathrm{e}}` is 
 import re
 import unicodedata
 
+from rollout.environments.math_numbers import rewrite_numbers
+
 NO_NUMBER = "␣"  # stands for a blank between digits that are no mixed number
 
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*(?=[{])")
@@ -21,9 +23,8 @@ _SPACED_DIGITS = re.compile(r"(?<=\d)\s+(?=\d)")
 _UPRIGHT_LETTER = re.compile(
     r"\\(?:mathrm|mathit|mathbf|operatorname|textrm|textit|text|rm)\s*(?:\{\s*([ei])\s*\}|\s([ei])(?![a-zA-Z]))"
 )
-_ROOT = re.compile(
-    r"(?:\\sqrt|(?<![a-zA-Z\\])sqrt|√)\s*(?:\((?P<bracket>[^()]*)\)|(?P<token>\d+|[a-zA-Z]))"
-)
+_ROOT = re.compile(r"(?P<sign>\\sqrt|(?<![a-zA-Z\\])sqrt|[√∛∜])\s*(?=\(|(?P<token>\d+|[a-zA-Z]))")
+_ROOT_COMMANDS = {"∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _POWER_IN_BRACKETS = re.compile(r"\^\(([^()]*)\)")
 _ONLY_TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\{([^{}]*)\}")
 _OR_AND = re.compile(
@@ -34,12 +35,46 @@ _JUNCTIONS = {"or": "\\lor ", "vee": "\\lor ", "and": "\\land ", "wedge": "\\lan
 _WORDS = (
     (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|infty|oo)(?![a-zA-Z])"), r"\\infty "),
+    (
+        re.compile(r"(?<![a-zA-Z\\])((?:arc)?(?:sin|cos|tan)|cot|sec|csc|ln|exp)(?=\s*\()"),
+        r"\\\1",
+    ),
 )
 _SYSTEM = re.compile(
     r"(?:\\\{|\\lbrace)?\s*\\begin\{(?P<name>array|cases|aligned)\}(?:\{[^{}]*\})?"
     r"(?P<rows>.*?)\\end\{(?P=name)\}\s*(?:\\right)?\.?",
     re.DOTALL,
 )
+_DELIMITERS = re.compile(r"\s*\\(?:\((?P<inline>.*)\\\)|\[(?P<display>.*)\\\])\s*\.?\s*", re.DOTALL)
+_FONT = r"\\(?:mathbf|boldsymbol|bm|textbf|bold|mathit|color\{[a-z]+\}|textcolor\{[a-z]+\})"
+_WHOLE_IN_FONT = re.compile(rf"\s*{_FONT}\s*\{{([^{{}}]*)\}}\s*")
+_NUMBER_IN_FONT = re.compile(rf"{_FONT}\s*\{{\s*(-?[\d.]+)\s*\}}")
+_ABOUT = re.compile(r"^\s*(?:\\approx(?![a-zA-Z])|≈)\s*")
+_TRIGONOMETRY = re.compile(r"(?<![a-zA-Z])\\?(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![a-zA-Z\\])[a-zA-Z])\s*\^\s*\{?\s*\\circ\s*\}?")
+_TEMPERATURE = re.compile(
+    r"(\^\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\{\s*)?([CF])(?![a-zA-Z])\s*\}?"
+)
+_ALL_REALS = re.compile(
+    r"\s*(?:\\(?:text|mathrm|mbox)\{)?\s*all\s+(?:real\s+numbers|reals)\s*\}?\s*", re.IGNORECASE
+)
+_SET_BUILDER = re.compile(
+    r"\\\{([a-zA-Z])(?:\\in\s*\\mathbb\{R\})?(?:\||:|\\(?:mid|vert)(?![a-zA-Z]))"
+    r"(?P<condition>[^|:]*)\\\}"
+)
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|lt|gt)(?:q|qslant)?(?![a-zA-Z])")
+_INTERVAL = re.compile(
+    r"(?:(?<![\d}\w)])|(?<=cup)|(?<=cap)|(?<=\\in))([\[\]])([^\[\](),]*),([^\[\](),]*)([\[\]])"
+)
+_UNION_LETTER = re.compile(r"(?<=[)\]])\s*U\s*(?=[(\[])")
+_NAMED_POINT = re.compile(r"[A-Z](\([^()]*,[^()]*\))")
+_MODULUS = re.compile(
+    r"(?P<bracket>\(\s*)?(?:\\[pb]?mod|\\(?:text|mathrm|mbox)\{\s*mod\s*\}|(?<![a-zA-Z\\])mod)"
+    r"(?![a-zA-Z])\s*(?:\{\s*(?P<braced>[\w^+*-]+)\s*\}|(?P<number>\d+|[a-z](?![a-zA-Z])))"
+    r"(?(bracket)\s*\))"
+)
+_COLUMN = re.compile(r"\\begin\{(?P<name>[pbB]?matrix)\}(?P<cells>[^&]*)\\end\{(?P=name)\}")
+_ROWS_OF_LISTS = re.compile(r"\[(\[[^\[\]]*\](?:,\[[^\[\]]*\])*)\]")
 _COMMANDS = {
     "\\dfrac": "\\frac",
     "\\tfrac": "\\frac",
@@ -63,6 +98,12 @@ _COMMANDS = {
     "≥": "\\ge ",
     "≠": "\\ne ",
     "°": "^\\circ ",
+    "≡": "\\equiv ",
+    "∈": "\\in ",
+    "∅": "\\emptyset ",
+    "ℝ": "\\mathbb{R}",
+    "\\varnothing": "\\emptyset ",
+    "~": " ",
 }
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _SUPERSCRIPT_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -99,9 +140,10 @@ def last_boxed(text: str) -> str | None:
 
 def normalize_answer(answer: str) -> str:
     """Return an answer in one notation, without blanks: that of math-verify wherever it is known."""
-    text = _rewrite_systems(answer)
+    text = _rewrite_systems(_unwrap(answer))
     for written, command in _COMMANDS.items():
         text = text.replace(written, command)
+    text = rewrite_numbers(text)
     text = _SUPERSCRIPTS.sub(lambda m: "^{" + m[0].translate(_SUPERSCRIPT_DIGITS) + "}", text)
     text = _VULGAR_FRACTION.sub(_write_vulgar_fraction, text)
     text = _UPRIGHT_LETTER.sub(lambda match: match[1] or match[2], text)
@@ -114,15 +156,91 @@ def normalize_answer(answer: str) -> str:
     )
     for word, command in _WORDS:
         text = word.sub(command, text)
-    text = _ROOT.sub(lambda match: "\\sqrt{" + (match["bracket"] or match["token"]) + "}", text)
+    text = _rewrite_roots(text)
     text = _POWER_IN_BRACKETS.sub(r"^{\1}", text)
-    text = re.sub(r"\\(p?mod)\s*(\d)(?!\d)", r"\\\1{\2}", text)
+    text = _MODULUS.sub(lambda match: f"\\pmod{{{match['braced'] or match['number']}}}", text)
+    text = _TEMPERATURE.sub(r"\1\\text{\2}", text)
+    if _TRIGONOMETRY.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1\\pi }{180})", text)
     text = _SPACING.sub(lambda match: f"{match['command']} " if match["command"] else "", text)
     text = text.replace("+-", "-")
     only_text = _ONLY_TEXT.fullmatch(text)
     if only_text:
         text = only_text[1]
-    return text.rstrip(".").removeprefix("+")
+    return _rewrite_sets(text.rstrip(".").removeprefix("+"))
+
+
+def _unwrap(answer: str) -> str:
+    """Return an answer without delimiters of formulas, fonts, and a sign for approximate values."""
+    text = answer
+    delimiters = _DELIMITERS.fullmatch(text)
+    if delimiters:
+        text = delimiters["inline"] or delimiters["display"] or ""
+    if _ALL_REALS.fullmatch(text):
+        return "\\mathbb{R}"
+    whole = _WHOLE_IN_FONT.fullmatch(text)
+    if whole:
+        text = whole[1]
+    return _ABOUT.sub("", _NUMBER_IN_FONT.sub(r"\1", text))
+
+
+def _rewrite_roots(text: str) -> str:
+    """Write roots whose radicand has no braces, such as `sqrt(2+(3))` and `∛8`, with braces."""
+    parts: list[str] = []
+    position = 0
+    while match := _ROOT.search(text, position):
+        sign = match["sign"]
+        parts += [text[position : match.start()], _ROOT_COMMANDS.get(sign, "\\sqrt")]
+        position = match.end()
+        if match["token"]:
+            parts.append(f"{{{match['token']}}}")
+            position += len(match["token"])
+            continue
+        end = _closing_bracket(text, position)
+        parts.append(f"{{{_rewrite_roots(text[position + 1 : end])}}}")
+        position = end + 1
+    return "".join([*parts, text[position:]])
+
+
+def _closing_bracket(text: str, start: int) -> int:
+    """Return the position of the bracket that closes the one at `start`; the text's end without."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+    return len(text)
+
+
+def _rewrite_sets(text: str) -> str:
+    """Write sets, intervals, points and matrices of other notations in that of math-verify.
+
+    Args:
+        text: an answer without blanks.
+    """
+    builder = _SET_BUILDER.fullmatch(text)
+    if builder and "=" not in builder["condition"] and _RELATION.search(builder["condition"]):
+        text = builder["condition"]
+    text = _UNION_LETTER.sub(r"\\cup ", text)
+    text = _INTERVAL.sub(_write_interval, text)
+    point = _NAMED_POINT.fullmatch(text)
+    if point:
+        text = point[1]
+    column = _COLUMN.fullmatch(text)
+    if column and "\\\\" in column["cells"]:
+        elements = column["cells"].replace("\\\\", ",")
+        text = f"({elements})"
+    rows = _ROWS_OF_LISTS.fullmatch(text)
+    if rows:
+        cells = rows[1][1:-1].replace("],[", "\\\\").replace(",", "&")
+        text = f"\\begin{{pmatrix}}{cells}\\end{{pmatrix}}"
+    return text
+
+
+def _write_interval(match: re.Match[str]) -> str:
+    """Return an interval with round brackets for bounds that square ones turn away from."""
+    opening, low, high, closing = match.groups()
+    return f"{'(' if opening == ']' else '['}{low},{high}{')' if closing == '[' else ']'}"
 
 
 def _write_vulgar_fraction(match: re.Match[str]) -> str:
