@@ -5,19 +5,23 @@ the run, a space and the report as JSON. `rollout/environments/hidden_verdicts.p
 and reads the report.
 
 The code under test runs in this process and may be hostile. The report is therefore kept in a
-generator, which takes events only from the functions of this program and from the test file, and
-whose frame an audit hook hides.
+generator, which takes events only from the functions of this program and from the test file. An
+audit hook hides its frame, and `_make_sender` keeps handlers of signals and of the garbage
+collector from running in it.
 """
 
 import ast
 import builtins
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
 import random
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -65,6 +69,11 @@ _REFUSED_EVENTS = {
 
 # Bound here, so that patched code cannot replace these functions later.
 _get_frame = sys._getframe
+_get_thread = threading.get_ident
+_get_handler = signal.getsignal
+_set_handler = signal.signal
+_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+_is_collecting, _stop_collecting, _start_collecting = gc.isenabled, gc.disable, gc.enable
 _shuffle = random.SystemRandom().shuffle
 _encode_string = json.encoder.encode_basestring_ascii
 _mro_of = type.__dict__["__mro__"].__get__
@@ -130,10 +139,10 @@ def _main() -> None:
 
     recorder = _record(request.pop("mark"), report_file, request)
     next(recorder)
-    send = recorder.send
+    send = _make_sender(recorder)
     module = request["module"]
     _define_names(send, request["candidates"])
-    hook = _make_audit_hook(recorder, folder, module, request["allowed"])
+    hook = _make_audit_hook(recorder, send, folder, module, request["allowed"])
     sys.modules["__main__"] = types.ModuleType("__main__")
 
     options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
@@ -144,6 +153,35 @@ def _main() -> None:
     with contextlib.suppress(StopIteration):
         send(("finish",))
     os._exit(0)  # exit handlers of the tested code do not run
+
+
+def _make_sender(recorder: Generator[None, Event, None]) -> Send:
+    """Return the function that sends an event to the recorder while nothing can interrupt it.
+
+    Patched code could read the recorder's frame in a handler of a signal, or in a callback or a
+    finalizer that the garbage collector runs.
+    """
+    main_thread = _get_thread()
+
+    def send(event: Event) -> None:
+        handlers: list[tuple[int, Any]] = []
+        if _get_thread() == main_thread:  # Python runs handlers in the main thread only
+            for number in _SIGNALS:
+                handler = _get_handler(number)
+                if callable(handler):
+                    handlers.append((number, handler))
+                    _set_handler(number, signal.SIG_IGN)
+        is_collecting = _is_collecting()
+        _stop_collecting()
+        try:
+            recorder.send(event)
+        finally:
+            if is_collecting:
+                _start_collecting()
+            for number, handler in handlers:
+                _set_handler(number, handler)
+
+    return send
 
 
 def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[None, Event, None]:
@@ -173,8 +211,8 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
 
     while True:
         event = yield
-        caller = _get_frame(1)
-        if own_code.get(id(caller.f_code)) is not caller.f_code:
+        callers = (_get_frame(1), _get_frame(2))  # the sender, and the function that called it
+        if any(own_code.get(id(caller.f_code)) is not caller.f_code for caller in callers):
             continue
         kind = event[0]
         if kind == "finish":
@@ -190,11 +228,13 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
                 names = _TestNames(test_globals, request)
         if kind not in ("report", "site", "end"):
             continue
+        if any(type(item) not in (bool, int, str) for item in event):
+            continue  # an object of patched code, whose equality would run here
 
         if kind != "site" and not _are_unchanged(bindings):
             continue
         if kind != "report":
-            frame = _get_frame(2)
+            frame = _get_frame(3)
             is_genuine = test_code.get(id(frame.f_code)) is frame.f_code
             if not is_genuine or frame.f_globals is not test_globals:
                 continue
@@ -236,6 +276,8 @@ class _TestNames:
     def _bound_values(self) -> dict[str, Any]:
         values = {}
         for name, value in self._scope.items():
+            if type(name) is not str:  # its methods would run here
+                name = "?"
             # Python and pytest bind names that start with "__" or "@".
             if name not in self._rebound and not name.startswith(("__", "@")):
                 values[name] = value
@@ -310,6 +352,14 @@ def _guarded_bindings(modules: list[str]) -> list[Binding]:
 
 
 def _are_unchanged(bindings: list[Binding]) -> bool:
+    """Return True if every name has the value that it had before the tests.
+
+    A name that is no plain string may have an equality of patched code, which would run here.
+    """
+    scopes = {id(scope): scope for scope, _, _ in bindings}
+    for scope in scopes.values():
+        if any(type(name) is not str for name in scope):
+            return False
     return all(scope.get(name) is value for scope, name, value in bindings)
 
 
@@ -350,12 +400,13 @@ def _make_plugin(send: Send, hook: AuditHook, folder: str, computing_modules: li
 
 
 def _make_audit_hook(
-    recorder: Generator[None, Event, None], folder: str, module: str, allowed: list[str]
+    recorder: Generator[None, Event, None], send: Send, folder: str, module: str, allowed: list[str]
 ) -> AuditHook:
     """Return the hook that hides this program from patched code, and finds the test file's code.
 
     Args:
         recorder: generator whose frame stays hidden.
+        send: takes events.
         folder: folder of the repository.
         module: path of the test file in the folder.
         allowed: names of permissions in `_REFUSED_EVENTS` that the code under test has, because it
@@ -373,7 +424,7 @@ def _make_audit_hook(
             code = arguments[0]
             caller = _get_frame(1)
             if caller.f_code is import_code and code.co_filename == test_path:
-                recorder.send(("module", code, vars(caller.f_locals["module"])))
+                send(("module", code, vars(caller.f_locals["module"])))
         elif event == "object.__getattr__":
             if arguments[0] is recorder:
                 raise PermissionError("the report of a test run is private")
@@ -384,10 +435,17 @@ def _make_audit_hook(
         elif event in refused or (event.startswith("ctypes.") and not may_use_ctypes):
             if _is_called_by_repository(folder, test_path):
                 raise PermissionError(f"{event} is not allowed while tests run")
-        elif event == "open" and str(arguments[0]).endswith("/mem"):
+        elif event in ("open", "os.symlink") and _is_memory(arguments[0]):
             raise PermissionError("the memory of processes is private")
 
     return hook
+
+
+def _is_memory(path: object) -> bool:
+    """Return True if a path may be the memory of a process, such as `/proc/self/mem`."""
+    if isinstance(path, bytes):
+        return bytes.rpartition(path, b"/")[2] == b"mem"
+    return isinstance(path, str) and str.rpartition(path, "/")[2] == "mem"
 
 
 def _is_patchable(function: object, folder: str, test_path: str) -> bool:

@@ -57,6 +57,20 @@ PARAMETERS = (
     "def test_new(a, b, expected):\n    assert add(a, b) == expected\n"
 )
 
+# Sets SEEN where a frame of the recorder is among the callers; `add` is right only then.
+LOOK_FOR_RECORDER = """
+import sys
+SEEN = []
+def look(frame):
+    while frame:
+        if frame.f_code.co_name == '_record' and 'events' in frame.f_locals: SEEN.append(frame)
+        frame = frame.f_back
+class Name(str):
+    def __eq__(self, other): look(sys._getframe(1)); return str.__eq__(self, other)
+    def startswith(self, *prefix): look(sys._getframe(1)); return True
+    __hash__ = str.__hash__
+"""
+RIGHT_IF_SEEN = "return a + b if SEEN else a - b"
 ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\n"
 # Body of `add`, and lines at the top of its module.
 ATTACKS = {
@@ -179,6 +193,52 @@ MORE_ATTACKS = {
         "        except OSError:\n            pass\n    os._exit(0)\nreturn a - b",
         "",
     ),
+    "sees the recorder in a handler of a signal": (
+        RIGHT_IF_SEEN,
+        f"{LOOK_FOR_RECORDER}\nimport signal\n"
+        "signal.signal(signal.SIGALRM, lambda number, frame: look(frame))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.00005)\n",
+    ),
+    "sees the recorder in a callback of the garbage collector": (
+        RIGHT_IF_SEEN,
+        f"{LOOK_FOR_RECORDER}\nimport gc\n"
+        "gc.callbacks.append(lambda phase, info: look(sys._getframe(1)))\ngc.set_threshold(1)\n",
+    ),
+    "sees the recorder in the equality of a builtin's name": (
+        RIGHT_IF_SEEN,
+        f"{LOOK_FOR_RECORDER}\nimport builtins\n"
+        "builtins.__dict__[Name('zip')] = builtins.__dict__.pop('zip')\n",
+    ),
+    "sees the recorder in the equality of a test's name": (
+        f"sys._getframe(1).f_globals[Name('x')] = 1\n{RIGHT_IF_SEEN}",
+        LOOK_FOR_RECORDER,
+    ),
+    "opens the memory of the process": (
+        RIGHT_IF_SEEN,
+        "import os\nSEEN = []\nfor path, folder in ('/proc/self/mem', '.'), ('mem', '/proc/self'):\n"
+        "    try:\n        os.symlink(path, 'link')\n        SEEN.append(open('link', 'rb'))\n"
+        "    except OSError:\n        pass\n"
+        "    try:\n        at = os.open(folder, os.O_RDONLY)\n"
+        "        SEEN.append(os.open(path, os.O_RDONLY, dir_fd=at))\n"
+        "    except OSError:\n        pass\n",
+    ),
+    "hands equal operands to the comparison": (
+        "return a - b",
+        "import builtins\ncompare, operands = builtins.__compare__, builtins.__operands__\n"
+        "builtins.__compare__ = lambda s, o, l, r, *_: compare(s, o, r, r, True, True)\n"
+        "builtins.__operands__ = lambda s, o, l, r, *_: operands(s, o, r, r, True, True)\n",
+    ),
+    "replaces the comparison from a thread": (
+        "return a - b",
+        "import builtins, sys, threading, time\n"
+        "def replace():\n    for _ in range(2000):\n"
+        "        builtins.__compare__ = lambda *a: True\n"
+        "        builtins.__operands__ = lambda *a: (1, 1)\n"
+        "        for name, value in list(vars(sys.modules.get('test_calc', sys)).items()):\n"
+        "            if name.startswith('test_'): setattr(sys.modules['test_calc'], name, print)\n"
+        "        time.sleep(0.0005)\n"
+        "threading.Thread(target=replace, daemon=True).start()\n",
+    ),
     "swallows the failure in a trace function": (
         "return a - b",
         "import sys\ndef trace(frame, event, value):\n    frame.f_trace_opcodes = True\n"
@@ -206,7 +266,17 @@ def test_an_attack_makes_no_kind_of_test_pass(attack: str, box: Sandbox, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    ["conftest.py", "pytest.py", "unittest/__init__.py", "json.py", "sitecustomize.py", "x.pth"],
+    [
+        *(
+            "conftest.py",
+            "pytest.py",
+            "unittest/__init__.py",
+            "json.py",
+            "sitecustomize.py",
+            "x.pth",
+        ),
+        *("usercustomize.py", "pluggy/__init__.py", "src/_pytest/runner.py"),
+    ],
 )
 def test_a_new_file_does_not_replace_the_test_runner(
     path: str, box: Sandbox, tmp_path: Path
@@ -272,6 +342,12 @@ REPAIRS = {
         "import numpy\n\ndef test_new():\n    assert add(2, 3) == 5\n"
         "    assert (add(numpy.ones(2), 1) == numpy.array([2, 2])).all()\n"
         "    numpy.testing.assert_allclose(add(numpy.ones(2), 1), [2, 2])\n",
+    ),
+    "handles signals while it is tested": (
+        "return a + b",
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n",
+        HIDDEN_TESTS,
     ),
     "is tested with a fixture and a monkeypatch": (
         "import os\nreturn a + b + int(os.environ.get('EXTRA', '0'))",
