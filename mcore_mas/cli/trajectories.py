@@ -85,6 +85,7 @@ def show_trajectory(
 ) -> None:
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
     from mcore_mas.reports.game_pictures import write_game_pictures
+    from mcore_mas.reports.task_texts import find_task_text
     from mcore_mas.reports.trajectory_files import select_trajectory
     from mcore_mas.reports.trajectory_page import trajectory_page
     from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
@@ -110,7 +111,8 @@ def show_trajectory(
 
     chosen = select_trajectory(file, trajectories, index or 0, trajectory)
     if html is not None:
-        write_text(html, trajectory_page(chosen, advantages))
+        task = find_task_text(file, chosen.task_id)
+        write_text(html, trajectory_page(chosen, advantages, task=task))
         print(html)
         return
     with _paged(console):

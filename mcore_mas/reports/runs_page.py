@@ -10,6 +10,7 @@ from mcore_mas.reports.game_pictures import draw_trajectory
 from mcore_mas.reports.page_templates import embed_page, render_page
 from mcore_mas.reports.run_differences import config_differences
 from mcore_mas.reports.run_states import collecting_problems, read_run_config
+from mcore_mas.reports.task_texts import TaskText
 from mcore_mas.reports.trajectory_page import trajectory_page
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
@@ -109,11 +110,14 @@ def _conversations(folder: Path) -> Iterator[ShownConversation]:
 
 def _show(trajectory: Trajectory, title: str, tasks: dict[str, Task]) -> ShownConversation:
     picture = None
-    if trajectory.task_id in tasks:
-        picture = draw_trajectory(tasks[trajectory.task_id], trajectory)
+    text = None
+    task = tasks.get(trajectory.task_id)
+    if task is not None:
+        picture = draw_trajectory(task, trajectory)
+        text = TaskText(question=task.prompt, answers=task.answers)
     return ShownConversation(
         title=title,
-        page=embed_page(trajectory_page(trajectory, {})),
+        page=embed_page(trajectory_page(trajectory, {}, task=text)),
         picture=Markup(picture or ""),  # noqa: S704 (the template of boards escapes signs)
     )
 

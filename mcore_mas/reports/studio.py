@@ -1,6 +1,6 @@
 """Data of the studio: runs, metrics, trajectories and logs of a results folder, read on demand."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.reports.metric_titles import metric_chart
 from mcore_mas.reports.run_differences import config_differences, score_differences
-from mcore_mas.reports.run_states import read_run_states
+from mcore_mas.reports.run_states import read_run_config, read_run_states
 from mcore_mas.reports.step_metrics import has_step
+from mcore_mas.reports.task_texts import TaskText, read_task_texts
 from mcore_mas.reports.trajectory_page import (
     TurnAdvantages,
     TurnGroups,
@@ -25,6 +27,7 @@ from mcore_mas.reports.trajectory_page import (
 from mcore_mas.reports.turn_credit import compute_turn_credit
 from mcore_mas.reports.work_timeline import work_timeline
 from rollout.base.json_files import read_json_lines
+from rollout.base.ownership import FolderError
 from rollout.base.text import escape_text
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Trajectory
@@ -37,6 +40,12 @@ from rollout.records.trajectory_lists import (
 
 _ROWS_PER_PAGE = 100
 _LOG_BYTES = 20_000
+_MAX_CONFIG_BYTES = 2_000_000
+# A list shows the beginnings of questions and answers; the page of a trajectory has all of them.
+_MAX_QUESTION_LETTERS = 300
+_MAX_ANSWER_LETTERS = 100
+_MAX_ANSWERS = 3
+_NOT_METRICS = {"step", "time/unix_s"}
 _MAX_TRAJECTORIES = 4096  # credit and timeline of larger files are not computed
 _FILTER = TypeAdapter(TrajectoryFilter)
 
@@ -60,14 +69,38 @@ class Studio:
         return [asdict(state) for state in read_run_states(self._results)]
 
     def metrics(self, run: str, start: WholeNumber = 0) -> dict[str, Any]:
-        """Return the steps' rows of metrics.jsonl from byte `start` on, and the end's offset."""
+        """Return the steps' rows of metrics.jsonl from byte `start` on.
+
+        Returns:
+            rows: one object per step.
+            charts: the chart of each metric of the rows.
+            start: first byte that was read. It is 0 if the file is shorter than the requested
+                start, because a training that resumed has dropped the steps after its checkpoint.
+            end: byte to read from the next time.
+        """
         folder = self._run_folder(run)
         path = folder / "train" / "metrics.jsonl"
         rows: list[dict[str, Any]] = []
         end = 0
         if path.is_file() and _is_inside(path, folder):
+            if start > path.stat().st_size:
+                start = 0
             rows, end = read_json_lines(path, start)
-        return {"rows": [row for row in rows if has_step(row)], "end": end}
+        rows = [row for row in rows if has_step(row)]
+        # In the order of the rows, in which the agents of a damaged config get their colours.
+        names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_METRICS)
+        charts = {name: asdict(metric_chart(name)) for name in names}
+        return {"rows": rows, "charts": charts, "start": start, "end": end}
+
+    def agents(self, run: str) -> list[str]:
+        """Return the agents of a run in the order of its config, which decides their colours."""
+        agents = read_run_config(self._run_folder(run)).get("agents")
+        return list(map(str, agents)) if isinstance(agents, Mapping) else []
+
+    def config(self, run: str) -> str:
+        """Return the resolved config of a run as YAML."""
+        with (self._run_folder(run) / "config.yaml").open("rb") as file:
+            return escape_text(file.read(_MAX_CONFIG_BYTES).decode("utf-8", errors="replace"))
 
     def files(self, run: str) -> list[str]:
         """Return a run's files of trajectories, those of training steps first."""
@@ -81,20 +114,21 @@ class Studio:
     def trajectories(
         self, run: str, file: str, first: WholeNumber = 0, **filters: str
     ) -> dict[str, Any]:
-        """Return up to 100 rows of a file's list, from index `first` on.
+        """Return up to 100 rows of a file's list, with the tasks' questions and right answers.
 
         Args:
             run: name of the run.
             file: file of the run.
-            first: index of the first row.
+            first: index of the first row, counted from 0.
             filters: fields of `TrajectoryFilter`.
         """
         path = self._file_path(run, file)
         rows = list_trajectories(
             path, _FILTER.validate_python(filters), first=first, limit=_ROWS_PER_PAGE
         )
+        texts = self._task_texts(run, {row.task_id for row in rows})
         return {
-            "rows": [asdict(row) for row in rows],
+            "rows": [_with_task_text(asdict(row), texts.get(row.task_id)) for row in rows],
             "of": count_trajectories(path),
             "page": _ROWS_PER_PAGE,
         }
@@ -104,7 +138,15 @@ class Studio:
         path = self._file_path(run, file)
         trajectory = trajectory_at(path, index)
         advantages, groups = _read_credit(path, path.stat().st_mtime_ns)
-        return trajectory_page(trajectory, advantages, self._tokens(run, trajectory), groups)
+        task = self._task_texts(run, [trajectory.task_id]).get(trajectory.task_id)
+        return trajectory_page(
+            trajectory,
+            advantages,
+            self._tokens(run, trajectory),
+            groups,
+            task=task,
+            agent_order=self._agent_order(run),
+        )
 
     def timeline(self, run: str, file: str) -> dict[str, Any]:
         """Return the timeline of a file's trajectories, {} for large files and without times."""
@@ -149,6 +191,17 @@ class Studio:
             raise HTTPException(404, f"run '{run}' has no file of trajectories '{name[:80]}'")
         return self._run_folder(run) / name
 
+    def _task_texts(self, run: str, task_ids: Collection[str]) -> dict[str, TaskText]:
+        folder = self._run_folder(run)
+        paths = sorted((folder / "tasks").glob("*.parquet"))
+        return read_task_texts([path for path in paths if _is_inside(path, folder)], task_ids)
+
+    def _agent_order(self, run: str) -> list[str]:
+        """Return the agents of a run, none if its config is damaged."""
+        with suppress(FolderError):
+            return self.agents(run)
+        return []
+
     def _tokens(self, run: str, trajectory: Trajectory) -> TurnTokens:
         """Return the sampled tokens of the turns whose policy has a tokenizer here."""
         folder = self._run_folder(run)
@@ -166,6 +219,23 @@ class Studio:
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return True if a file lies in a folder after links in both are followed."""
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def _with_task_text(row: dict[str, Any], text: TaskText | None) -> dict[str, Any]:
+    """Return a row of a list with its task's question and right answers, shortened."""
+    if text is None:
+        return {**row, "question": "", "right_answers": []}
+    answers = [shorten(answer, _MAX_ANSWER_LETTERS) for answer in text.answers[:_MAX_ANSWERS]]
+    return {
+        **row,
+        "question": shorten(text.question, _MAX_QUESTION_LETTERS),
+        "right_answers": answers,
+    }
+
+
+def shorten(text: str, letters: int) -> str:
+    """Return the beginning of a text, with an ellipsis if there is more."""
+    return text if len(text) <= letters else f"{text[:letters]}…"
 
 
 def escape_texts(value: Any) -> Any:

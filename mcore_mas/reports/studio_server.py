@@ -3,12 +3,15 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import uvicorn
 from pydantic import ValidationError, validate_call
 from pydantic_core import to_json
+from snakemake.assets import Assets
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,6 +29,19 @@ from rollout.base.processes import say
 from rollout.base.urls import is_loopback_header
 from rollout.records.files import RecordError
 
+_TEMPLATES = Path(__file__).with_name("templates")
+# Scripts of the page by address, in the order in which they run. Vega draws the charts. It ships
+# with Snakemake, which draws its report with it.
+_VEGA = {"/vega.js": "vega/vega.js", "/vega-embed.js": "vega-embed/vega-embed.js"}
+_SCRIPTS = {**_VEGA, "/charts.js": "charts.js", "/studio.js": "studio.js"}
+# Titles of the page's tabs, by id.
+_TABS = {
+    "curves": "Curves",
+    "trajectories": "Trajectories",
+    "waiting": "Waiting",
+    "settings": "Config",
+    "messages": "Log",
+}
 # A trajectory's page runs no scripts and loads nothing.
 _TRAJECTORY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -71,7 +87,12 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
     }
 
     def first_page() -> Response:
-        return HTMLResponse(render_page("studio.html.jinja", nonce=nonce))
+        # Scripts are requested without a header, so their addresses carry the token.
+        query = f"?{urlencode({'token': token})}" if token is not None else ""
+        scripts = [f"{path}{query}" for path in _SCRIPTS]
+        return HTMLResponse(
+            render_page("studio.html.jinja", nonce=nonce, scripts=scripts, tabs=_TABS)
+        )
 
     def trajectory(run: str, file: str, index: WholeNumber) -> Response:
         page = studio.trajectory(run, file, index)
@@ -80,7 +101,10 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
     answers: dict[str, Callable[..., Any]] = {
         "/": first_page,
         "/trajectory": trajectory,
+        **{path: partial(_script, path) for path in _SCRIPTS},
         "/api/runs": studio.runs,
+        "/api/agents": studio.agents,
+        "/api/config": studio.config,
         "/api/metrics": studio.metrics,
         "/api/files": studio.files,
         "/api/timeline": studio.timeline,
@@ -94,6 +118,17 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
             for path, answer in answers.items()
         ]
     )
+
+
+def _script(path: str) -> Response:
+    """Return a script of the page. The browser keeps Vega, which is large, for a day."""
+    if path in _VEGA:
+        content = Assets.get_content(_VEGA[path])
+        cache = "private, max-age=86400"
+    else:
+        content = (_TEMPLATES / _SCRIPTS[path]).read_text(encoding="utf-8")
+        cache = "no-store"
+    return Response(content, media_type="text/javascript", headers={"Cache-Control": cache})
 
 
 def _endpoint(

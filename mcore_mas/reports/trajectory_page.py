@@ -13,8 +13,9 @@ from rollout.records.trajectory import Trajectory
 
 if TYPE_CHECKING:  # importing it would load torch
     from mcore_mas.credit.samples import Sample
+    from mcore_mas.reports.task_texts import TaskText
 
-_COLOURS = 7  # number of different colours of agents
+_COLOURS = 8  # number of colours in templates/colours.css.jinja
 
 # Advantage of each turn, by trajectory, node and turn number.
 TurnAdvantages = Mapping[tuple[str, str, int], float]
@@ -55,6 +56,9 @@ def trajectory_page(
     advantages: TurnAdvantages,
     tokens: TurnTokens = _NO_TOKENS,
     groups: TurnGroups = _NO_GROUPS,
+    *,
+    task: TaskText | None = None,
+    agent_order: Sequence[str] = (),
 ) -> str:
     """Return the page of a trajectory as HTML.
 
@@ -66,6 +70,8 @@ def trajectory_page(
         advantages: advantages of turns, also of other trajectories.
         tokens: tokens of turns, which are shaded by log-probability or by the turn's advantage.
         groups: turns that each turn was compared with.
+        task: question and right answers of the trajectory's task, for the head of the page.
+        agent_order: agents of the run, so that an agent has the same colour on all pages.
     """
     turns_by_agent = group_pairs((turn.agent, turn) for turn in trajectory.turns)
     turns_by_node = group_pairs((turn.node, turn) for turn in trajectory.turns)
@@ -78,11 +84,13 @@ def trajectory_page(
         for (trajectory_id, node, turn), advantage in advantages.items()
         if trajectory_id == trajectory.id
     }
+    ordered_agents = dict.fromkeys([*agent_order, *turns_by_agent])
     return render_page(
         "trajectory.html.jinja",
         trajectory=trajectory,
+        task=task,
         agents=turns_by_agent,
-        colours={agent: f"var(--a{i % _COLOURS})" for i, agent in enumerate(turns_by_agent)},
+        colours={agent: f"var(--c{i % _COLOURS})" for i, agent in enumerate(ordered_agents)},
         nodes=turns_by_node,
         path={node: _siblings(node, turns_by_node) for node in path_nodes},
         tools=tools_by_turn,

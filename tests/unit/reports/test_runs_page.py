@@ -100,7 +100,7 @@ def test_damaged_conversations_hide_no_other_run(page: Path, tmp_path: Path, fil
 def test_a_browser_shows_the_conversations_in_frames(page: Path, tmp_path: Path) -> None:
     screenshot = tmp_path / "page.png"
     options = (f"--screenshot={screenshot}", "--window-size=1000,2000")
-    agent_colour = (0x00, 0x72, 0xB2)  # of the first agent, only in a frame
+    agent_colour = (0x00, 0x5E, 0xB9)  # of the first agent, only in a frame
     frame_is_drawn = False
     for seconds in (2, 10, 30):  # a busy machine draws frames late
         document = browse(page.as_uri(), tmp_path / f"profile{seconds}", *options, seconds=seconds)

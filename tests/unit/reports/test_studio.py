@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mcore_mas.reports.studio import Studio, escape_texts
-from rollout.records.files import write_trajectories
+from rollout.records.files import write_tasks, write_trajectories
+from rollout.records.trajectory import Task
 from tests.support.played import trajectory, turn
 from tests.support.run_files import (
     CONFIG_DAMAGE,
@@ -84,6 +85,80 @@ def test_new_rows_are_read_from_where_the_last_answer_ended(results: Path) -> No
     with (results / "a" / "train" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2}\n{"step": 3, "rew')  # the last line is still being written
     assert studio.metrics("a", first["end"])["rows"] == [{"step": 2}]
+
+
+def test_a_file_that_became_shorter_is_read_from_its_start(results: Path) -> None:
+    studio = Studio(results)
+    metrics = results / "a" / "train" / "metrics.jsonl"
+    whole = studio.metrics("a")
+    first_row = metrics.read_text().splitlines(keepends=True)[0]
+    metrics.write_text(first_row)  # as a training does that resumes from a checkpoint
+    answer = studio.metrics("a", whole["end"])
+    assert (answer["start"], answer["end"]) == (0, len(first_row))
+    assert [row["step"] for row in answer["rows"]] == [-1]
+    assert studio.metrics("a", answer["end"]) == {
+        "rows": [],
+        "charts": {},
+        "start": len(first_row),
+        "end": len(first_row),
+    }
+
+
+def test_metrics_come_with_the_charts_that_they_are_drawn_in(results: Path) -> None:
+    charts = Studio(results).metrics("a")["charts"]
+    assert charts["validation/accuracy"] == {
+        "chart": "validation/accuracy",
+        "member": "",
+        "title": "Validation accuracy",
+        "unit": "share",
+    }
+    assert charts.keys() == {"validation/accuracy", "reward/mean"}
+
+
+def test_the_config_is_shown_as_it_is_in_the_file(results: Path) -> None:
+    config = write_small_run(
+        results / "c", {"t": 1.0}, agents={"solver": {}, "verifier": {}}, note=HOSTILE
+    )
+    studio = Studio(results)
+    assert studio.agents("a") == []
+    assert studio.agents("c") == ["solver", "verifier"]
+    assert studio.config("c") == (config / "config.yaml").read_text()
+    (config / "config.yaml").write_text("run: c\nnote: \x1b[2J\n")
+    assert studio.config("c") == "run: c\nnote: \\x1b[2J\n"
+
+
+def test_a_list_has_the_question_and_the_right_answer(results: Path) -> None:
+    studio = Studio(results)
+    row = studio.trajectories("a", STEP_0)["rows"][1]
+    assert (row["question"], row["right_answers"]) == ("", [])
+    tasks = [
+        Task(
+            id=f"t{number}",
+            prompt=f"{number}?" + "x" * 500 * number,
+            answers=("1", "2", "3", "4"),
+            env="math",
+            source="s",
+            split="train",
+        )
+        for number in range(2)
+    ]
+    (results / "a" / "tasks").mkdir()
+    write_tasks(results / "a" / "tasks" / "train.parquet", tasks)
+    rows = studio.trajectories("a", STEP_0)["rows"]
+    assert [row["question"] for row in rows] == ["0?", "1?" + "x" * 298 + "…", ""]
+    assert rows[1]["right_answers"] == ["1", "2", "3"]
+    page = studio.trajectory("a", STEP_0, 1)
+    assert "1?" + "x" * 500 in page
+    assert "1 <span>or</span> 2 <span>or</span> 3 <span>or</span> 4" in page
+
+
+def test_tasks_outside_of_the_runs_folder_are_not_shown(results: Path, tmp_path: Path) -> None:
+    task = Task(id="t1", prompt="secret", answers=("1",), env="math", source="s", split="train")
+    write_tasks(tmp_path / "elsewhere.parquet", [task])
+    (results / "a" / "tasks").mkdir()
+    (results / "a" / "tasks" / "train.parquet").symlink_to(tmp_path / "elsewhere.parquet")
+    assert Studio(results).trajectories("a", STEP_0)["rows"][1]["question"] == ""
+    assert "secret" not in Studio(results).trajectory("a", STEP_0, 1)
 
 
 def test_the_end_of_the_log_has_no_control_characters(results: Path) -> None:

@@ -20,7 +20,10 @@ from tests.support.run_files import write_small_run
 from tests.support.studio import serve_studio
 
 pytestmark = needs_chromium
-LISTED = "[...document.querySelectorAll('#list tr')].map(row => row.children[1].textContent).join()"
+LISTED = (
+    "[...document.querySelectorAll('#list tr')]"
+    ".map(row => row.querySelector('small').textContent.split(' ')[0]).join()"
+)
 SET = "document.getElementById({0!r}).value = {1!r}; document.getElementById({0!r}).dispatchEvent(new Event({2!r})); 0"
 
 
@@ -34,8 +37,9 @@ def alone(number: int, agent: str):
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Browser]:
     results = tmp_path / "results"
-    write_small_run(results / "a", {"t": 0.5, "u": 0.25})
-    write_small_run(results / "b", {"t": 1.0, "u": 0.75}, seed=2)
+    agents: dict[str, object] = {"solver": {}, "verifier": {}}
+    write_small_run(results / "a", {"t": 0.5, "u": 0.25}, agents=agents)
+    write_small_run(results / "b", {"t": 1.0, "u": 0.75}, agents=agents, seed=2)
     for run in "ab":
         with (results / run / "train/metrics.jsonl").open("a") as file:
             file.write('{"step": 2, "validation/x/accuracy": 0.5, "validation/y/accuracy": 0.25}\n')
@@ -91,9 +95,9 @@ def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
     )  # --down, as far as it goes
 
 
-HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure => [
-  figure.querySelector('b').textContent, [...figure.querySelectorAll('span:has(i)')].map(
-    one => one.innerText.split(' ')[0] + ' ' + one.querySelector('i').style.background).sort()]))"""
+LEGENDS = """Object.fromEntries([...document.querySelectorAll('#charts figure')].map(figure => [
+  figure.querySelector('figcaption span').title, [...figure.querySelectorAll('li')].map(
+    entry => entry.querySelector('span').textContent + ' ' + entry.querySelector('i').style.borderColor)]))"""
 
 
 def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) -> None:
@@ -103,14 +107,139 @@ def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) ->
         journal.write(
             json.dumps({"step": 3} | {f"agent/{agent}/{name}": 0.5 for agent, name in rows}) + "\n"
         )
-    page.until(f"'agent/*/kl' in {HUES}")
+    page.until(f"'agent/*/kl' in {LEGENDS}")
     both = ["solver var(--c0)", "verifier var(--c1)"]
-    found = page.value(HUES)
-    assert [found[f"agent/*/{name}"] for name in ("reward_mean", "entropy", "kl")] == [
+    legends = page.value(LEGENDS)
+    assert [legends[f"agent/*/{name}"] for name in ("reward_mean", "entropy", "kl")] == [
         both,
         both,
         both[1:],
     ]
+    chip = "document.querySelector('#list tr:nth-child(2) .swatch').style.background"
+    assert page.value(chip) == "var(--c1)"  # of the verifier, in the list
+    page.until("document.getElementById('conversation').src")
+    page.value("document.querySelectorAll('#list tr')[1].click()")
+    shown = page.until("document.getElementById('conversation').src.endsWith('index=1')"
+                       " && document.getElementById('conversation').src")  # fmt: skip
+    page.send("Page.navigate", url=shown)
+    article = "document.querySelector('article')?.getAttribute('style')"
+    page.until(f"{article} === '--colour:var(--c1)'")
+
+
+# Texts of a chart's axes and of its baseline, and the y of the points that its lines go through.
+TICKS = """(name => [...charts.get(name).figure.querySelectorAll('.mark-text text')]
+  .map(text => text.textContent))({!r})"""
+PATHS = """(name => [...charts.get(name).figure.querySelectorAll('.mark-line.{} path')]
+  .map(path => path.getAttribute('d').split(/[ML]/).slice(1).map(
+    point => point.split(',').map(Number))))({!r})"""
+HOVER = """(name => {{ const plot = charts.get(name).figure.querySelector('.plot');
+  plot.onpointermove({{clientX: plot.getBoundingClientRect().{}, clientY: 300}});
+  return document.getElementById('tooltip').innerText; }})({!r})"""
+
+
+def drawn(page: Browser, name: str, points: int) -> None:
+    """Wait until a chart is drawn with a number of points."""
+    plot = f"charts.get({name!r})?.figure.querySelector('.plot').dataset.drawn"
+    page.until(f"{plot} === '{points}'")
+
+
+def test_charts_have_axes_units_and_a_tooltip(page: Browser) -> None:
+    drawn(page, "validation/accuracy", 1)
+    drawn(page, "reward/mean", 2)
+    accuracy = page.value(TICKS.format("validation/accuracy"))
+    # The only value is the untrained team's, 25 %: a dotted line and its label are drawn at it.
+    assert {"24%", "26%"} <= set(accuracy)
+    assert "untrained 25\xa0%" in accuracy and "training step" in accuracy
+    reward = page.value(TICKS.format("reward/mean"))
+    assert [text for text in reward if text in ("1", "2", "training step")] == [
+        "1",
+        "2",
+        "training step",
+    ]
+    assert {"0.5", "0.6", "0.7"} <= set(reward)
+
+    heading = "charts.get('{}').figure.querySelector('figcaption').innerText"
+    assert page.value(heading.format("reward/mean")).split("\n") == [
+        "Mean reward of a turn",
+        "0.75",
+    ]
+    assert page.value(HOVER.format("left", "reward/mean")).split("\n") == [
+        "step 1", "Mean reward of a turn", "0.5"]  # fmt: skip
+    assert page.value(HOVER.format("right", "reward/mean")).split("\n")[0] == "step 2"
+    assert page.value(HOVER.format("left", "validation/accuracy")).split("\n") == [
+        "before training", "Validation accuracy", "25\xa0%"]  # fmt: skip
+    page.value("charts.get('reward/mean').figure.querySelector('.plot').onpointerleave()")
+    assert page.value("document.getElementById('tooltip').hidden")
+
+
+def test_smoothing_is_a_mean_over_steps(page: Browser, tmp_path: Path) -> None:
+    """The rewards 0.5, 0.75, 0, 0.25 have the means 0.5, 0.625, 0.375, 0.125 of two steps."""
+    with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
+        for step, reward in ((2, 0.0), (3, 0.25)):
+            journal.write(json.dumps({"step": step, "reward/mean": reward}) + "\n")
+    drawn(page, "reward/mean", 4)
+    rows = "charts.get('reward/mean').values()"
+    put(page, "smoothing", "1")
+    page.until("document.getElementById('smoothing_text').textContent === 'mean of 2 steps'")
+    assert page.until(
+        f"{rows}.then(all => all.map(row => row.line).join() === '0.5,0.625,0.375,0.125')"
+    )
+    assert len(page.value(PATHS.format("raw_lines_line", "reward/mean"))) == 1  # a thin line too
+    put(page, "smoothing", "0")
+    page.until("document.getElementById('smoothing_text').textContent === 'off'")
+    assert page.until(f"{rows}.then(all => all.map(row => row.line).join() === '0.5,0.75,0,0.25')")
+    page.until(f"{PATHS.format('raw_lines_line', 'reward/mean')}.length === 0")
+
+
+def test_overlapping_reads_and_a_resumed_training_draw_no_line_back(
+    page: Browser, tmp_path: Path
+) -> None:
+    """Every step is drawn once, from left to right, whoever reads at the same time."""
+    metrics = tmp_path / "results/a/train/metrics.jsonl"
+    drawn(page, "reward/mean", 2)
+    with metrics.open("a") as journal:
+        for step in (3, 4):
+            journal.write(json.dumps({"step": step, "reward/mean": 0.5}) + "\n")
+    page.value("Promise.all([refresh(), refresh(), readNewRows(run), refresh()]).then(() => 1)")
+    steps = "[...run.rows.keys()].join()"
+    assert page.value(steps) == "-1,0,1,2,3,4"
+    drawn(page, "reward/mean", 4)
+    (line,) = page.value(PATHS.format("lines_line", "reward/mean"))
+    xs = [x for x, _ in line]
+    assert len(xs) == 4 and xs == sorted(set(xs))
+
+    # A training that resumes at step 1 drops the rows after it, and takes the step again.
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rows[:2]))
+    page.until(f"{steps} === '-1,0'")
+    with metrics.open("a") as journal:
+        journal.write(json.dumps({"step": 1, "reward/mean": 0.125}) + "\n")
+    page.until(f"{steps} === '-1,0,1' && run.rows.get(1)['reward/mean'] === 0.125")
+
+
+def test_the_config_has_a_tab(page: Browser, tmp_path: Path) -> None:
+    shown = "document.getElementById('settings').checkVisibility()"
+    assert not page.value(shown)
+    page.value("document.getElementById('tab_settings').click()")
+    page.until("document.getElementById('config').textContent")
+    assert page.value(shown) and not page.value(
+        "document.getElementById('curves').checkVisibility()"
+    )
+    text = page.value("document.getElementById('config').textContent")
+    assert text.strip() == (tmp_path / "results/a/config.yaml").read_text().strip()
+    assert page.value("location.hash") == "#a/settings"
+
+
+def test_a_run_of_many_steps_is_drawn_through_means(page: Browser, tmp_path: Path) -> None:
+    """Of 1,200 steps with the rewards 0, 1, 2, ..., groups of three are drawn: 1, 4, 7, ..."""
+    with (tmp_path / "results/b/train/metrics.jsonl").open("w") as journal:
+        for step in range(1200):
+            journal.write(json.dumps({"step": step, "reward/mean": float(step)}) + "\n")
+    page.value("chooseRun('b').then(() => 1)")
+    drawn(page, "reward/mean", 400)
+    values = page.value("charts.get('reward/mean').values()")
+    assert [(row["x"], row["y"]) for row in values[:2]] == [(2, 1), (5, 4)]
+    assert values[-1]["y"] == 1198
 
 
 def put(page: Browser, name: str, value: str, event: str = "input") -> None:
@@ -142,20 +271,40 @@ def test_conversations_are_filtered_by_task_agent_reward_and_status(page: Browse
 
 
 def test_two_runs_stand_side_by_side(page: Browser) -> None:
-    dashes = "[...document.querySelectorAll('#charts polyline')].filter(line => line.style.strokeDasharray).length"
+    dashes = "document.querySelectorAll('#charts .mark-line.lines_line path[stroke-dasharray=\"5,3\"]').length"
+    drawn(page, "reward/mean", 2)
     assert page.value(dashes) == 0 and page.value("document.getElementById('differences').hidden")
     put(page, "other", "b", "change")
-    page.until(
-        f"{dashes} === 4"
-    )  # reward/mean, validation/accuracy, and reward_mean of both agents
+    # reward/mean, validation/accuracy, and reward_mean of both agents
+    page.until(f"{dashes} === 4")
+    legends = page.value(LEGENDS)
+    assert legends["reward/mean"] == ["a var(--c0)", "b var(--c1)"]
+    assert legends["agent/*/reward_mean"] == ["solver var(--c0)", "verifier var(--c1)"] * 2
     rows = page.until(
         "[...document.querySelectorAll('#different tr')].map(row => row.innerText.split('\\t').join('|'))"
     )
     # differences of t and u are 0.5 each
     assert rows == [
         "|a|b|difference, with its 95 % interval",
+        "trained avg@2 (2 tasks)|37.5\xa0%|87.5\xa0%|+50.0 points [50.0, 50.0]",
         "seed|1|2|",
-        "trained avg@2 (2 tasks)|0.375|0.875|0.5 [0.5, 0.5]",
     ]
     put(page, "other", "", "change")
     page.until(f"{dashes} === 0 && document.getElementById('differences').hidden")
+
+
+def test_agents_of_another_team_have_colours_of_their_own(page: Browser, tmp_path: Path) -> None:
+    other = write_small_run(tmp_path / "results/c", {"t": 1.0}, agents={"judge": {}, "coder": {}})
+    with (other / "train/metrics.jsonl").open("a") as file:
+        for agent in ("judge", "coder"):
+            file.write(json.dumps({"step": 1, f"agent/{agent}/reward_mean": 0.5}) + "\n")
+    page.until("[...document.getElementById('other').options].some(option => option.value === 'c')")
+    put(page, "other", "c", "change")
+    page.until(f"{LEGENDS}['agent/*/reward_mean'].length === 4")
+    # The file of the config names agents in the order of the alphabet.
+    assert page.value(LEGENDS)["agent/*/reward_mean"] == [
+        "solver var(--c0)",
+        "verifier var(--c1)",
+        "coder var(--c2)",
+        "judge var(--c3)",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.studio import serve_studio
 
 TOKEN = "t" * 16
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;owned\x07"
+SCRIPTS = ["/vega.js", "/vega-embed.js", "/charts.js", "/studio.js"]
 STEPS = [f"train/trajectories/step_00000{step}.parquet" for step in range(3)]
 
 
@@ -133,6 +135,12 @@ def test_with_a_token_every_request_needs_it(results: Path) -> None:
         assert client.get("/api/runs", headers=headers).status_code == 200
         assert client.get("/", params={"token": TOKEN}).status_code == 200
         assert client.post("/api/runs", params={"token": TOKEN}).status_code == 405
+        assert client.get("/studio.js").status_code == 401
+        page = client.get("/", headers=headers).text
+        scripts = re.findall(r'<script nonce="[^"]+" src="([^"]+)"', page)
+        assert [path.partition("?")[0] for path in scripts] == SCRIPTS
+        for script in scripts:
+            assert client.get(script).status_code == 200
 
 
 def test_pages_have_strict_security_policies(results: Path) -> None:
@@ -145,6 +153,18 @@ def test_pages_have_strict_security_policies(results: Path) -> None:
         "content-security-policy"
     ]
     assert trajectory_policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_scripts_are_served_from_installed_packages(results: Path) -> None:
+    for path in SCRIPTS:
+        response = ask(results, path)
+        assert response.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert "http" not in re.sub(r"https?://(vega|www\.w3|127)", "", response.text) or (
+            path.startswith("/vega")
+        )
+    assert ask(results, "/vega.js").headers["cache-control"] == "private, max-age=86400"
+    assert ask(results, "/studio.js").headers["cache-control"] == "no-store"
 
 
 class GrowingStudio(Studio):
@@ -169,10 +189,10 @@ class GrowingStudio(Studio):
 def test_a_browser_shows_curves_conversations_and_new_steps(results: Path, tmp_path: Path) -> None:
     with serve_studio(GrowingStudio(results, new_steps=3)) as url:
         page = browse(f"{url}/#a", tmp_path / "profile")
-    assert "5 steps, 6 rows of metrics" in page  # two at first, and three that ended since
-    assert page.count("<polyline") == 2  # reward/mean and validation/accuracy
-    assert '<tr class="row" aria-current="true"><td>0</td><td>t</td><td>solver (1)</td>' in page
-    assert ">failed: EngineError</td>" in page
+    assert "step 5 of 4" in page  # two at first, and three that ended since
+    assert page.count("<figure>") == 2  # reward/mean and validation/accuracy
+    assert '<tr tabindex="0" aria-current="true"><td>1</td><td><small>t · 1 turn</small>' in page
+    assert ">failed: EngineError</small>" in page
     assert "step_000001" in page
     assert 'src="/trajectory?run=a&amp;file=train' in page
     assert "<img" not in page
@@ -188,9 +208,10 @@ def test_a_browser_needs_the_token(results: Path, tmp_path: Path) -> None:
     with serve_studio(GrowingStudio(results, new_steps=2), TOKEN) as url:
         page = browse(f"{url}/?token={TOKEN}#a", tmp_path / "profile")
         refused = browse(f"{url}/#a", tmp_path / "other")
-    assert "4 steps, 5 rows of metrics" in page
-    assert "the slowest trajectory was #1, of t3.0: half were done 1 s before it" in page
-    assert "trajectories by who works for them, in 3 s" in page
-    assert "done, waiting for the slowest 1" in page
+    assert "step 4 of 4" in page
+    assert "The slowest trajectory was number 2, of t3.0: half were done 1 s before it." in page
+    assert "Trajectories by the agent or tool that works for them" in page
+    assert "<span>done, waiting for the slowest</span><b>1</b>" in page
+    assert page.count("<figure>") == 3  # those of the metrics, and the timeline
     assert f"index=0&amp;token={TOKEN}" in page  # the conversation's frame sends it too
     assert "a bearer token is required" in refused and "<script" not in refused

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.cli.main import main
+from mcore_mas.reports.task_texts import TaskText
 from mcore_mas.reports.trajectory_page import trajectory_page
 from mcore_mas.reports.turn_credit import compute_turn_credit
 from rollout.records.files import read_trajectories
@@ -32,6 +33,9 @@ HARMLESS_TAGS = {
     "p",
     "ul",
     "li",
+    "dl",
+    "dt",
+    "dd",
     "b",
     "i",
     "small",
@@ -89,7 +93,8 @@ def attacking_trajectory(**fields: Any) -> Trajectory:
     "fields", [{}, {"status": Status.FAILED, "error": ATTACK, "outcome": None}], ids=str
 )
 def test_a_text_of_a_model_is_shown_and_nothing_else(fields: dict[str, Any]) -> None:
-    written = trajectory_page(attacking_trajectory(**fields), {})
+    task = TaskText(question=ATTACK, answers=(ATTACK,))
+    written = trajectory_page(attacking_trajectory(**fields), {}, task=task)
     page = HtmlPage(written)
     assert {tag for tag, _ in page.elements} <= HARMLESS_TAGS
     attributes = [item for _, attributes in page.elements for item in attributes.items()]
@@ -140,7 +145,7 @@ def test_a_turn_has_its_text_scores_reward_and_advantage() -> None:
     page = HtmlPage(trajectory_page(played, advantages))
     text = page.text()
 
-    assert "s, step 0, sample 0" in text
+    assert "s, step 1, sample 0" in text
     evaluated = HtmlPage(trajectory_page(replace(played, step=-2), {}))
     assert "s, sample 0" in evaluated.text()
     order = [text.index(part) for part in ("What is", "\\boxed{3}", "python 1+2 3", "APPROVE")]
@@ -155,7 +160,23 @@ def test_a_turn_has_its_text_scores_reward_and_advantage() -> None:
         {"class": "down", "style": "--share:0.333"},
     ]
     colours = [attributes["style"] for tag, attributes in page.elements if tag == "article"]
-    assert colours == ["--colour:var(--a0)", "--colour:var(--a1)"]
+    assert colours == ["--colour:var(--c0)", "--colour:var(--c1)"]
+
+
+@pytest.mark.parametrize(("outcome", "mark"), [(1.0, "✓ 3"), (0.0, "✗ 3"), (0.5, "3"), (None, "3")])
+def test_the_head_has_the_question_and_both_answers(outcome: float | None, mark: str) -> None:
+    task = TaskText(question="What is 1+2?", answers=("3", "three"))
+    page = HtmlPage(trajectory_page(trajectory(answer="3", outcome=outcome), {}, task=task))
+    assert f"t What is 1+2? right answer 3 or three given answer {mark} completed" in page.text()
+    without_task = HtmlPage(trajectory_page(trajectory(), {})).text()
+    assert "t given answer ✓ none completed" in without_task
+
+
+def test_an_agent_has_the_colour_of_its_position_in_the_run() -> None:
+    played = trajectory(turn(0, "verifier"), turn(1, "stranger"))
+    page = HtmlPage(trajectory_page(played, {}, agent_order=["solver", "verifier"]))
+    colours = [attributes["style"] for tag, attributes in page.elements if tag == "article"]
+    assert colours == ["--colour:var(--c1)", "--colour:var(--c2)"]
 
 
 def test_a_tree_folds_branches_where_they_left_the_path() -> None:

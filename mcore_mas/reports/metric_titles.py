@@ -1,0 +1,112 @@
+"""Titles and units of a run's metrics, for charts that people read."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+# "share" is a fraction of 1, which charts show in per cent.
+Unit = Literal["", "share", "s", "tokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Title:
+    """Title of a chart, and the unit of its values."""
+
+    title: str
+    unit: Unit = ""
+
+
+# By chart. "*" stands for the name of an agent, a policy or a data source.
+_TITLES = {
+    "reward/mean": _Title(title="Mean reward of a turn"),
+    "outcome/mean": _Title(title="Mean outcome of a trajectory"),
+    "validation/accuracy": _Title(title="Validation accuracy", unit="share"),
+    "validation/*/accuracy": _Title(title="Validation accuracy by source", unit="share"),
+    "validation/n": _Title(title="Validation tasks"),
+    "agent/*/reward_mean": _Title(title="Reward by agent"),
+    "agent/*/reward_std": _Title(title="Standard deviation of rewards by agent"),
+    "agent/*/valid_ratio": _Title(title="Well-formed replies by agent", unit="share"),
+    "agent/*/response_length": _Title(title="Length of a reply by agent", unit="tokens"),
+    "agent/*/calls": _Title(title="Turns by agent"),
+    "agent/*/masked": _Title(title="Turns without training by agent"),
+    "agent/*/entropy": _Title(title="Entropy of trained tokens by agent"),
+    "agent/*/sampled_entropy": _Title(title="Mean −log p of sampled tokens by agent"),
+    "agent/*/kl": _Title(title="KL divergence from the sampling policy by agent"),
+    "agent/*/reference_kl": _Title(title="KL divergence from the reference by agent"),
+    "agent/*/clip_fraction": _Title(title="Clipped tokens by agent", unit="share"),
+    "agent/*/grad_norm": _Title(title="Gradient norm by agent"),
+    "agent/*/advantage_second_moment": _Title(title="Mean square of advantages by agent"),
+    "agent/*/advantage_abs_max": _Title(title="Largest absolute advantage by agent"),
+    "agent/*/advantage_share": _Title(title="Turns with an advantage by agent", unit="share"),
+    "policy/*/grad_norm": _Title(title="Gradient norm by policy"),
+    "policy/*/lr": _Title(title="Learning rate by policy"),
+    "policy/*/loss": _Title(title="Loss by policy"),
+    "policy/*/tokens_saved": _Title(title="Tokens saved by shared prefixes", unit="share"),
+    "rollout/trajectories": _Title(title="Trajectories of a step"),
+    "rollout/failed": _Title(title="Failed trajectories of a step"),
+    "rollout/turns": _Title(title="Turns of a trajectory"),
+    "rollout/tokens": _Title(title="Sampled tokens of a step", unit="tokens"),
+    "staleness/mean": _Title(title="Mean age of trained turns, in updates"),
+    "staleness/max": _Title(title="Largest age of a trained turn, in updates"),
+    "time/collect_s": _Title(title="Time to collect trajectories", unit="s"),
+    "time/update_s": _Title(title="Time to update the policies", unit="s"),
+    "time/tokens_per_s": _Title(title="Sampled tokens a second"),
+    "time/tflops": _Title(title="TFLOP/s of a device in updates"),
+    "time/mfu": _Title(title="Share of a device's peak in updates", unit="share"),
+}
+
+# The last ending that fits decides.
+_UNITS_BY_ENDING: dict[str, Unit] = {
+    "accuracy": "share",
+    "ci_low": "share",
+    "ci_high": "share",
+    "clip_fraction": "share",
+    "valid_ratio": "share",
+    "_rate": "share",
+    "_share": "share",
+    "/mfu": "share",
+    "_tokens": "tokens",
+    "_s": "s",
+    "_per_s": "",
+}
+_GROUPS = {"agent": "by agent", "policy": "by policy", "validation": "by source"}
+_MEMBER = re.compile(
+    r"(?P<group>agent|policy|validation)/(?P<member>[^/]+)/(?P<name>.+)", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricChart:
+    """The chart that a metric is a line of.
+
+    Attributes:
+        chart: name of the metric, with "*" in the place of an agent, a policy or a data source.
+        member: name of the agent, the policy or the data source; "" for other metrics.
+        title: title of the chart.
+        unit: unit of the values.
+    """
+
+    chart: str
+    member: str
+    title: str
+    unit: Unit
+
+
+def metric_chart(name: str) -> MetricChart:
+    """Return the chart of a metric. A title that is not in the table is made from the name."""
+    match = _MEMBER.fullmatch(name)
+    chart = f"{match['group']}/*/{match['name']}" if match else name
+    member = match["member"] if match else ""
+    if chart in _TITLES:
+        title = _TITLES[chart]
+        return MetricChart(chart=chart, member=member, title=title.title, unit=title.unit)
+
+    unit: Unit = ""
+    for ending, ending_unit in _UNITS_BY_ENDING.items():
+        if name.endswith(ending):
+            unit = ending_unit
+    words = re.sub(r"[/_]+", " ", match["name"] if match else name).strip()
+    text = f"{words[:1].upper()}{words[1:]}"
+    if match:
+        text = f"{text} {_GROUPS[match['group']]}"
+    return MetricChart(chart=chart, member=member, title=text, unit=unit)

@@ -1,0 +1,73 @@
+"""Questions and right answers of tasks, looked up by id in a run's files of tasks."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout.base.parquet import bounded_batches, open_parquet
+from rollout.records.files import RecordError, arrow_errors
+
+_COLUMNS = ["id", "prompt", "answers"]
+_BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskText:
+    """What a task asks, and all accepted answers."""
+
+    question: str
+    answers: tuple[str, ...]
+
+
+def read_task_texts(paths: Collection[Path], task_ids: Collection[str]) -> dict[str, TaskText]:
+    """Return the texts of tasks by id; tasks that no readable file has are left out.
+
+    A file is read once and searched in Arrow, because a run may have a million tasks.
+    """
+    texts: dict[str, TaskText] = {}
+    for path in paths:
+        missing = [task_id for task_id in task_ids if task_id not in texts]
+        if missing:
+            texts.update(_search_file(path, missing))
+    return texts
+
+
+def find_task_text(file: Path, task_id: str) -> TaskText | None:
+    """Return the text of a task of the run that a file of trajectories lies in.
+
+    Returns:
+        None if the file lies in no run's folder, or the run's tasks do not have the id.
+    """
+    for folder in file.resolve().parents:
+        if (folder / "tasks").is_dir():
+            paths = sorted((folder / "tasks").glob("*.parquet"))
+            return read_task_texts(paths, [task_id]).get(task_id)
+    return None
+
+
+def _search_file(path: Path, task_ids: Collection[str]) -> Iterator[tuple[str, TaskText]]:
+    try:
+        tasks = _read_columns(path, path.stat().st_mtime_ns)
+        with arrow_errors(path, "a column has another type than expected"):
+            rows = tasks.filter(pc.is_in(tasks["id"], pa.array(task_ids, pa.string()))).to_pylist()
+    except (OSError, RecordError):
+        return  # a list of trajectories without questions is better than none
+    for row in rows:
+        question = row["prompt"] or ""
+        yield row["id"], TaskText(question=question, answers=tuple(row["answers"] or ()))
+
+
+@lru_cache(maxsize=8)
+def _read_columns(path: Path, modified_ns: int) -> pa.Table:
+    """Read the columns of a file of tasks.
+
+    The time of modification is a key of the cache, so that a modified file is read again.
+    """
+    with arrow_errors(path, "not a readable file of tasks"), open_parquet(path) as file:
+        batches = list(bounded_batches(file, rows=_BATCH_ROWS, columns=_COLUMNS))
+        table = pa.Table.from_batches(batches) if batches else file.read(columns=_COLUMNS)
+        return table.select(_COLUMNS)
