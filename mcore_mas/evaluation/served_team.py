@@ -116,6 +116,9 @@ class ServedTeam:
         """Cancel a call whose reply nobody waits for."""
         call.task.cancel()
 
+    def note_refusal(self, error: GatewayError) -> None:
+        """Do nothing: the caller gets the error, and no trajectory depends on it."""
+
     def _team_session(self) -> TeamSession:
         """Return a session with a random seed: the same call again gives another sample."""
         return self.collector.team.session("served", secrets.randbits(63))

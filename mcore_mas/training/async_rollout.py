@@ -330,4 +330,18 @@ class AsyncRollouts:
                 f"step {step}: all {len(trajectories)} trajectories failed; "
                 f"the first: {first_error}"
             )
+        trained = self.config.trained
+        if trained and not any(map(self._has_trained_token, trajectories)):
+            return (
+                f"step {step}: no completed trajectory has a sampled token to train of "
+                f"{', '.join(trained)}, so the step would change nothing; the turns are missing or "
+                "masked, which `mcore-mas show` prints with the trajectories"
+            )
         return ""
+
+    def _has_trained_token(self, trajectory: Trajectory) -> bool:
+        """Return True if a completed trajectory has a token that the loss of a trained policy uses."""
+        return trajectory.status is Status.COMPLETED and any(
+            turn.policy in self.config.trained and turn.completion_ids and not turn.masked
+            for turn in trajectory.turns
+        )

@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import explained_variance
+from rollout.orchestras.program import CRASH_EVENT
 from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
@@ -20,6 +21,12 @@ _CHAT_SCORES = {
     "chat/full": "full",
     "chat/calls": "tool_calls",
     "chat/roots": "root",
+}
+
+# Metrics of agent programs, and the scores of turns that they sum where a turn has one.
+_PROGRAM_SCORES = {
+    "gateway/crashed": "crashed",
+    "gateway/unread": "unread",
 }
 
 # Metrics of an update that are summed over the updates of a step, beside names that end with
@@ -53,6 +60,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     metrics["rollout/turns"] = fmean(len(trajectory.path) for trajectory in completed)
     metrics["rollout/tokens"] = float(sum(len(turn.completion_ids) for turn in turns))
     metrics |= _chat_metrics([turn for turn in turns if turn.chat])
+    metrics |= _program_metrics(turns)
     for agent, agent_turns in group_pairs((turn.agent, turn) for turn in turns).items():
         for name, value in _agent_metrics(agent_turns).items():
             metrics[f"agent/{agent}/{name}"] = value
@@ -97,9 +105,9 @@ def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
 
 
 def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return how many trajectories were aborted, undecided, refused or quarantined, if any."""
+    """Return how many trajectories were aborted, or failed for a reason that is counted, if any."""
     counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
-    for name in ("undecided", "refused", "quarantined"):
+    for name in ("undecided", "refused", "unasked", "quarantined"):
         counts[name] = sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
     return {f"rollout/{name}": float(count) for name, count in counts.items() if count}
 
@@ -111,6 +119,16 @@ def _chat_metrics(turns: Sequence[Turn]) -> StepMetrics:
     metrics = {"chat/turns": float(len(turns))}
     for metric, score in _CHAT_SCORES.items():
         metrics[metric] = float(sum(turn.scores.get(score, 0.0) for turn in turns))
+    return metrics
+
+
+def _program_metrics(turns: Sequence[Turn]) -> StepMetrics:
+    """Return the sums of the scores that the calls of agent programs have; {} without any."""
+    metrics: StepMetrics = {}
+    for metric, score in _PROGRAM_SCORES.items():
+        values = [turn.scores[score] for turn in turns if score in turn.scores]
+        if values:
+            metrics[metric] = float(sum(values))
     return metrics
 
 
@@ -265,6 +283,23 @@ def describe_lost_trajectories(groups: Sequence[Group]) -> str:
     return (
         f"{len(lost)} of {len(trajectories)} trajectories are lost ({by_status}); "
         f"the first, {lost[0].id}: {lost[0].error}"
+    )
+
+
+def describe_crashed_programs(groups: Sequence[Group]) -> str:
+    """Return a line on agent programs that failed and count as wrong answers; "" if there are none."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    crashes = [
+        f"{trajectory.id}: {event.result}"
+        for trajectory in trajectories
+        for event in trajectory.tools
+        if event.tool == CRASH_EVENT and event.failed
+    ]
+    if not crashes:
+        return ""
+    return (
+        f"{len(crashes)} of {len(trajectories)} programs failed after an answered call and count as "
+        f"wrong (orchestra.options.rules.crash); the first, {crashes[0]}"
     )
 
 

@@ -20,6 +20,7 @@ from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.metrics import (
     StepMetrics,
     credit_metrics,
+    describe_crashed_programs,
     describe_lost_trajectories,
     rollout_metrics,
     speed_metrics,
@@ -152,6 +153,7 @@ def _note_warnings(
     warnings = [
         session.credit_watch.scale_warning(credited, estimators),
         describe_lost_trajectories(rollouts.groups),
+        describe_crashed_programs(rollouts.groups),
     ]
     for warning in filter(None, warnings):
         session.logbook.note(f"step {number}: {warning}")

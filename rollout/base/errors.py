@@ -27,6 +27,13 @@ class Undecided(EnvError):
     """
 
 
+class Unasked(EnvError):
+    """No trained agent was asked in a trajectory, so that it says nothing about the team.
+
+    The trajectory is counted as `unasked`.
+    """
+
+
 class Defect(EnvError):
     """Code of an orchestra, parser, environment or tool raised an error, which is the cause.
 

@@ -72,6 +72,9 @@ class ChatBackend(Protocol):
     def abandon(self, call: GatewayCall) -> None:
         """Record that nobody waits for the reply any more."""
 
+    def note_refusal(self, error: GatewayError) -> None:
+        """Record that a call was refused."""
+
 
 @dataclass(slots=True)
 class GatewayHandlers:
@@ -92,7 +95,17 @@ class GatewayHandlers:
 
     async def answer(self, dialect: Dialect, http_request: Request) -> Response:
         """Answer a call in its dialect."""
-        backend, request = await self._read_call(dialect.parse, http_request)
+        backend = self.find_backend(http_request)
+        try:
+            return await self._answer(dialect, backend, http_request)
+        except GatewayError as error:
+            backend.note_refusal(error)
+            raise
+
+    async def _answer(
+        self, dialect: Dialect, backend: ChatBackend, http_request: Request
+    ) -> Response:
+        request = await self._read_call(dialect.parse, http_request)
         is_retry = http_request.headers.get(_RETRY_HEADER, "0") != "0"
         if is_retry and not self.has_refused_calls:
             request = replace(request, is_retry=True)
@@ -121,7 +134,8 @@ class GatewayHandlers:
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Return the number of prompt tokens of a call in Anthropic's Messages API."""
-        backend, request = await self._read_call(parse_count, http_request)
+        backend = self.find_backend(http_request)
+        request = await self._read_call(parse_count, http_request)
         return JSONResponse({"input_tokens": await backend.count_tokens(request)})
 
     async def list_models(self, http_request: Request) -> Response:
@@ -145,8 +159,7 @@ class GatewayHandlers:
 
     async def _read_call(
         self, parse: Callable[[bytes], ChatRequest], http_request: Request
-    ) -> tuple[ChatBackend, ChatRequest]:
-        backend = self.find_backend(http_request)
+    ) -> ChatRequest:
         body = await read_body(http_request, MAX_CALL_BYTES)
         if len(body) > _OFF_LOOP_BYTES:
             request = await asyncio.to_thread(parse, body)
@@ -155,7 +168,7 @@ class GatewayHandlers:
         agent = http_request.path_params.get("agent")
         if agent:
             request = replace(request, model=agent)
-        return backend, request
+        return request
 
     def _on_stream_sampled(self, task: asyncio.Task[ChatReply]) -> None:
         self.calls_in_progress -= 1

@@ -76,6 +76,8 @@ class GatewaySession:
             program makes of it.
         overlong: latest prompt that left no room for a reply. The program gets the error, and may
             continue.
+        refused_calls: number of calls that were refused.
+        last_refusal: error of the latest of them, "" if there is none.
     """
 
     team: TeamSession
@@ -87,6 +89,8 @@ class GatewaySession:
     def __post_init__(self) -> None:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.overlong: PromptTooLong | None = None
+        self.refused_calls = 0
+        self.last_refusal = ""
         self._agents = {agent.name: agent for agent in self.team.agents}
         self._id = secrets.token_hex(6)  # prefix of the replies' ids
         # by digest of the conversation up to the reply, as the program repeats it
@@ -183,6 +187,11 @@ class GatewaySession:
         The reply is kept for an equal call. The sampling of a stream ends.
         """
         call.has_reader = False
+
+    def note_refusal(self, error: GatewayError) -> None:
+        """Record that a call was refused."""
+        self.refused_calls += 1
+        self.last_refusal = str(error)
 
     async def close(self) -> None:
         """Cancel running calls; exclude replies that nobody has read from training."""

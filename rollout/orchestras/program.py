@@ -20,13 +20,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import LateTool, with_deadline
+from rollout.base.errors import Unasked
 from rollout.base.event_loop import per_loop
 from rollout.base.lookup import lookup
 from rollout.base.processes import run_command
 from rollout.base.signatures import check_call
 from rollout.base.text import valid_text
 from rollout.base.urls import without_proxy
-from rollout.environments.protocol import Env
+from rollout.environments.protocol import Env, ToolCall
 from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program
 from rollout.sandbox.tiers import readable_paths
@@ -36,6 +37,14 @@ from rollout.teams.team import TeamSession
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_ERROR_CHARS = 2000
 _MAX_VARIABLE_CHARS = 100_000  # Linux allows 128 KiB for an environment variable
+# Variables from which clients read their base URL, beside the one of the vendor's SDK. A client
+# that finds none calls the vendor's server with the session's key.
+_OPENAI_URL_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_BASE_URL")
+_ANTHROPIC_URL_VARIABLES = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL")
+# Variables with the folder in which a framework keeps replies or memories. A reply from there would
+# be that of another trajectory.
+_CACHE_VARIABLES = ("DSPY_CACHEDIR", "CREWAI_STORAGE_DIR", "MEM0_DIR")
+CRASH_EVENT = "program"  # tool name of the event that records a crash
 # files in /etc that a confined command needs for HTTP
 _NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")
 
@@ -56,15 +65,17 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a command; the clients read the first four by themselves.
+        """Environment variables of a command; clients read all but the last two by themselves.
 
         TASK is "" if the problem is too long for a variable, or has a null character.
         """
         fits_variable = len(self.problem) < _MAX_VARIABLE_CHARS and "\0" not in self.problem
         return {
-            "OPENAI_BASE_URL": self.openai_url,
+            **dict.fromkeys(_OPENAI_URL_VARIABLES, self.openai_url),
+            "OPENAI_HOST": self.openai_url.removesuffix("/v1"),
             "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            **dict.fromkeys(_ANTHROPIC_URL_VARIABLES, self.anthropic_url),
+            "ANTHROPIC_HOST": self.anthropic_url,
             "ANTHROPIC_API_KEY": self.key,
             "TASK": self.problem if fits_variable else "",
             "TASK_ID": self.task.id,
@@ -137,14 +148,15 @@ class ProgramRules:
         deadline_s: seconds that the program may take.
         most_calls: most calls of models in a trajectory.
         at_once: most commands that run at the same time.
-        crash: if the program fails, `fail`: the trajectory fails and is quarantined; `wrong`: its
-            answer is "".
+        crash: meaning of a program that fails after one of its calls was answered. `wrong`: its
+            answer is "", since the reply may have caused the failure. `fail`: the trajectory fails
+            and is quarantined, as it always is before the first answered call.
     """
 
     deadline_s: PositiveFloat = 600.0
     most_calls: PositiveInt = 256
     at_once: PositiveInt = 64
-    crash: Literal["fail", "wrong"] = "fail"
+    crash: Literal["fail", "wrong"] = "wrong"
 
 
 async def program(
@@ -166,8 +178,8 @@ async def program(
     Args:
         call: import path of an async function that takes a `Job` and returns the answer.
         command: program and arguments, run without a shell. The problem is on standard input and in
-            TASK, the gateway's addresses are in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and the
-            answer is the standard output.
+            TASK, the gateway's addresses are in OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the other
+            variables that clients read, and the answer is the standard output.
         models: agent by the model name that the program uses; `*` stands for any other name.
         sandbox: files and folders that a command may read, besides those of the system and of this
             Python. It may then write only in a temporary folder, and connect only to the gateway.
@@ -176,7 +188,10 @@ async def program(
 
     Raises:
         ValueError: the options are not valid; see `check_program`.
-        ProgramFailed: the program failed.
+        ProgramFailed: the program failed before its first answered call, or `rules.crash` is
+            `fail`.
+        PromptTooLong: the program failed after a prompt that left no room for a reply.
+        Unasked: the program ended, and no trained agent was asked.
         LateTool: the program took longer than its deadline.
     """
     # imported here because only this orchestra needs a web server
@@ -208,11 +223,48 @@ async def program(
             try:
                 answer = await _result_unless_failed(work, session.failure)
             except ProgramFailed as error:
-                if rules.crash == "fail":
+                if rules.crash == "fail" or team.last_turn is None:
                     # A prompt that left no room for a reply is the likelier cause of the failure.
                     raise (session.overlong or error) from error.__cause__
                 answer = ""
+                await _record_crash(team, error)
+    if not team.has_trained_turn:
+        raise session.overlong or Unasked(
+            _unasked_error(session.refused_calls, session.last_refusal)
+        )
     await env.step(answer)
+
+
+async def _record_crash(team: TeamSession, error: ProgramFailed) -> None:
+    """Record the failure of a program after an answered call, as an event and a score of its turn."""
+    turn = team.last_turn
+    assert turn is not None
+    team.score(turn.index, crashed=1.0)
+
+    async def failed_run() -> ToolCall:
+        return ToolCall(tool=CRASH_EVENT, query="", result=str(error), failed=True)
+
+    await team.run_tool(CRASH_EVENT, failed_run, turn.index)
+
+
+def _unasked_error(refused_calls: int, last_refusal: str) -> str:
+    """Return the error of a trajectory in which no trained agent was asked.
+
+    Args:
+        refused_calls: number of calls that the gateway refused.
+        last_refusal: error of the latest of them.
+    """
+    if refused_calls:
+        return (
+            f"program: no trained agent was asked; calls that the gateway refused: {refused_calls}, "
+            f"the last with: {last_refusal}"
+        )
+    return (
+        "program: no trained agent was asked. Either the client answered from a cache of replies "
+        "(turn it off, as DSPy's with cache=False), or it has another base URL than the gateway's "
+        "(OPENAI_BASE_URL, ANTHROPIC_BASE_URL or the job's), or the program made no call; see "
+        "docs/gateway.md"
+    )
 
 
 async def _result_unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
@@ -257,6 +309,8 @@ async def _run_command(
     try:
         async with running:
             with TemporaryDirectory() as folder:
+                for name in _CACHE_VARIABLES:
+                    environment[name] = f"{folder}/{name.lower()}"
                 if sandbox is not None:
                     environment |= {"HOME": folder, "TMPDIR": folder}
                     run = partial(run, confine=_confinement(sandbox, folder, job.openai_url))

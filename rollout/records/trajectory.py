@@ -26,7 +26,7 @@ Routing = Annotated[
     BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value),
 ]
 # metrics that say why a trajectory failed
-_FAILURE_METRICS = ("overlong", "undecided", "quarantined")
+_FAILURE_METRICS = ("overlong", "undecided", "unasked", "quarantined")
 
 
 def clean_fields(record: Any, *names: str) -> None:
@@ -232,7 +232,8 @@ class Turn:
     prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
     reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
     or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full
-    chat. `unread` is 1 if an agent program did not wait for the reply.
+    chat. Of agent programs: `unread` is 1 if the program did not wait for the reply, and `crashed`
+    is 1 on the latest turn before the program ended badly.
 
     Attributes:
         index: position in the trajectory, from 0.
@@ -379,8 +380,8 @@ class Trajectory:
     def failure_reason(self) -> str:
         """Reason why the trajectory was not completed, for counting; "" if it was.
 
-        It is "overlong", "undecided", "quarantined", "late/" with the part that was late, or the
-        class of the error.
+        It is "overlong", "undecided", "unasked", "quarantined", "late/" with the part that was late,
+        or the class of the error.
         """
         if not self.error:
             return ""

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rollout.base.async_tasks import cancel_tasks, gather_or_cancel
 from rollout.base.deadlines import LEFT_BEHIND, Late
-from rollout.base.errors import Defect, PromptTooLong, Undecided
+from rollout.base.errors import Defect, PromptTooLong, Unasked, Undecided
 from rollout.base.section import Section
 from rollout.base.watchdog import Watchdog
 from rollout.environments.protocol import Env
@@ -240,7 +240,12 @@ class _Ending:
 
 
 # metrics that count failures, by the class of the failure
-_FAILURE_METRICS = {"undecided": Undecided, "overlong": PromptTooLong, "quarantined": Defect}
+_FAILURE_METRICS = {
+    "undecided": Undecided,
+    "overlong": PromptTooLong,
+    "unasked": Unasked,
+    "quarantined": Defect,
+}
 
 
 def _ending(play: Episode | Tree) -> _Ending:

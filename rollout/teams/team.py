@@ -16,7 +16,7 @@ from rollout.base.deadlines import LateCall
 from rollout.base.errors import Defect, PromptTooLong
 from rollout.base.numbers import real_number
 from rollout.engines import ChatState, PolicyClient, PolicyReply
-from rollout.engines.client import prompt_tokens
+from rollout.engines.client import EngineClient, prompt_tokens
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord
@@ -139,6 +139,17 @@ class TeamSession:
     def agents(self) -> Collection[Agent]:
         """The agents of the team."""
         return self._team.agents.values()
+
+    @property
+    def has_trained_turn(self) -> bool:
+        """True if an agent whose tokens can be trained has replied.
+
+        In a team of remote models alone, no agent can be trained, and any reply counts.
+        """
+        policies = {agent.policy: self._team.policies[agent.policy] for agent in self.agents}
+        trainable = {name for name, policy in policies.items() if isinstance(policy, EngineClient)}
+        turns = self._turns.values()
+        return any(not trainable or turn.policy in trainable for turn in turns)
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
         """Ask an agent once, with its user template's slots filled by `slots`.

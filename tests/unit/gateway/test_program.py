@@ -6,17 +6,18 @@ import asyncio
 import os
 import re
 import socket
-import sys
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
+from mcore_mas.training.metrics import describe_crashed_programs, rollout_metrics
 from rollout.base import async_tasks
 from rollout.base.errors import EngineError
 from rollout.base.http_server import SERVER
@@ -37,6 +38,7 @@ from tests.support.play import SEED, STEP, TASK, Adder, collect
 
 PROGRAMS = "tests.support.agent_programs"
 SHORT_DEADLINE = ProgramRules(deadline_s=0.2)
+CRASH_FAILS = ProgramRules(crash="fail")
 
 
 def play(
@@ -90,9 +92,9 @@ def test_commands_run_without_a_shell_and_a_hundred_share_the_machine(tmp_path: 
     trajectory = play_one(tmp_path, command=script("answer = answer + ' '"))
     assert (trajectory.error, trajectory.outcome) == ("", 7.0)
     assert trajectory.turns[0].messages[0].content == TASK.prompt
-    echo = ["/bin/echo", ["1", " $(false) `false`"][0]]
-    group = play(tmp_path, command=echo, group_size=100, rules=ProgramRules(at_once=16))
-    assert [t.outcome for t in group.trajectories] == [1.0] * 100
+    words = [*script("answer = len(sys.argv[1])"), "$(false) `false`"]
+    group = play(tmp_path, command=words, group_size=100, rules=ProgramRules(at_once=16))
+    assert [t.outcome for t in group.trajectories] == [16.0] * 100
 
 
 def reply_and_kill_the_server(prompt: str, call: int) -> str:
@@ -117,11 +119,15 @@ def test_trajectories_fail_if_the_gateways_server_has_ended(tmp_path: Path) -> N
     ("options", "status", "error"),
     [
         (
-            {"call": f"{PROGRAMS}:broken", "models": {"*": "a"}},
+            {"call": f"{PROGRAMS}:broken", "models": {"*": "a"}, "rules": CRASH_FAILS},
             "failed",
             "ProgramFailed: RuntimeError: the program br",
         ),
-        ({"command": script("raise SystemExit('no')")}, "failed", "ended with status 1: no$"),
+        (
+            {"command": script("raise SystemExit('no')"), "rules": CRASH_FAILS},
+            "failed",
+            "ended with status 1: no$",
+        ),
         ({"command": ["/nowhere/at/all"]}, "failed", "No such file"),
         ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
         (
@@ -257,38 +263,109 @@ def test_a_program_with_sequential_calls_can_branch(tmp_path: Path) -> None:
     assert trajectory.outcome == float(trajectory.path[-1].text)
 
 
-def test_a_crash_can_count_as_a_wrong_answer(tmp_path: Path) -> None:
-    class Graded(Adder):
-        async def step(self, action: str) -> Any:
-            return await super().step(action or "0")
+class Graded(Adder):
+    """Environment that gives 0 for an empty answer."""
 
+    async def step(self, action: str) -> Any:
+        return await super().step(action or "0")
+
+
+def test_a_crash_after_an_answered_call_counts_as_a_wrong_answer(tmp_path: Path) -> None:
     team, _ = scripted_team(tmp_path, lambda prompt, n: "7")
-    orchestra = partial(
-        program, call=f"{PROGRAMS}:broken", models={"*": "a"}, rules=ProgramRules(crash="wrong")
-    )
+    orchestra = partial(program, call=f"{PROGRAMS}:broken", models={"*": "a"})
     (group,) = asyncio.run(
-        collect([TASK], team, Graded, orchestra, group_size=1, seed=SEED, step=STEP)
+        collect([TASK], team, Graded, orchestra, group_size=2, seed=SEED, step=STEP)
     )
-    assert (group.trajectories[0].error, group.trajectories[0].outcome) == ("", 0.0)
+    for trajectory in group.trajectories:
+        assert (trajectory.error, trajectory.outcome) == ("", 0.0)
+        assert [turn.scores.get("crashed") for turn in trajectory.turns] == [None, 1.0]
+        (event,) = trajectory.tools
+        assert (event.tool, event.failed, event.after_turn) == ("program", True, 1)
+        assert event.result == "RuntimeError: the program broke"
+    assert rollout_metrics([group])["gateway/crashed"] == 2.0
+    assert describe_crashed_programs([group]) == (
+        "2 of 2 programs failed after an answered call and count as wrong "
+        f"(orchestra.options.rules.crash); the first, {STEP}/{TASK.id}/0: "
+        "RuntimeError: the program broke"
+    )
+
+
+async def answers_from_its_cache(job: Job) -> str:
+    return "4"
+
+
+async def asks_for_a_picture(job: Job) -> str:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    body = {"model": "a", "messages": [{"role": "user", "content": [picture]}]}
+    headers = {"Authorization": f"Bearer {job.key}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        for _ in range(2):
+            response = await client.post(f"{job.openai_url}/chat/completions", json=body)
+            assert response.status_code == 400
+    return "4"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("answers_from_its_cache", "Either the client answered from a cache of replies"),
+        (
+            "asks_for_a_picture",
+            "calls that the gateway refused: 2, the last with: a content part has the type "
+            "'image_url'",
+        ),
+    ],
+)
+def test_a_trajectory_without_a_call_fails_and_says_why(
+    function: str, reason: str, tmp_path: Path
+) -> None:
+    trajectory = play_one(tmp_path, call=f"{__name__}:{function}")
+    assert (trajectory.status, trajectory.outcome) == (Status.FAILED, None)
+    assert trajectory.error.startswith("Unasked: program: no trained agent was asked")
+    assert reason in trajectory.error
+    assert trajectory.metrics == {"unasked": 1.0}
+    assert trajectory.failure_reason == "unasked"
+    assert not (tmp_path / "quarantine").exists()  # there is nothing to replay
+
+
+def test_clients_are_pointed_to_the_gateway_and_their_caches_to_the_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer counts the variables that hold the gateway's address, and the cache's new folders."""
+    for name in ("OPENAI_API_BASE", "DSPY_CACHEDIR"):
+        monkeypatch.setenv(name, "https://api.example.org/v1")
+    check = """
+url = os.environ["OPENAI_BASE_URL"]
+names = ("OPENAI_API_BASE", "OPENAI_API_BASE_URL")
+hosts = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL", "ANTHROPIC_HOST", "OPENAI_HOST")
+folders = ("DSPY_CACHEDIR", "CREWAI_STORAGE_DIR", "MEM0_DIR")
+answer = 100 * sum(os.environ[name] == url for name in names)
+answer += 10 * sum(os.environ[name] + "/v1" == url for name in hosts)
+for name in folders:
+    os.makedirs(os.environ[name])
+    answer += 1
+"""
+    group = play(tmp_path, command=script(check), group_size=2)
+    assert [(t.error, t.outcome) for t in group.trajectories] == [("", 253.0)] * 2
 
 
 def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> None:
     marker = f"{time.time_ns() % 10**9}.25"
     trajectory = play_one(
         tmp_path,
-        command=["/bin/sh", "-c", f"sleep {marker} & echo 3"],
+        command=script(f"os.system('sleep {marker} &')"),
         rules=ProgramRules(deadline_s=20),
     )
-    assert (trajectory.error, trajectory.outcome) == ("", 3.0)
+    assert (trajectory.error, trajectory.outcome) == ("", 7.0)
     assert not alive(marker)
     detached = play_one(
         tmp_path,
-        command=["/bin/sh", "-c", "setsid sleep 30 & echo 4"],
+        command=script("os.system('setsid sleep 30 &')"),
         rules=ProgramRules(deadline_s=20),
     )
     assert (detached.error, detached.outcome) == (
         "",
-        4.0,
+        7.0,
     )  # a process of another group is not awaited
     late = play_one(
         tmp_path,
@@ -302,21 +379,22 @@ def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> Non
 def test_the_key_of_a_command_is_in_no_record_and_no_list_of_processes(
     tmp_path: Path,
 ) -> None:
-    program_text = """
-import glob, os, sys
+    listing = """
+import glob
 key, listed = os.environ["OPENAI_API_KEY"], 0
 for path in glob.glob("/proc/[0-9]*/cmdline"):
     try: listed += key.encode() in open(path, "rb").read()
     except OSError: pass
-print(f"{key} is listed {listed} times")
+answer = f"{key} is listed {listed} times"
 print(f"{key} is the key", file=sys.stderr)
-sys.exit(int(sys.argv[1]))
+if len(sys.argv) > 1:
+    sys.exit(1)
 """
-    completed = play_one(tmp_path, command=[sys.executable, "-c", program_text, "0"])
+    completed = play_one(tmp_path, command=script(listing))
     assert (
         "'[key] is listed 0 times'" in completed.error
     )  # the environment refuses an answer that is no number
-    failed = play_one(tmp_path, command=[sys.executable, "-c", program_text, "1"])
+    failed = play_one(tmp_path, command=[*script(listing), "1"], rules=CRASH_FAILS)
     assert failed.error.endswith("ended with status 1: [key] is the key")
     record_files = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
     assert record_files and not [

@@ -19,10 +19,11 @@ from mcore_mas.training.step import TrainingSession
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.environments import math
 from rollout.environments.math_notation import last_boxed
-from rollout.environments.protocol import Step
+from rollout.environments.protocol import Env, Step
 from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Group, Status, Trajectory
+from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.allocation import allocate
+from rollout.teams.team import TeamSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import box, make_run, task_of
 
@@ -168,6 +169,14 @@ def worth_of_four_digits(group: Group) -> Group:
     raise KeyError(group.task.id)
 
 
+async def answer_without_asking(
+    task: Task, team: TeamSession, env: Env, *, max_loops: int = 1
+) -> None:
+    """Answer the task without asking an agent."""
+    env.reset(task)
+    await env.step(task.answers[0])
+
+
 class TestFailures:
     def test_an_error_of_the_reward_ends_the_run_and_the_trajectories_are_kept(
         self, tmp_path: Path
@@ -191,6 +200,14 @@ class TestFailures:
             collect(make_run(tmp_path, fail))
         # the failed trajectories are written, for the user to look into
         assert len(read_trajectories(tmp_path / "trajectories" / "step_000000.parquet")) == 4
+
+    def test_a_step_without_a_token_to_train_ends_the_run(self, tmp_path: Path) -> None:
+        orchestra = f"orchestra={{name: {__name__}:{answer_without_asking.__name__}}}"
+        message = "step 0: no completed trajectory has a sampled token to train of solver"
+        with pytest.raises(TrainingError, match=message):
+            collect(make_run(tmp_path, answer_correctly, orchestra))
+        written = read_trajectories(tmp_path / "trajectories" / "step_000000.parquet")
+        assert [(t.status, t.turns) for t in written] == [(Status.COMPLETED, ())] * 4
 
     def test_an_environment_of_the_user_is_named_where_it_breaks(self, tmp_path: Path) -> None:
         """The tasks name another environment, math."""
