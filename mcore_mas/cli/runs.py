@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,10 @@ def serve_run(
         int,
         typer.Option(help="Open connections; calls on further ones get status 503.", min=1),
     ] = 1024,
+    alias: Annotated[
+        list[str],
+        typer.Option(help="Further name of a model, as NAME=AGENT; can be repeated."),
+    ] = [],  # noqa: B006
 ) -> None:
     """Serve a team through the APIs of OpenAI and Anthropic.
 
@@ -57,9 +62,21 @@ def serve_run(
             token_file=token_file,
             max_calls=most_calls,
             max_connections=most_connections,
+            aliases=parse_aliases(alias),
         )
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:
+    """Return agents by alias; raise BadParameter for a pair that is not NAME=AGENT."""
+    aliases: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, agent = pair.rpartition("=")
+        if not (name and separator and agent):
+            raise typer.BadParameter(f"'{pair}' is not NAME=AGENT", param_hint="--alias")
+        aliases[name] = agent
+    return aliases
 
 
 @run_commands.command("studio", rich_help_panel=PIPELINE_PANEL)

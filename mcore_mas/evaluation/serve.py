@@ -1,5 +1,6 @@
 """Server of a run: its agents, and the whole team, as models of the gateway's APIs."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from rollout.base.http_server import has_token, listen, listener_url, server_con
 from rollout.base.ownership import owned
 from rollout.base.processes import say
 from rollout.gateway.app import GatewayHandlers, gateway_app
-from rollout.gateway.dialects import GatewayError
+from rollout.gateway.errors import GatewayError
 
 # Seconds that calls in progress get when the server stops.
 _DRAIN_S = 10
@@ -31,6 +32,7 @@ def serve(
     token_file: Path | None,
     max_calls: int,
     max_connections: int,
+    aliases: Mapping[str, str],
 ) -> None:
     """Serve the team of a run until interrupted; print one line with the URL.
 
@@ -44,6 +46,7 @@ def serve(
         max_calls: number of calls that are answered at a time.
         max_connections: number of open connections; while there are more, calls are answered with
             status 503.
+        aliases: agents, or the whole team, by further model names.
 
     Raises:
         ConfigError: the run cannot be used.
@@ -53,11 +56,14 @@ def serve(
     config = config_with_seats(RunConfig.load(run / "config.yaml"), state)
     if config.run in config.agents:
         raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
+    check_aliases(aliases, [config.run, *config.agents])
     listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = ensure_writable(config.folder / "served")
     with owned(folder), running_team(config, f"{folder}/", CHAT_STEP) as team:
-        served = ServedTeam(name=config.run, env=config.env.name, collector=team.collector)
+        served = ServedTeam(
+            name=config.run, env=config.env.name, collector=team.collector, aliases=aliases
+        )
 
         def find_backend(request: Request) -> ServedTeam:
             if token is not None and not has_token(request, token):
@@ -71,3 +77,14 @@ def serve(
             server_config(app, drain_s=_DRAIN_S, lifespan=False, max_connections=max_connections)
         )
         team.runner.run(server.serve(sockets=[listener]))
+
+
+def check_aliases(aliases: Mapping[str, str], models: Sequence[str]) -> None:
+    """Raise ConfigError if an alias stands for no model, or has the name of one."""
+    for alias, model in aliases.items():
+        if model not in models:
+            raise ConfigError(
+                f"--alias {alias}={model}: there is no model '{model}'; models: {', '.join(models)}"
+            )
+        if alias in models:
+            raise ConfigError(f"--alias {alias}={model}: '{alias}' is a model of the run already")

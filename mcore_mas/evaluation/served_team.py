@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.base.errors import EnvError, PromptTooLong
+from rollout.base.processes import say
 from rollout.environments.protocol import Env, Step
 from rollout.gateway.calls import GatewayCall
-from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
+from rollout.gateway.dialects import ChatReply, ChatRequest
+from rollout.gateway.errors import GatewayError
 from rollout.gateway.sessions import GatewaySession
 from rollout.records.trajectory import Task
 from rollout.teams.collect import Collector
@@ -61,6 +64,7 @@ class ServedTeam:
 
     Attributes:
         name: model name of the whole team.
+        aliases: agents, or the whole team, by further model names.
         env: name of the environment.
         collector: its team, environment and orchestra play the calls.
     """
@@ -68,12 +72,14 @@ class ServedTeam:
     name: str
     env: str
     collector: Collector
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    _noted: set[str] = field(default_factory=set, init=False)
     _call_numbers: itertools.count[int] = field(default_factory=itertools.count, init=False)
 
     @property
     def models(self) -> list[str]:
-        """Model names: that of the whole team, and its agents."""
-        return [self.name, *self.collector.team.agents]
+        """Model names: that of the whole team, its agents, and the aliases."""
+        return [self.name, *self.collector.team.agents, *self.aliases]
 
     def agent(self, model: str) -> Agent | None:
         """Return the agent with a model name, or None for the whole team.
@@ -84,7 +90,7 @@ class ServedTeam:
         if model not in self.models:
             message = f"no model '{model[:80]}'; the models here: {', '.join(self.models)}"
             raise GatewayError(404, message, "model_not_found")
-        return self.collector.team.agents.get(model)
+        return self.collector.team.agents.get(self.aliases.get(model, model))
 
     async def start_call(self, request: ChatRequest) -> GatewayCall:
         """Start the reply of the team, or of one of its agents.
@@ -92,8 +98,10 @@ class ServedTeam:
         Raises:
             GatewayError: there is no such model.
         """
-        if self.agent(request.model) is not None:
-            return await self._gateway_session().start_call(request)
+        agent = self.agent(request.model)
+        self._note_unheeded(request)
+        if agent is not None:
+            return await self._gateway_session(request.seed).start_call(request)
         reply = ChatReply(id=str(next(self._call_numbers)), model=request.model)
         call = GatewayCall(partial_reply=reply)
         return call.start(self._reply_of_team(request, reply))
@@ -110,7 +118,13 @@ class ServedTeam:
                 f"'{self.name}' is a whole team, whose prompts are only known when it plays; ask "
                 "for one of its agents",
             )
-        return await self._gateway_session().count_tokens(request)
+        return await self._gateway_session(None).count_tokens(request)
+
+    def stored_reply(self, reply_id: str) -> ChatReply:
+        """Raise GatewayError, because no reply is stored."""
+        raise GatewayError(
+            404, f"there is no response '{reply_id[:80]}': a served team stores no replies"
+        )
 
     def abandon(self, call: GatewayCall) -> None:
         """Cancel a call whose reply nobody waits for."""
@@ -119,12 +133,22 @@ class ServedTeam:
     def note_refusal(self, error: GatewayError) -> None:
         """Do nothing: the caller gets the error, and no trajectory depends on it."""
 
-    def _team_session(self) -> TeamSession:
-        """Return a session with a random seed: the same call again gives another sample."""
-        return self.collector.team.session("served", secrets.randbits(63))
+    def _note_unheeded(self, request: ChatRequest) -> None:
+        """Print a line about fields that no call before had and that are not heeded."""
+        names = set(request.unheeded) - self._noted
+        if names:
+            self._noted.update(names)
+            say(f"not heeded in calls: {', '.join(sorted(names))} (docs/gateway.md)")
 
-    def _gateway_session(self) -> GatewaySession:
-        return GatewaySession(self._team_session(), honor_sampling=True)
+    def _team_session(self, seed: int | None) -> TeamSession:
+        """Return a session with this seed; None: a random one, so that equal calls differ."""
+        if seed is None:
+            seed = secrets.randbits(63)
+        return self.collector.team.session("served", seed)
+
+    def _gateway_session(self, seed: int | None) -> GatewaySession:
+        session = self._team_session(seed)
+        return GatewaySession(session, aliases=self.aliases, honor_sampling=True)
 
     async def _reply_of_team(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
         """Play the call's messages as a task; return its final action as the reply.
@@ -140,7 +164,7 @@ class ServedTeam:
         """
         task = self._make_task(request, f"served-{reply.id}")
         env = UnscoredEnv(self.collector.make_env(task))
-        session = self._team_session()
+        session = self._team_session(request.seed)
         episode = Episode(task, session, lambda _: env, self.collector.orchestra)
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
@@ -178,6 +202,8 @@ class ServedTeam:
             prompt = messages[0].text
         else:
             prompt = "\n\n".join(f"{message.role}: {message.text}" for message in messages)
+        if request.reply_format is not None:
+            prompt = f"{prompt}\n\n{request.reply_format.instruction}"
         return Task(
             id=task_id, prompt=prompt, answers=(), env=self.env, source="served", split="test"
         )

@@ -23,11 +23,9 @@ _CHAT_SCORES = {
     "chat/roots": "root",
 }
 
-# Metrics of agent programs, and the scores of turns that they sum where a turn has one.
-_PROGRAM_SCORES = {
-    "gateway/crashed": "crashed",
-    "gateway/unread": "unread",
-}
+# Scores of agent programs' turns, each summed as the metric gateway/SCORE where a turn has it.
+_PROGRAM_SCORES = ("crashed", "unread", "off_schema")
+_UNHEEDED = "unheeded/"  # begins the scores that count fields of calls that the gateway leaves out
 
 # Metrics of an update that are summed over the updates of a step, beside names that end with
 # _count.
@@ -124,12 +122,37 @@ def _chat_metrics(turns: Sequence[Turn]) -> StepMetrics:
 
 def _program_metrics(turns: Sequence[Turn]) -> StepMetrics:
     """Return the sums of the scores that the calls of agent programs have; {} without any."""
-    metrics: StepMetrics = {}
-    for metric, score in _PROGRAM_SCORES.items():
-        values = [turn.scores[score] for turn in turns if score in turn.scores]
-        if values:
-            metrics[metric] = float(sum(values))
-    return metrics
+    metrics: StepMetrics = defaultdict(float)
+    for turn in turns:
+        for name, value in turn.scores.items():
+            if name in _PROGRAM_SCORES or name.startswith(_UNHEEDED):
+                metrics[f"gateway/{name}"] += value
+    return dict(metrics)
+
+
+def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
+    """Return a line on fields of agent programs' calls that the gateway has left out; "" if none is new.
+
+    Args:
+        groups: groups of a step.
+        noted: fields that a line has named before; new ones are added.
+    """
+    names = {
+        name.removeprefix(_UNHEEDED)
+        for group in groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+        for name in turn.scores
+        if name.startswith(_UNHEEDED)
+    }
+    new_names = sorted(names - noted)
+    noted.update(new_names)
+    if not new_names:
+        return ""
+    return (
+        f"calls of agent programs have parts that the gateway does not heed: {', '.join(new_names)} "
+        "(docs/gateway.md; metrics gateway/unheeded/*)"
+    )
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:

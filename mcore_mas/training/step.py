@@ -22,6 +22,7 @@ from mcore_mas.training.metrics import (
     credit_metrics,
     describe_crashed_programs,
     describe_lost_trajectories,
+    describe_unheeded,
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
@@ -51,6 +52,7 @@ class TrainingSession:
         stop: set by signals that end the run.
         after_step: called after every step, if the caller follows the run.
         credit_watch: checks the advantages of every step.
+        unheeded_fields: parts of agent programs' calls that a line of the log has named.
     """
 
     config: RunConfig
@@ -63,6 +65,7 @@ class TrainingSession:
     stop: StopSignal = field(default_factory=StopSignal)
     after_step: AfterStep | None = None
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
+    unheeded_fields: set[str] = field(default_factory=set)
 
     @property
     def groups(self) -> dict[str, TrainerGroup]:
@@ -154,6 +157,7 @@ def _note_warnings(
         session.credit_watch.scale_warning(credited, estimators),
         describe_lost_trajectories(rollouts.groups),
         describe_crashed_programs(rollouts.groups),
+        describe_unheeded(rollouts.groups, session.unheeded_fields),
     ]
     for warning in filter(None, warnings):
         session.logbook.note(f"step {number}: {warning}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,10 +33,10 @@ from rollout.gateway.dialects import (
     ChatReply,
     ChatRequest,
     Dialect,
-    GatewayError,
     StreamEvent,
     StreamStep,
 )
+from rollout.gateway.errors import GatewayError
 from rollout.gateway.messages import MESSAGES, parse_count
 from rollout.gateway.responses import RESPONSES
 from rollout.gateway.sessions import GatewaySession
@@ -44,6 +44,7 @@ from rollout.gateway.sessions import GatewaySession
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20
 _OFF_LOOP_BYTES = 64 << 10  # larger bodies are parsed on another thread
+_RESPONSE_PATH = RESPONSES.path + "/{response}"
 _COUNT_PATH = MESSAGES.path + "/count_tokens"
 # In a URL before the dialect's path: the agent that answers, whatever model the call names.
 _AGENT_PREFIX = "/a/{agent}"
@@ -68,6 +69,9 @@ class ChatBackend(Protocol):
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
+
+    def stored_reply(self, reply_id: str) -> ChatReply:
+        """Return an earlier reply; raise GatewayError if it was not stored."""
 
     def abandon(self, call: GatewayCall) -> None:
         """Record that nobody waits for the reply any more."""
@@ -110,27 +114,27 @@ class GatewayHandlers:
         if is_retry and not self.has_refused_calls:
             request = replace(request, is_retry=True)
 
-        if self.calls_in_progress >= self.max_calls:
+        if self.calls_in_progress + request.choices > self.max_calls:
             self.has_refused_calls = True
             raise GatewayError(429, f"the limit of {self.max_calls} calls in progress is reached")
 
-        call = None
-        self.calls_in_progress += 1
+        calls: list[GatewayCall] = []
+        self.calls_in_progress += request.choices
         try:
-            call = await backend.start_call(request)
-            if not await _wait_for_reply(http_request, backend, call, stream=request.stream):
+            await _start_calls(backend, request, calls)
+            if not await _wait_for_replies(http_request, backend, calls, stream=request.stream):
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
-            if call is not None and request.stream and not call.task.done():
-                call.task.add_done_callback(self._on_stream_sampled)
+            if calls and request.stream and not calls[0].task.done():
+                calls[0].task.add_done_callback(self._on_stream_sampled)
             else:
-                self.calls_in_progress -= 1
+                self.calls_in_progress -= request.choices
 
         if not request.stream:
-            return JSONResponse(dialect.render(call.result()))
-        if call.task.done():
-            call.result()  # raises an error while it can still be an HTTP status
-        return _ReplyStream(dialect, request, backend, call)
+            return JSONResponse(dialect.render([call.result() for call in calls]))
+        if calls[0].task.done():
+            calls[0].result()  # raises an error while it can still be an HTTP status
+        return _ReplyStream(dialect, request, backend, calls[0])
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Return the number of prompt tokens of a call in Anthropic's Messages API."""
@@ -148,6 +152,12 @@ class GatewayHandlers:
         name = http_request.path_params["model"]
         self.find_backend(http_request).agent(name)
         return JSONResponse(_render_model(name))
+
+    async def show_response(self, http_request: Request) -> Response:
+        """Return an earlier reply of the Responses API; raise GatewayError if it was not stored."""
+        backend = self.find_backend(http_request)
+        reply_id = http_request.path_params["response"].removeprefix("resp_")
+        return JSONResponse(RESPONSES.render([backend.stored_reply(reply_id)]))
 
     async def refuse(self, http_request: Request) -> Response:
         """Refuse a request to a path that the gateway does not have."""
@@ -174,27 +184,54 @@ class GatewayHandlers:
         self.calls_in_progress -= 1
 
 
-async def _wait_for_reply(
-    http_request: Request, backend: ChatBackend, call: GatewayCall, *, stream: bool
+async def _start_calls(
+    backend: ChatBackend, request: ChatRequest, calls: list[GatewayCall]
+) -> None:
+    """Start a call for each choice; abandon those that have started if another one cannot.
+
+    Args:
+        calls: list to which the started calls are added.
+    """
+    try:
+        for number in range(request.choices):
+            seed = request.seed
+            if seed is not None:
+                seed += number  # equal seeds would give equal choices
+            calls.append(await backend.start_call(replace(request, seed=seed)))
+    except BaseException:
+        for call in calls:
+            backend.abandon(call)
+        raise
+
+
+async def _wait_for_replies(
+    http_request: Request, backend: ChatBackend, calls: Sequence[GatewayCall], *, stream: bool
 ) -> bool:
-    """Wait until a reply is complete, or until a stream has its first output.
+    """Wait until all replies are complete, or until a stream has its first output.
 
     Returns:
-        False if the caller has closed the connection before; the call is then abandoned.
+        False if the caller has closed the connection before; the calls are then abandoned.
     """
     disconnected = asyncio.create_task(_wait_for_disconnect(http_request))
-    ready = asyncio.create_task(call.has_output.wait()) if stream else call.task
+    awaited = calls[0].has_output.wait() if stream else _wait_until_done(calls)
+    ready = asyncio.create_task(awaited)
     has_reply = False
     try:
         await asyncio.wait({ready, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        has_reply = call.task.done() or call.has_output.is_set()
+        has_output = stream and calls[0].has_output.is_set()
+        has_reply = has_output or all(call.task.done() for call in calls)
     finally:  # also if this handler is cancelled because the connection has ended
         disconnected.cancel()
-        if stream:
-            ready.cancel()
+        ready.cancel()
         if not has_reply:
-            backend.abandon(call)
+            for call in calls:
+                backend.abandon(call)
     return has_reply
+
+
+async def _wait_until_done(calls: Sequence[GatewayCall]) -> bool:
+    await asyncio.wait([call.task for call in calls])
+    return True
 
 
 async def _wait_for_disconnect(http_request: Request) -> None:
@@ -319,6 +356,7 @@ def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
             answer = partial(handlers.answer, dialect)
             add_route(base + dialect.path, answer, dialect, ["POST"])
         add_route(base + _COUNT_PATH, handlers.count_tokens, MESSAGES, ["POST"])
+        add_route(base + _RESPONSE_PATH, handlers.show_response, RESPONSES, ["GET"])
         add_route(base + "/v1/models", handlers.list_models, None, ["GET"])
         add_route(base + "/v1/models/{model:path}", handlers.show_model, None, ["GET"])
     add_route("/{path:path}", handlers.refuse, None, _HTTP_METHODS)

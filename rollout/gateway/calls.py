@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.gateway.dialects import ChatReply, GatewayError
+from rollout.gateway.dialects import ChatReply
+from rollout.gateway.errors import GatewayError
 from rollout.models.tool_calls import split_thoughts
 
 THOUGHT_END = "</think>"

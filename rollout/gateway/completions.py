@@ -1,9 +1,11 @@
 """OpenAI's Chat Completions API: requests, replies and streams."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from rollout.gateway import dialects
 from rollout.gateway.dialects import (
@@ -11,10 +13,22 @@ from rollout.gateway.dialects import (
     ChatRequest,
     Content,
     Dialect,
+    FormatSpec,
     RequestBody,
     StreamEvent,
     StreamStep,
-    TextFormat,
+)
+from rollout.gateway.errors import GatewayError, openai_error
+from rollout.gateway.formats import ReplyFormat
+from rollout.gateway.tools import (
+    OpenAIToolChoice,
+    RequestTools,
+    TextToolFormat,
+    TextToolSpec,
+    ToolSpec,
+    choose_openai_tools,
+    text_arguments,
+    tool_arguments,
 )
 from rollout.records.trajectory import Message, ToolUse
 
@@ -22,13 +36,31 @@ _ROLES = {"developer": "system", "function": "tool"}
 _DELTA_KEYS = {"reasoning": "reasoning_content", "text": "content"}
 
 
-class _Function(dialects.ToolSpec):
+class _CustomFormat(TextToolFormat):
+    grammar: TextToolFormat | None = None
+
+    @model_validator(mode="after")
+    def _unnest(self) -> _CustomFormat:
+        if self.grammar is not None:
+            self.syntax = self.grammar.syntax
+            self.definition = self.grammar.definition
+        return self
+
+
+class _Function(ToolSpec):
     arguments: str = "{}"
+
+
+class _CustomTool(TextToolSpec):
+    input: str = ""
+    # OpenAI nests the grammar of a custom tool in this API alone.
+    format: _CustomFormat | None = None
 
 
 class _ToolCall(BaseModel):
     id: str = ""
-    function: _Function
+    function: _Function | None = None
+    custom: _CustomTool | None = None
 
 
 class _Message(BaseModel):
@@ -40,8 +72,31 @@ class _Message(BaseModel):
 
 
 class _Tool(BaseModel):
-    type: Literal["function"]
-    function: _Function
+    type: str
+    function: _Function | None = None
+    custom: _CustomTool | None = None
+
+
+class _JsonSchema(BaseModel):
+    name: str | None = None
+    description: str | None = None
+    json_value: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class _Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    def reply_format(self) -> ReplyFormat | None:
+        """Return the format, or None for text; raise GatewayError if its schema is invalid."""
+        nested = self.json_schema or _JsonSchema()
+        spec = FormatSpec(
+            type=self.type,
+            name=nested.name,
+            description=nested.description,
+            schema=nested.json_value,
+        )
+        return spec.reply_format()
 
 
 class _StreamOptions(BaseModel):
@@ -56,10 +111,14 @@ class _CompletionsBody(RequestBody):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
-    n: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
     functions: None = None  # deprecated by OpenAI in favour of `tools`
-    response_format: TextFormat | None = None
+    tool_choice: str | OpenAIToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _Format | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -67,22 +126,49 @@ def _parse(body: bytes) -> ChatRequest:
     parsed = dialects.parse_body(_CompletionsBody, body)
     stops = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
+    choices = parsed.n or 1
+    if choices > 1 and parsed.stream:
+        raise GatewayError(400, "n: a stream has one choice; send the call without `stream`")
+    unheeded = ["top_logprobs"] if parsed.top_logprobs else []
     return parsed.chat_request(
-        [_parse_message(message) for message in parsed.messages],
-        [tool.function for tool in parsed.tools or ()],
+        [_parse_message(message, unheeded) for message in parsed.messages],
+        _parse_tools(parsed),
+        unheeded=unheeded,
         max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
         stop=tuple(stop for stop in stops if stop),
         include_usage=bool(include_usage),
+        reply_format=parsed.response_format and parsed.response_format.reply_format(),
+        choices=choices,
+        logprobs=bool(parsed.logprobs),
+        seed=parsed.seed,
     )
 
 
-def _parse_message(message: _Message) -> Message:
+def _parse_tools(parsed: _CompletionsBody) -> RequestTools:
+    tools = RequestTools()
+    for tool in parsed.tools or ():
+        if tool.function is not None:
+            tools.schemas.append(tool.function.tool_schema())
+        elif tool.custom is not None:
+            tools.add_text_tool(tool.custom)
+        else:
+            tools.leave_out(tool.type)
+    choose_openai_tools(tools, parsed.tool_choice, parsed.parallel_tool_calls)
+    return tools
+
+
+def _parse_message(message: _Message, unheeded: list[str]) -> Message:
     calls: list[ToolUse] = []
     if message.role == "assistant":
         calls = [_parse_call(call) for call in message.tool_calls or ()]
+    role = _ROLES.get(message.role, message.role)
+    if role == "tool":
+        content = dialects.result_text(message.content, unheeded)
+    else:
+        content = dialects.content_text(message.content)
     return Message(
-        role=_ROLES.get(message.role, message.role),
-        content=dialects.content_text(message.content),
+        role=role,
+        content=content,
         reasoning=message.reasoning_content or "",
         calls=tuple(calls),
         answers=message.tool_call_id or "",
@@ -90,32 +176,52 @@ def _parse_message(message: _Message) -> Message:
 
 
 def _parse_call(call: _ToolCall) -> ToolUse:
-    arguments = dialects.tool_arguments(call.function.arguments)
+    if call.custom is not None:
+        arguments = text_arguments(call.custom.input)
+        return ToolUse(id=call.id, name=call.custom.name, arguments=arguments)
+    if call.function is None:
+        raise GatewayError(400, "a tool call of an assistant message has no `function`")
+    arguments = tool_arguments(call.function.arguments)
     return ToolUse(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def _render(reply: ChatReply) -> dict[str, Any]:
+def _render(replies: Sequence[ChatReply]) -> dict[str, Any]:
+    choices = [_render_choice(index, reply) for index, reply in enumerate(replies)]
+    head = _head(replies[0], "chat.completion")
+    return {**head, "choices": choices, "usage": _usage(*replies)}
+
+
+def _render_choice(index: int, reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["content"] = reply.text or None
         message["tool_calls"] = _render_calls(reply)
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
-        "logprobs": None,
+        "logprobs": _logprobs(reply),
         "finish_reason": _finish_reason(reply),
     }
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+def _logprobs(reply: ChatReply) -> dict[str, Any] | None:
+    if reply.logprobs is None:
+        return None
+    return {"content": [token.openai for token in reply.logprobs], "refusal": None}
 
 
 def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
     reply = step.reply
     head = _head(reply, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> StreamEvent:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def chunk(
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> StreamEvent:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return StreamEvent("", {**head, "choices": [choice]})
 
     if step.previous is None:
@@ -132,7 +238,8 @@ def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
 
     if reply.finish is None:
         return
-    yield chunk({}, _finish_reason(reply))
+    # The log-probabilities of the whole reply: clients join those of all chunks.
+    yield chunk({}, _finish_reason(reply), _logprobs(reply))
     if request.include_usage:
         yield StreamEvent("", {**head, "choices": [], "usage": _usage(reply)})
 
@@ -151,21 +258,25 @@ def _finish_reason(reply: ChatReply) -> str | None:
 
 
 def _render_calls(reply: ChatReply) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in reply.calls
-    ]
+    calls: list[dict[str, Any]] = []
+    for block in reply.blocks:
+        if block.call is None:
+            continue
+        kind = "custom" if block.takes_text else "function"
+        key = "input" if block.takes_text else "arguments"
+        call = {"name": block.call.name, key: block.text}
+        calls.append({"id": block.call.id, "type": kind, kind: call})
+    return calls
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
+def _usage(*replies: ChatReply) -> dict[str, int]:
+    """Return the token counts of a call; the choices share the prompt."""
+    prompt_tokens = replies[0].prompt_tokens
+    completion_tokens = sum(reply.completion_tokens for reply in replies)
     return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 
@@ -174,6 +285,6 @@ COMPLETIONS = Dialect(
     parse=_parse,
     render=_render,
     stream=_stream,
-    render_error=dialects.openai_error,
+    render_error=openai_error,
     end_of_stream="data: [DONE]\n\n",
 )

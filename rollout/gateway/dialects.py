@@ -1,4 +1,4 @@
-"""Types that the HTTP APIs of the gateway share: requests, replies, stream events and errors.
+"""Types that the HTTP APIs of the gateway share: requests, replies and stream events.
 
 A `Dialect` translates between one API and these types. The dialects are in `completions.py`,
 `responses.py` and `messages.py`. A call that cannot be read or answered raises a `GatewayError`.
@@ -11,39 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
+from rollout.gateway.errors import GatewayError
+from rollout.gateway.formats import ReplyFormat, schema_problem
+from rollout.gateway.tools import TEXT_ARGUMENT, RequestTools, field_name
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
 _Model = TypeVar("_Model", bound=BaseModel)
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
-_ERROR_KINDS: dict[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
+# Fields of requests that change nothing in a reply.
+_FIELDS_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "include", "truncation", "background"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
+    *("client_metadata", "cache_control", "inference_geo", "betas"),
 }
-
-
-class GatewayError(Exception):
-    """A call that cannot be answered.
-
-    Attributes:
-        status: HTTP status of the response.
-        kind: type of the error in the vendors' APIs, such as "not_found_error".
-        code: code of the error in OpenAI's APIs, "" if there is none.
-    """
-
-    def __init__(self, status: int, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = _ERROR_KINDS.get(status, "api_error")
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +40,14 @@ class ChatRequest:
         store: True if a later call may refer to the reply by its id.
         previous_id: id of the reply that `messages` follow, "" for none.
         is_retry: True if the caller has sent the same call before and got no answer.
+        text_tools: names of the tools that take free text, as their argument `TEXT_ARGUMENT`.
+        must_call: name of the tool that the reply should call, `ANY_TOOL`, or None.
+        parallel_calls: True if the reply may make several calls.
+        reply_format: JSON format that the reply should have.
+        choices: number of replies.
+        logprobs: True if the reply should have the log-probabilities of its tokens.
+        seed: seed of the sampling, or None.
+        unheeded: names of fields and tools of the call that the gateway leaves out.
     """
 
     model: str
@@ -70,6 +61,14 @@ class ChatRequest:
     store: bool = False
     previous_id: str = ""
     is_retry: bool = False
+    text_tools: frozenset[str] = frozenset()
+    must_call: str | None = None
+    parallel_calls: bool = True
+    reply_format: ReplyFormat | None = None
+    choices: int = 1
+    logprobs: bool = False
+    seed: int | None = None
+    unheeded: tuple[str, ...] = ()
 
     def cut_at_stop(self, text: str) -> tuple[str, str | None]:
         """Return the text before the first stop, and that stop; the whole text and None without."""
@@ -85,11 +84,36 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a reply: its thoughts, its text or a tool call."""
+    """A part of a reply: its thoughts, its text or a tool call.
+
+    Attributes:
+        text: text of the part. Of a call: its arguments as JSON, or the free text that its tool
+            takes.
+        takes_text: True for a call of a tool that takes free text.
+    """
 
     kind: Literal["reasoning", "text", "call"]
-    text: str  # of a call: its arguments as JSON
+    text: str
     call: ToolUse | None = None
+    takes_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token of a reply, with its log-probability."""
+
+    token: str
+    logprob: float
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """The token as OpenAI's APIs write it; the engine reports no other candidates."""
+        return {
+            "token": self.token,
+            "logprob": self.logprob,
+            "bytes": list(self.token.encode()),
+            "top_logprobs": [],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +124,9 @@ class ChatReply:
         created: Unix time in seconds.
         finish: reason why the reply ended; None while it is sampled.
         stop_sequence: stop of the request that ended the text, or None.
+        text_tools: names of the tools that take free text.
+        logprobs: sampled tokens with those of thoughts and calls; None if the call does not ask for
+            them, or the model returns none.
     """
 
     id: str
@@ -112,6 +139,8 @@ class ChatReply:
     stop_sequence: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    text_tools: frozenset[str] = frozenset()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -121,7 +150,10 @@ class ChatReply:
             blocks.append(Block("reasoning", self.reasoning))
         if self.text or (self.finish and not self.calls):
             blocks.append(Block("text", self.text))
-        blocks += [Block("call", call.arguments, call) for call in self.calls]
+        for call in self.calls:
+            takes_text = call.name in self.text_tools
+            text = json.loads(call.arguments)[TEXT_ARGUMENT] if takes_text else call.arguments
+            blocks.append(Block("call", text, call, takes_text))
         return blocks
 
     def is_prefix_of(self, reasoning: str, text: str) -> bool:
@@ -202,7 +234,7 @@ class Dialect:
     Attributes:
         path: URL path of the API, below a session's address.
         parse: reads a request's body; raises GatewayError.
-        render: writes a complete reply.
+        render: writes the complete replies of a call, one for each of its choices.
         stream: writes the events of one step of a stream.
         render_error: writes an error.
         end_of_stream: text after the last event of a stream.
@@ -210,7 +242,7 @@ class Dialect:
 
     path: str
     parse: Callable[[bytes], ChatRequest]
-    render: Callable[[ChatReply], dict[str, Any]]
+    render: Callable[[Sequence[ChatReply]], dict[str, Any]]
     stream: Callable[[StreamStep, ChatRequest], Iterator[StreamEvent]]
     render_error: Callable[[GatewayError], dict[str, Any]]
     end_of_stream: str = ""
@@ -243,32 +275,54 @@ def content_text(content: Content) -> str:
     return "\n".join(part.text for part in content)
 
 
-class ToolSpec(BaseModel):
-    """A tool as a program describes it."""
+def result_text(content: Content, unheeded: list[str]) -> str:
+    """Return the text of a tool's result, in which a note stands for each part that is not text.
 
-    type: str = "function"
-    name: str = Field(min_length=1)
+    Args:
+        content: the result.
+        unheeded: list to which the types of these parts are added.
+    """
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.type in _TEXT_PARTS:
+            texts.append(part.text)
+        else:
+            kind = field_name(part.type)
+            texts.append(f"[{kind}: left out, because this model reads text only]")
+            unheeded.append(f"result.{kind}")
+    return "\n".join(texts)
+
+
+class FormatSpec(BaseModel):
+    """Format of a reply as a program asks for it, in the Responses and in the Messages API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    json_value: dict[str, Any] | None = Field(None, alias="schema")
 
-    def tool_schema(self) -> ToolSchema:
-        """Return the tool as models are shown it; raise GatewayError if JSON cannot express it."""
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        try:
-            json.dumps(parameters)
-        except ValueError as error:
-            raise GatewayError(400, f"the parameters of tool '{self.name}': {error}") from None
-        return ToolSchema(name=self.name, description=self.description or "", parameters=parameters)
-
-
-class TextFormat(BaseModel):
-    """Format of a reply; only text is supported, since no grammar constrains the sampling."""
-
-    type: Literal["text"]
+    def reply_format(self) -> ReplyFormat | None:
+        """Return the format, or None for text; raise GatewayError if its schema is invalid."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return ReplyFormat(schema=None)
+        schema = self.json_value or {}
+        problem = schema_problem(schema)
+        if problem:
+            raise GatewayError(400, f"the schema of the reply's format is invalid: {problem}")
+        return ReplyFormat(schema=schema, name=self.name or "", description=self.description or "")
 
 
 class RequestBody(BaseModel):
-    """Fields that the requests of all dialects share; unknown fields are ignored."""
+    """Fields that the requests of all dialects share.
+
+    Other fields are not heeded; `ChatRequest.unheeded` names those that would change a reply.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=200)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -278,17 +332,19 @@ class RequestBody(BaseModel):
     def chat_request(
         self,
         messages: Sequence[Message],
-        tools: Iterable[ToolSpec] | None,
+        tools: RequestTools,
         *,
         system: str | None = None,
+        unheeded: Iterable[str] = (),
         **fields: Any,
     ) -> ChatRequest:
         """Return the request in the terms that all dialects share.
 
         Args:
             messages: the conversation.
-            tools: tools that the agent may call.
+            tools: tools of the request.
             system: system prompt that precedes the messages.
+            unheeded: names of parts of the request that are left out, beside unknown fields.
             fields: further fields of `ChatRequest`, which only this dialect has.
 
         Raises:
@@ -299,11 +355,23 @@ class RequestBody(BaseModel):
         return ChatRequest(
             model=self.model,
             messages=_conversation(messages),
-            tools=tuple(tool.tool_schema() for tool in tools or ()),
+            tools=tuple(tools.schemas),
+            text_tools=frozenset(tools.text_tools),
+            must_call=tools.must_call if tools.schemas else None,
+            parallel_calls=tools.parallel_calls,
+            unheeded=tuple(dict.fromkeys([*self._unknown_fields(), *tools.unheeded, *unheeded])),
             sampling=self.model_dump(include={"temperature", "top_p"}, exclude_none=True),
             stream=bool(self.stream),
             **fields,
         )
+
+    def _unknown_fields(self) -> list[str]:
+        """Return the names of unknown fields that have a value and would change a reply."""
+        return [
+            field_name(name)
+            for name, value in (self.model_extra or {}).items()
+            if value and name not in _FIELDS_WITHOUT_EFFECT
+        ]
 
 
 def parse_body(model: type[_Model], body: bytes) -> _Model:
@@ -315,36 +383,6 @@ def parse_body(model: type[_Model], body: bytes) -> _Model:
         key = ".".join(map(str, problem["loc"]))
         message = f"{key}: {problem['msg']}" if key else problem["msg"]
         raise GatewayError(400, message) from None
-
-
-def tool_arguments(arguments: str | dict[str, Any]) -> str:
-    """Return the arguments of a tool call as normalized JSON.
-
-    Args:
-        arguments: a JSON object, or its text; "" is an empty object.
-
-    Raises:
-        GatewayError: the arguments are not a JSON object.
-    """
-    try:
-        value = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
-        if isinstance(value, dict):
-            return json.dumps(value, ensure_ascii=False)
-    except ValueError:  # no JSON, or an integer with more digits than Python converts
-        pass
-    raise GatewayError(400, "the arguments of a tool call are not a JSON object")
-
-
-def openai_error(error: GatewayError) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's APIs."""
-    return {
-        "error": {
-            "message": str(error),
-            "type": error.kind,
-            "param": None,
-            "code": error.code or None,
-        }
-    }
 
 
 def order_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:

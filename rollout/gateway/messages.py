@@ -3,10 +3,11 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.gateway import dialects
 from rollout.gateway.dialects import (
@@ -15,11 +16,13 @@ from rollout.gateway.dialects import (
     Content,
     ContentPart,
     Dialect,
-    GatewayError,
+    FormatSpec,
     RequestBody,
     StreamEvent,
     StreamStep,
 )
+from rollout.gateway.errors import GatewayError
+from rollout.gateway.tools import RequestTools, ToolSpec, field_name, tool_arguments
 from rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS: dict[str | None, str] = {
@@ -29,6 +32,8 @@ _STOP_REASONS: dict[str | None, str] = {
 }
 _THOUGHT_TYPES = ("thinking", "redacted_thinking")
 _SIGNATURE_BYTES = 32
+# types of the tools that the program runs
+_PROGRAM_TOOL = re.compile(r"custom|(memory|bash|text_editor)_\d{8}")
 
 # type of a block's deltas, and their key for the new text, by the kind of the block
 _DELTAS = {
@@ -54,14 +59,30 @@ class _Message(BaseModel):
     content: str | list[_Block]
 
 
-class _Tool(dialects.ToolSpec):
-    """A tool of the program, or one that Anthropic defines and the program runs.
+class _Tool(BaseModel):
+    """A tool of the program, one that Anthropic defines and the program runs, or a hosted one."""
 
-    Tools that Anthropic's servers run, such as `web_search_20250305`, are refused.
-    """
+    type: str | None = None
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
 
-    type: str = Field(default="custom", pattern=r"^(custom|(memory|bash|text_editor)_\d{8})$")
-    parameters: dict[str, Any] | None = Field(None, alias="input_schema")
+    @property
+    def is_hosted(self) -> bool:
+        """True if Anthropic's servers run the tool, such as `web_search_20250305`."""
+        return self.type is not None and not _PROGRAM_TOOL.fullmatch(self.type)
+
+
+class _ToolChoice(BaseModel):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class _OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    format: FormatSpec | None = None
 
 
 class _CountBody(RequestBody):
@@ -71,7 +92,17 @@ class _CountBody(RequestBody):
     max_tokens: int | None = Field(None, ge=1)
     system: Content = None
     tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
+    output_config: _OutputConfig | None = None
+    output_format: FormatSpec | None = None  # older name of `output_config.format`
+
+    @property
+    def format_spec(self) -> FormatSpec | None:
+        """Format of the reply."""
+        if self.output_config is not None and self.output_config.format is not None:
+            return self.output_config.format
+        return self.output_format
 
 
 class _MessagesBody(_CountBody):
@@ -90,27 +121,50 @@ def _parse(body: bytes) -> ChatRequest:
 def _parse_as(model: type[_CountBody], body: bytes) -> ChatRequest:
     parsed = dialects.parse_body(model, body)
     messages: list[Message] = []
+    unheeded: list[str] = []
     for message in parsed.messages:
-        messages += _parse_message(message)
+        messages += _parse_message(message, unheeded)
+    if parsed.output_config is not None and parsed.output_config.model_extra:
+        unheeded += [f"output_config.{name}" for name in parsed.output_config.model_extra]
     return parsed.chat_request(
         messages,
-        parsed.tools,
+        _parse_tools(parsed),
         system=dialects.content_text(parsed.system),
+        unheeded=map(field_name, unheeded),
+        reply_format=parsed.format_spec and parsed.format_spec.reply_format(),
         max_tokens=parsed.max_tokens,
         stop=tuple(stop for stop in parsed.stop_sequences or () if stop),
     )
 
 
-def _parse_message(message: _Message) -> list[Message]:
+def _parse_tools(parsed: _CountBody) -> RequestTools:
+    tools = RequestTools()
+    for tool in parsed.tools or ():
+        if tool.is_hosted:
+            tools.leave_out(tool.type or "")
+        elif not tool.name:
+            raise GatewayError(400, "a tool has no name")
+        else:
+            spec = ToolSpec(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            )
+            tools.schemas.append(spec.tool_schema())
+    if parsed.tool_choice is not None:
+        tools.choose(parsed.tool_choice.type, parsed.tool_choice.name)
+        tools.parallel_calls = not parsed.tool_choice.disable_parallel_tool_use
+    return tools
+
+
+def _parse_message(message: _Message, unheeded: list[str]) -> list[Message]:
     blocks = message.content
     if isinstance(blocks, str):
         blocks = [_Block(type="text", text=blocks)]
     if message.role == "user":
-        return _parse_user_blocks(blocks)
+        return _parse_user_blocks(blocks, unheeded)
     return _parse_model_blocks(message.role, blocks)
 
 
-def _parse_user_blocks(blocks: list[_Block]) -> list[Message]:
+def _parse_user_blocks(blocks: list[_Block], unheeded: list[str]) -> list[Message]:
     """Return a message per tool result, and then one with the user's text, if there is any."""
     messages = []
     text_blocks: list[ContentPart] = []
@@ -118,7 +172,7 @@ def _parse_user_blocks(blocks: list[_Block]) -> list[Message]:
         if block.type != "tool_result":
             text_blocks.append(block)
             continue
-        result = dialects.content_text(block.content)
+        result = dialects.result_text(block.content, unheeded)
         messages.append(Message(role="tool", content=result, answers=block.tool_use_id))
 
     if text_blocks:
@@ -137,7 +191,7 @@ def _parse_model_blocks(role: str, blocks: list[_Block]) -> list[Message]:
     calls = []
     for block in blocks:
         if block.type == "tool_use":
-            arguments = dialects.tool_arguments(block.input)
+            arguments = tool_arguments(block.input)
             calls.append(ToolUse(id=block.id, name=block.name, arguments=arguments))
         elif block.type in _THOUGHT_TYPES:
             thoughts.append(block.thinking)
@@ -246,7 +300,7 @@ def _render_error(error: GatewayError) -> dict[str, Any]:
 MESSAGES = Dialect(
     path="/v1/messages",
     parse=_parse,
-    render=_render,
+    render=lambda replies: _render(replies[0]),
     stream=_stream,
     render_error=_render_error,
 )

@@ -13,14 +13,26 @@ from rollout.gateway.dialects import (
     ChatRequest,
     Content,
     Dialect,
-    GatewayError,
+    FormatSpec,
     RequestBody,
     StreamEvent,
     StreamStep,
 )
+from rollout.gateway.errors import GatewayError, openai_error
+from rollout.gateway.tools import (
+    OpenAIToolChoice,
+    RequestTools,
+    TextToolFormat,
+    TextToolSpec,
+    ToolSpec,
+    choose_openai_tools,
+    text_arguments,
+    tool_arguments,
+)
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
+_LOGPROBS = "message.output_text.logprobs"  # in `include`, with which a call asks for them
 
 # fields that are the same in every response
 _CONSTANT_FIELDS: dict[str, Any] = {
@@ -45,15 +57,22 @@ class _Item(BaseModel):
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
+    input: str = ""
     output: Content = None
 
 
-class _Tool(dialects.ToolSpec):
-    type: Literal["function"]  # tools that OpenAI's servers run are refused
+class _Tool(BaseModel):
+    """A tool of the program, or one that OpenAI's servers run; its type decides on the fields."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: TextToolFormat | None = None
 
 
 class _TextOptions(BaseModel):
-    format: dialects.TextFormat | None = None
+    format: FormatSpec | None = None
 
 
 class _ResponsesBody(RequestBody):
@@ -68,7 +87,10 @@ class _ResponsesBody(RequestBody):
     background: Literal[False] | None = None
     conversation: None = None  # kept by OpenAI's servers, as is `prompt`
     prompt: None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    include: list[str] | None = None
+    tool_choice: str | OpenAIToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     store: bool | None = None
 
 
@@ -98,21 +120,49 @@ class _AssistantMessage:
 def _parse(body: bytes) -> ChatRequest:
     parsed = dialects.parse_body(_ResponsesBody, body)
     items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
+    unheeded = ["top_logprobs"] if parsed.top_logprobs else []
+    text_format = parsed.text.format if parsed.text is not None else None
     return parsed.chat_request(
-        _parse_items(items),
-        parsed.tools,
+        _parse_items(items, unheeded),
+        _parse_tools(parsed),
         system=parsed.instructions,
+        unheeded=unheeded,
+        reply_format=text_format and text_format.reply_format(),
+        logprobs=_LOGPROBS in (parsed.include or ()),
         max_tokens=parsed.max_output_tokens,
         store=parsed.store is not False,
         previous_id=(parsed.previous_response_id or "").removeprefix("resp_"),
     )
 
 
-def _parse_items(items: list[_Item]) -> list[Message]:
+def _parse_tools(parsed: _ResponsesBody) -> RequestTools:
+    tools = RequestTools()
+    for tool in parsed.tools or ():
+        if tool.type not in ("function", "custom"):
+            tools.leave_out(tool.type)
+        elif not tool.name:
+            raise GatewayError(400, f"a tool of type '{tool.type}' has no name")
+        elif tool.type == "custom":
+            spec = TextToolSpec(name=tool.name, description=tool.description, format=tool.format)
+            tools.add_text_tool(spec)
+        else:
+            function = ToolSpec(
+                name=tool.name, description=tool.description, parameters=tool.parameters
+            )
+            tools.schemas.append(function.tool_schema())
+    choose_openai_tools(tools, parsed.tool_choice, parsed.parallel_tool_calls)
+    return tools
+
+
+def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
     """Convert input items to messages.
 
     An assistant's thoughts, one text and the calls behind it become one message. Thoughts without a
     text or a call are dropped.
+
+    Args:
+        items: items of the request.
+        unheeded: list to which the parts that are left out are added.
     """
     messages: list[Message] = []
     reply = _AssistantMessage()
@@ -123,8 +173,11 @@ def _parse_items(items: list[_Item]) -> list[Message]:
             if isinstance(parts, list):
                 reply.reasoning += "\n".join(part.text for part in parts)
             continue
-        if item.type == "function_call":
-            arguments = dialects.tool_arguments(item.arguments)
+        if item.type in ("function_call", "custom_tool_call"):
+            if item.type == "custom_tool_call":
+                arguments = text_arguments(item.input)
+            else:
+                arguments = tool_arguments(item.arguments)
             reply.calls.append(ToolUse(id=item.call_id, name=item.name, arguments=arguments))
             continue
 
@@ -139,17 +192,17 @@ def _parse_items(items: list[_Item]) -> list[Message]:
         if is_reply_text:
             reply.text = dialects.content_text(item.content)
         else:
-            messages.append(_parse_item(item))
+            messages.append(_parse_item(item, unheeded))
 
     if reply.has_output:
         messages.append(reply.message())
     return messages
 
 
-def _parse_item(item: _Item) -> Message:
+def _parse_item(item: _Item, unheeded: list[str]) -> Message:
     """Convert an item that is no part of an assistant's message."""
-    if item.type == "function_call_output":
-        result = dialects.content_text(item.output)
+    if item.type in ("function_call_output", "custom_tool_call_output"):
+        result = dialects.result_text(item.output, unheeded)
         return Message(role="tool", content=result, answers=item.call_id)
     if item.type == "message":
         role = _ROLES.get(item.role, item.role)
@@ -181,6 +234,15 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
     """Return the reply's block of this index as an output item."""
     block = reply.blocks[index]
+    if block.call is not None and block.takes_text:
+        return {
+            "id": f"ctc_{reply.id}_{index}",
+            "type": "custom_tool_call",
+            "call_id": block.call.id,
+            "name": block.call.name,
+            "input": block.text,
+            "status": "completed",
+        }
     if block.call is not None:
         return {
             "id": f"fc_{reply.id}_{index}",
@@ -193,7 +255,9 @@ def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
     if block.kind == "reasoning":
         thought = {"type": "reasoning_text", "text": block.text}
         return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]}
-    part = {"type": "output_text", "text": block.text, "annotations": []}
+    part: dict[str, Any] = {"type": "output_text", "text": block.text, "annotations": []}
+    if reply.logprobs is not None:
+        part["logprobs"] = [token.openai for token in reply.logprobs]
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
@@ -238,16 +302,19 @@ def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
 def _stream_call(
     event: Callable[..., StreamEvent], delta: BlockDelta, item: dict[str, Any]
 ) -> Iterator[StreamEvent]:
-    kind = "response.function_call_arguments"
+    takes_text = delta.block.takes_text
+    kind = "response.custom_tool_call_input" if takes_text else "response.function_call_arguments"
+    key = "input" if takes_text else "arguments"
     position = {"output_index": delta.index, "item_id": item["id"]}
     if delta.opens:
-        opening = {**item, "status": "in_progress", "arguments": ""}
+        opening = {**item, "status": "in_progress", key: ""}
         yield event("response.output_item.added", output_index=delta.index, item=opening)
 
     yield event(f"{kind}.delta", **position, delta=delta.text)
 
     if delta.closes:
-        yield event(f"{kind}.done", **position, arguments=delta.block.text, name=item["name"])
+        done = {**position, key: delta.block.text, "name": item["name"]}
+        yield event(f"{kind}.done", **done)
         yield event("response.output_item.done", output_index=delta.index, item=item)
 
 
@@ -275,7 +342,7 @@ def _stream_text(
 RESPONSES = Dialect(
     path="/v1/responses",
     parse=_parse,
-    render=_render,
+    render=lambda replies: _render(replies[0]),
     stream=_stream,
-    render_error=dialects.openai_error,
+    render_error=openai_error,
 )

@@ -15,7 +15,7 @@ import hashlib
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
@@ -31,9 +31,12 @@ from rollout.gateway.dialects import (
     ChatReply,
     ChatRequest,
     Finish,
-    GatewayError,
+    TokenLogprob,
     order_tool_results,
 )
+from rollout.gateway.errors import GatewayError
+from rollout.gateway.formats import ReplyFormat
+from rollout.gateway.tools import ANY_TOOL, as_text_arguments
 from rollout.models.tool_calls import CALL_MARKS, ToolFormat
 from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.chat import Chat
@@ -50,7 +53,16 @@ class _KnownReply:
     """A reply that an agent has given in this session."""
 
     chat: Chat  # as it was after the reply; it is copied and never continued itself
+    reply_format: ReplyFormat | None  # latest format that the chat was told
     has_successor: bool = False  # True if a later reply of the same chat follows
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredReply:
+    """A reply that later calls may refer to by its id, and the conversation that ends with it."""
+
+    reply: ChatReply
+    conversation: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,7 @@ class GatewaySession:
         self._id = secrets.token_hex(6)  # prefix of the replies' ids
         # by digest of the conversation up to the reply, as the program repeats it
         self._known_replies: dict[bytes, _KnownReply] = {}
-        self._stored_conversations: dict[str, tuple[Message, ...]] = {}  # by id of the last reply
+        self._stored_replies: dict[str, _StoredReply] = {}  # by id
         self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of the request
         self._running: set[asyncio.Task[ChatReply]] = set()
         self._calls_made = 0
@@ -157,12 +169,17 @@ class GatewaySession:
             )
         reply_id = f"{self._id}_{self._calls_made}"
         self._calls_made += 1
-        call = GatewayCall(partial_reply=ChatReply(id=reply_id, model=request.model))
+        partial_reply = ChatReply(id=reply_id, model=request.model, text_tools=request.text_tools)
+        call = GatewayCall(partial_reply=partial_reply)
         call.start(self._reply(request, agent, match, call))
         call.task.add_done_callback(self._on_call_done)
         self._running.add(call.task)
         equal_calls.append(call)
         return call
+
+    def stored_reply(self, reply_id: str) -> ChatReply:
+        """Return an earlier reply; raise GatewayError if it was not stored."""
+        return self._find_stored(reply_id).reply
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
@@ -216,16 +233,17 @@ class GatewaySession:
 
         A new system message replaces that of the stored conversation.
         """
-        if request.previous_id not in self._stored_conversations:
-            raise GatewayError(
-                404, f"there is no response '{request.previous_id[:80]}' in this session"
-            )
-        stored = self._stored_conversations[request.previous_id]
+        stored = self._find_stored(request.previous_id).conversation
         if request.messages[0].role != "system":
             return replace(request, messages=stored + request.messages)
         system, *new_messages = request.messages
         stored_dialogue = [message for message in stored if message.role != "system"]
         return replace(request, messages=(system, *stored_dialogue, *new_messages))
+
+    def _find_stored(self, reply_id: str) -> _StoredReply:
+        if reply_id not in self._stored_replies:
+            raise GatewayError(404, f"there is no response '{reply_id[:80]}' in this session")
+        return self._stored_replies[reply_id]
 
     def _match(self, agent: str, request: ChatRequest) -> _Match:
         """Find the longest beginning of the conversation that ends with a known reply."""
@@ -238,7 +256,16 @@ class GatewaySession:
                 reply = self._known_replies[digest]
                 known_messages = number
 
-        settings = repr((request.max_tokens, request.stop, request.sampling))
+        settings = repr(
+            (
+                request.max_tokens,
+                request.stop,
+                request.sampling,
+                request.reply_format,
+                request.must_call,
+                request.logprobs,
+            )
+        )
         key = hashlib.blake2b(digest + settings.encode(), digest_size=_DIGEST_BYTES).digest()
         return _Match(key, reply, known_messages)
 
@@ -265,21 +292,60 @@ class GatewaySession:
             self.team.score(agent_reply.turn, root=1.0)
 
         call.turn = agent_reply.turn
-        reply = _chat_reply(
-            request, agent_reply, self.team.turn(agent_reply.turn), call.partial_reply
-        )
+        turn = self.team.turn(agent_reply.turn)
+        reply = _chat_reply(request, agent_reply, turn, call.partial_reply)
+        self.team.score(turn.index, **self._scores(request, reply, agent))
+        if request.logprobs and turn.logprobs:
+            reply = replace(reply, logprobs=self._token_logprobs(turn))
         if call.is_aborted:
             self.team.mask(agent_reply.turn)
             return reply
 
         conversation = (*request.messages, reply.message)
         if request.store:
-            self._stored_conversations[reply.id] = conversation
+            self._stored_replies[reply.id] = _StoredReply(reply, conversation)
         if reply.stop_sequence is None:  # a text without its stop cannot stand for the tokens
             answered = replace(request, messages=conversation)
             digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
-            self._known_replies[digests[-1]] = _KnownReply(chat)
+            told_format = request.reply_format
+            if told_format is None and known_reply is not None:
+                told_format = known_reply.reply_format
+            self._known_replies[digests[-1]] = _KnownReply(chat, told_format)
         return reply
+
+    def _scores(self, request: ChatRequest, reply: ChatReply, agent: Agent) -> dict[str, float]:
+        """Return the scores of a reply: its format, and what of the call was not heeded."""
+        unheeded = [*request.unheeded]
+        if not self.honor_sampling:
+            unheeded += [
+                name
+                for name, value in request.sampling.items()
+                if value != getattr(agent.sampling, name)
+            ]
+            if request.seed is not None:
+                unheeded.append("seed")
+        if request.logprobs and reply.completion_tokens == 0:
+            unheeded.append("logprobs")  # the model is behind an API that returns no tokens
+
+        called = [call.name for call in reply.calls]
+        must_call = request.must_call
+        if (
+            must_call is not None
+            and must_call not in called
+            and (must_call != ANY_TOOL or not called)
+        ):
+            unheeded.append("tool_choice")
+        if len(called) > 1 and not request.parallel_calls:
+            unheeded.append("parallel_tool_calls")
+        scores = {f"unheeded/{name}": 1.0 for name in unheeded}
+        if request.reply_format is not None and not reply.calls:
+            scores["off_schema"] = float(not request.reply_format.accepts(reply.text))
+        return scores
+
+    def _token_logprobs(self, turn: Turn) -> tuple[TokenLogprob, ...]:
+        """Return the sampled tokens of a turn; a token that ends the reply has no text."""
+        texts = self.team.token_texts(turn)
+        return tuple(map(TokenLogprob, texts, turn.logprobs))
 
     def _open_chat(
         self, request: ChatRequest, agent: Agent, match: _Match, chat_id: str
@@ -294,6 +360,11 @@ class GatewaySession:
         chat = Chat(self.team, agent, chat_id, "" if has_system else agent.role.system, tools)
 
         new_messages = list(request.messages[match.known_messages :])
+        told_format = match.reply.reply_format if match.reply is not None else None
+        if request.reply_format is not None and request.reply_format != told_format:
+            last = new_messages[-1]
+            text = f"{last.content}\n\n{request.reply_format.instruction}"
+            new_messages[-1] = replace(last, content=text)
         if match.reply is None:
             return chat, new_messages
         chat.take_over(match.reply.chat)
@@ -339,9 +410,7 @@ def _chat_reply(
         text = f"{partial_reply.text}{THOUGHT_END}\n\n{text}"
         reasoning = partial_reply.reasoning
 
-    calls = tuple(
-        replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name
-    )
+    calls = tuple(_program_call(call, request.text_tools) for call in message.calls if call.name)
     finish: Finish = "stop"
     if stop and not calls:
         finish = "stop_sequence"
@@ -359,6 +428,14 @@ def _chat_reply(
         prompt_tokens=len(turn.prompt_ids),
         completion_tokens=len(turn.completion_ids),
     )
+
+
+def _program_call(call: ToolUse, text_tools: Collection[str]) -> ToolUse:
+    """Return a tool call as the program gets it."""
+    arguments = call.arguments
+    if call.name in text_tools:
+        arguments = as_text_arguments(arguments)
+    return replace(call, id=f"call_{call.id.replace('.', '_')}", arguments=arguments)
 
 
 @contextmanager

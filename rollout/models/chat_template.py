@@ -318,6 +318,17 @@ class Renderer:
             return None
         return stream.step(self._tokenizer.backend_tokenizer, token) or ""
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token of a reply adds.
+
+        A token that completes no character, or ends the reply, adds "".
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        backend = self._tokenizer.backend_tokenizer
+        return [
+            "" if token in self.stop else stream.step(backend, token) or "" for token in token_ids
+        ]
+
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         """Return the template's text of a chat, from the cache if it has no tools."""
         if tools or self._depends_on_time:

@@ -232,8 +232,10 @@ class Turn:
     prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
     reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
     or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full
-    chat. Of agent programs: `unread` is 1 if the program did not wait for the reply, and `crashed`
-    is 1 on the latest turn before the program ended badly.
+    chat. Of agent programs: `unread` is 1 if the program did not wait for the reply, `crashed` is 1
+    on the latest turn before the program ended badly, `off_schema` is 1 if the reply does not have
+    the JSON format that the call asks for, and `unheeded/NAME` is 1 if the part NAME of the call
+    was left out.
 
     Attributes:
         index: position in the trajectory, from 0.

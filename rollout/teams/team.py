@@ -135,6 +135,13 @@ class TeamSession:
         """Return the turn of this index."""
         return self._turns[index]
 
+    def token_texts(self, turn: Turn) -> list[str]:
+        """Return the text that each sampled token of a turn adds; [] for a model behind an API."""
+        policy = self._team.policies[turn.policy]
+        if not isinstance(policy, EngineClient):
+            return []
+        return policy.renderer.token_texts(turn.completion_ids)
+
     @property
     def agents(self) -> Collection[Agent]:
         """The agents of the team."""

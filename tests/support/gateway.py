@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -16,7 +18,7 @@ from rollout.engines.embedded.local import LocalEngine
 from rollout.gateway.app import shared_gateway
 from rollout.gateway.sessions import GatewaySession
 from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Sampling
+from rollout.records.trajectory import Sampling, Turn
 from rollout.teams.roles import Agent, Role
 from rollout.teams.team import Team, TeamSession
 from tests.support.scripted_engine import ScriptedEngine
@@ -90,3 +92,30 @@ async def open_session(
     session = GatewaySession(team_session, **settings)
     async with shared_gateway() as gateway, gateway.serve_session(session) as (url, key):
         yield url, key, team_session, session
+
+
+# A path and a body, or a function that makes them from the bodies of the replies so far.
+GatewayRequest = tuple[str, dict[str, Any]] | Callable[[list[Any]], tuple[str, dict[str, Any]]]
+
+
+def exchange(
+    team: Team, requests: Sequence[GatewayRequest], **settings: Any
+) -> tuple[list[Any], tuple[Turn, ...]]:
+    """Post requests to a session one after the other; return the bodies of the replies, and the turns."""
+
+    async def run() -> tuple[list[Any], tuple[Turn, ...]]:
+        replies: list[Any] = []
+        async with (
+            open_session(team, **settings) as (url, key, team_session, _),
+            httpx.AsyncClient(trust_env=False, timeout=60) as http,
+        ):
+            for request in requests:
+                path, body = request(replies) if callable(request) else request
+                headers = {"Authorization": f"Bearer {key}"}
+                response = await http.post(f"{url}{path}", json=body, headers=headers)
+                assert response.status_code == 200, response.text
+                is_stream = body.get("stream", False)
+                replies.append(response.text if is_stream else response.json())
+        return replies, team_session.turns
+
+    return asyncio.run(run())

@@ -230,8 +230,8 @@ def test_a_stop_ends_the_turn_and_the_program_gets_the_text_before_it(tmp_path: 
             openai.BadRequestError,
             "messages.0.role",
         ),
-        ({"n": 2}, openai.BadRequestError, "n: "),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs: "),
+        ({"n": 0}, openai.BadRequestError, "n: "),
+        ({"n": 2, "stream": True}, openai.BadRequestError, "n: a stream has one choice"),
         ({"functions": [{"name": "f", "parameters": {}}]}, openai.BadRequestError, "functions: "),
         (
             {"messages": [{"role": "system", "content": ""}]},
@@ -240,9 +240,19 @@ def test_a_stop_ends_the_turn_and_the_program_gets_the_text_before_it(tmp_path: 
         ),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "yaml"}},
             openai.BadRequestError,
             "response_format.type",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "number", "minimum": "3"}},
+                }
+            },
+            openai.BadRequestError,
+            "the schema of the reply's format is invalid: minimum: '3' is not of type 'number'",
         ),
         (
             {

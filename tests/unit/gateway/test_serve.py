@@ -45,7 +45,7 @@ def test_the_commands_of_the_guide_serve_a_run(tmp_path: Path) -> None:
     )
     server, listing, asking = block.replace("\\\n", "").splitlines()
     assert server == "mcore-mas serve results/demo_math --port 8000"
-    child, said = started(str(run), "--port", "0")
+    child, said = started(str(run), "--port", "0", "--alias", "gpt-4o=solver")
     try:
         url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]  # type: ignore[index]
 
@@ -57,6 +57,7 @@ def test_the_commands_of_the_guide_serve_a_run(tmp_path: Path) -> None:
             "demo_math",
             "solver",
             "verifier",
+            "gpt-4o",
         ]
         reply = curl(asking)
         assert (reply["model"], reply["object"]) == ("demo_math", "chat.completion")
@@ -85,6 +86,17 @@ async def check_calls(url: str) -> None:
             for _ in range(2)
         ]
         assert said[0] == said[1]
+        seeded = [
+            (
+                await api.chat.completions.create(
+                    model="gpt-4o", messages=hi, temperature=2, seed=seed
+                )
+            )
+            .choices[0]
+            .message.content
+            for seed in (1, 1, 2)
+        ]
+        assert seeded[0] == seeded[1] != seeded[2]
         warm = {
             (await api.responses.create(model="solver", input="3+4?", temperature=2)).output_text
             for _ in range(3)
@@ -113,11 +125,11 @@ async def check_calls(url: str) -> None:
             "solver",
         ]
         with pytest.raises(
-            openai.NotFoundError, match="the models here: demo_math, solver, verifier"
+            openai.NotFoundError, match="the models here: demo_math, solver, verifier, gpt-4o"
         ):
             await api.models.retrieve("planner")
         with pytest.raises(
-            openai.NotFoundError, match="the models here: demo_math, solver, verifier"
+            openai.NotFoundError, match="the models here: demo_math, solver, verifier, gpt-4o"
         ):
             await api.chat.completions.create(model="planner", messages=hi)
         counting = {"model": "solver", "messages": hi, "system": "S"}

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.gateway.dialects import GatewayError, order_tool_results
+from rollout.gateway.dialects import order_tool_results
+from rollout.gateway.errors import GatewayError
 from rollout.records.trajectory import Message, ToolUse
 from tests.support.gateway import open_session, scripted_team
 
