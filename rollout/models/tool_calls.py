@@ -12,10 +12,16 @@ ToolFormat = Literal["hermes", "llama3", "fenced"]
 PYTHON_TAG = "<|python_tag|>"
 _HERMES_START = re.compile(r"<tool_call>")
 _HERMES_END = re.compile(r"</tool_call>|\Z")
-_FENCED_START = re.compile(r"^```tool[ \t]*\n", re.MULTILINE)
-_FENCED_END = re.compile(r"^```[ \t]*$|\Z", re.MULTILINE)
+_FENCED_START = re.compile(r"^[ \t]*```tool[ \t]*\r?\n", re.MULTILINE)
+_FENCED_END = re.compile(r"^[ \t]*```[ \t\r]*$|\Z", re.MULTILINE)
+# Marks behind which a JSON object may be a call, in any of the formats.
+_OBJECT_START = re.compile(
+    r"(?:<tool_call>|^[ \t]*```tool|<\|python_tag\|>|\A|</think>)\s*(?=\{)", re.MULTILINE
+)
+_THOUGHT_END = "</think>"
 _SPACES = re.compile(r"\s*")
-_CALL_KEYS = {"id", "type", "name", "arguments", "parameters"}
+_ARGUMENT_KEYS = {"arguments", "parameters"}
+_CALL_KEYS = {"id", "type", "name", *_ARGUMENT_KEYS}
 _UNREADABLE = 'This tool call cannot be read. Write it as JSON: {"name": "...", "arguments": {...}}'
 _INSTRUCTIONS = """To call a tool, write
 ```tool
@@ -81,7 +87,7 @@ def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tu
     """Split calls between marks from the rest of a text.
 
     An end mark inside a JSON string belongs to the string. Several JSON objects between a pair of
-    marks are several calls.
+    marks, or a list of them, are several calls.
     """
     text_parts: list[str] = []
     calls: list[str] = []
@@ -112,13 +118,19 @@ def _leading_objects(text: str, position: int) -> tuple[list[str], int]:
         spaces = _SPACES.match(text, position)
         assert spaces is not None, "the pattern also matches no space"
         start = spaces.end()
-        if not text.startswith("{", start):
+        if not text.startswith(("{", "["), start):
             return objects, position
         try:
-            _, position = decoder.raw_decode(text, start)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             return objects, position
-        objects.append(text[start:position])
+        if isinstance(value, dict):
+            objects.append(text[start:end])
+        elif value and all(isinstance(item, dict) for item in value):
+            objects += [json.dumps(item, ensure_ascii=False) for item in value]
+        else:
+            return objects, position
+        position = end
 
 
 def _split_llama3(text: str) -> tuple[str, list[str]]:
@@ -153,12 +165,14 @@ def _objects_in_a_row(text: str) -> Iterator[str]:
 
 
 def _looks_like_call(text: str) -> bool:
-    """Return True if a JSON object has the keys of a call, or is truncated and contains "name"."""
+    """Return True if a JSON object is a name with arguments, or is truncated and contains "name"."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         return '"name"' in text
-    return isinstance(fields, dict) and "name" in fields and fields.keys() <= _CALL_KEYS
+    if not isinstance(fields, dict) or "name" not in fields:
+        return False
+    return fields.keys() <= _CALL_KEYS and not fields.keys().isdisjoint(_ARGUMENT_KEYS)
 
 
 # Functions that split a reply into its text and the texts of its calls.
@@ -192,11 +206,45 @@ def split_thoughts(raw: str) -> tuple[str, str]:
     Both are "" while the thoughts have not ended, and while the reply is too short to tell whether
     it begins with thoughts.
     """
-    thoughts, end_mark, text = raw.rpartition("</think>")
+    thoughts, end_mark, text = _partition_thoughts(raw)
     start = raw.lstrip()[: len("<think>")]
     if not end_mark and "<think>".startswith(start):
         return "", ""
     return thoughts.strip().removeprefix("<think>").strip(), text.lstrip()
+
+
+def _partition_thoughts(raw: str) -> tuple[str, str, str]:
+    """Split a reply at the mark that ends its thoughts, as `str.rpartition` does.
+
+    A mark inside a JSON string of a call belongs to the string.
+    """
+    position = raw.rfind(_THOUGHT_END)
+    while position >= 0 and _is_in_call(raw, position):
+        position = raw.rfind(_THOUGHT_END, 0, position)
+    if position < 0:
+        return "", "", raw
+    return raw[:position], _THOUGHT_END, raw[position + len(_THOUGHT_END) :]
+
+
+def _is_in_call(raw: str, position: int) -> bool:
+    """Return True if a position lies in a JSON object that may be a call, also a truncated one."""
+    decoder = json.JSONDecoder()
+    for match in _OBJECT_START.finditer(raw, 0, position):
+        start = match.end()
+        while start < position and raw.startswith("{", start):
+            try:
+                _, end = decoder.raw_decode(raw, start)
+            except json.JSONDecodeError as error:
+                if error.msg.startswith("Unterminated string") and error.pos < position:
+                    return True
+                break
+            except RecursionError:
+                break
+            if end > position:
+                return True
+            spaces = _SPACES.match(raw, end)
+            start = spaces.end() if spaces else end
+    return False
 
 
 def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
@@ -207,7 +255,7 @@ def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
         form: format of the calls.
         prefix: of the calls' ids, which are numbered from 0.
     """
-    thoughts, end_mark, answer = raw.rpartition("</think>")
+    thoughts, end_mark, answer = _partition_thoughts(raw)
     if not end_mark and raw.lstrip().startswith("<think>"):
         thoughts = raw
         answer = ""
@@ -233,9 +281,11 @@ def _read_call(text: str) -> tuple[str, str]:
     """Return the name of a call and its arguments as JSON; "" and the text if it cannot be read."""
     try:
         fields = json.loads(text)
+        if isinstance(fields.get("function"), dict):
+            fields = fields["function"]  # the form of OpenAI's API
         arguments = fields.get("arguments", fields.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
         if arguments is None:
             arguments = {}
         arguments_json = json.dumps(arguments, ensure_ascii=False)

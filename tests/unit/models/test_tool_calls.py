@@ -9,6 +9,7 @@ from rollout.models.tool_calls import (
     ToolSchema,
     detect_tool_format,
     parse_reply,
+    split_thoughts,
     write_tools_as_text,
 )
 from rollout.records.trajectory import Message, ToolUse
@@ -131,7 +132,34 @@ def test_only_fenced_blocks_that_are_labelled_tool_are_calls() -> None:
         # Thoughts that never end make no calls.
         (f"<think>\nI could try {hermes_call(a=1)} but first", "hermes", []),
         (f"<think>\nhm {hermes_call(a=1)}</think>{hermes_call(b=2)}", "hermes", [{"b": 2}]),
+        # The end mark of thoughts inside a JSON string does not end the thoughts.
+        (hermes_call(text="a </think> b"), "hermes", [{"text": "a </think> b"}]),
+        (
+            f"<think>hm</think>{hermes_call(a=1)}{hermes_call(text='</think>')}",
+            "hermes",
+            [{"a": 1}, {"text": "</think>"}],
+        ),
+        (f"I could {hermes_call(a=1)} but</think>{hermes_call(b=2)}", "hermes", [{"b": 2}]),
+        (
+            '{"name": "write", "parameters": {"a": "</think>"}}',
+            "llama3",
+            [{"a": "</think>"}],
+        ),
+        (
+            '<tool_call>[{"name": "write", "arguments": {"a": 1}}, {"name": "write"}]</tool_call>',
+            "hermes",
+            [{"a": 1}, {}],
+        ),
+        ('<tool_call>{"name": "write", "arguments": ""}</tool_call>', "hermes", [{}]),
+        (
+            '<tool_call>{"type": "function", "function": {"name": "write", "arguments": "{}"}}',
+            "hermes",
+            [{}],
+        ),
         ('{"city": "Rome", "name": "Anna"}', "llama3", []),
+        ('{"name": "Anna"}', "llama3", []),
+        ('{"name": 5, "id": 7}', "llama3", []),
+        ('- a\r\n  ```tool\r\n  {"name": "write"}\r\n  ```\r\n', "fenced", [{}]),
         ('{"name": "write", "parameters": {"a": 1}}', "llama3", [{"a": 1}]),
         ('```tool\n{"name": "write", "arguments": {"t": "```"}}\n```', "fenced", [{"t": "```"}]),
     ],
@@ -151,6 +179,11 @@ def test_the_text_of_a_reply_has_no_calls_and_no_unfinished_thoughts() -> None:
     unfinished = parse_reply("<think>\nI could", "hermes", "c")
     assert unfinished.text == ""
     assert unfinished.reasoning == "I could"
+
+
+def test_thoughts_of_an_incomplete_reply_end_outside_of_calls() -> None:
+    incomplete = '<tool_call>{"name": "write", "arguments": {"text": "a </think> b'
+    assert split_thoughts(f"<think>hm</think>{incomplete}") == ("hm", incomplete)
 
 
 def test_tools_as_text_have_one_message_of_the_user_between_replies() -> None:
