@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from markdown_it import MarkdownIt
 
 _THOUGHT_END = "</think>"
-_PYTHON_LABELS = ("", "python", "py", "python3")
+_PYTHON_LABELS = ("python", "py", "python3", "py3")
 _LABEL = re.compile(r"[\s{.]*([\w+-]*)")  # of "python", "{.python}" or `python title="main.py"`
+_INVISIBLE = "\ufeff\u200b\u200c\u2060"
+# Tags and invisible characters hide a fence from a Markdown parser.
+_BEFORE_FENCE = re.compile(
+    rf"^(?P<tags>[ \t>]*(?:<[^<>\n]+>[ \t]*)*)[{_INVISIBLE}]*(?=```|~~~)", re.MULTILINE
+)
+_BEHIND_FENCE = re.compile(r"^(?P<fence>[ \t>]*(?:`{3,}|~{3,}))[ \t]*(?=</)", re.MULTILINE)
 _MARKDOWN = MarkdownIt("commonmark").disable("html_block")  # a tag before a fence hides it
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 
@@ -33,7 +39,11 @@ class FencedBlock:
 
 
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
-    """Yield the closed fenced blocks of a Markdown text, also those in lists and quotations."""
+    """Yield the closed fenced blocks of a Markdown text, also those in lists and quotations.
+
+    The lines of a block are numbered as `_separate_fences` returns them.
+    """
+    text = _separate_fences(text)
     lines = _lines(text)
     for token in _MARKDOWN.parse(text):
         if token.type != "fence" or token.map is None:
@@ -52,10 +62,13 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
 def last_program(text: str) -> str | None:
     """Return the last fenced program after any thought; None if there is none, or if it is blank.
 
-    A program is a closed block that is labelled as Python, or that has no label.
+    A program is a closed block that is labelled as Python. Blocks without a label are programs if no
+    block is labelled as Python; otherwise they are outputs and samples.
     """
-    blocks = fenced_blocks(text.rpartition(_THOUGHT_END)[2])
+    blocks = list(fenced_blocks(text.rpartition(_THOUGHT_END)[2]))
     programs = [block.content for block in blocks if block.label in _PYTHON_LABELS]
+    if not programs:
+        programs = [block.content for block in blocks if not block.label]
     if not programs or not programs[-1].strip():
         return None
     return programs[-1]
@@ -63,12 +76,23 @@ def last_program(text: str) -> str | None:
 
 def without_programs(text: str) -> str:
     """Return a text without its fenced programs."""
-    lines = _lines(text)
+    lines = _lines(_separate_fences(text))
     for block in fenced_blocks(text):
-        if block.label in _PYTHON_LABELS:
+        if not block.label or block.label in _PYTHON_LABELS:
             for number in range(block.first_line, block.end_line):
                 lines[number] = ""
     return "\n".join(lines)
+
+
+def _separate_fences(text: str) -> str:
+    """Return a text whose fences stand on lines without tags and invisible characters."""
+    text = _BEFORE_FENCE.sub(_break_line_after_tags, text)
+    return _BEHIND_FENCE.sub("\\g<fence>\n", text)
+
+
+def _break_line_after_tags(match: re.Match[str]) -> str:
+    tags = match["tags"]
+    return f"{tags}\n" if "<" in tags else tags
 
 
 def _lines(text: str) -> list[str]:
