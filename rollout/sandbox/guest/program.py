@@ -38,12 +38,24 @@ def run_main(source: int) -> NoReturn:
         # as the interpreter does at its end: wait for threads, then call the exit functions
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        if b"__del__" in text:
+            _free_names(module)
+        if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
+            sys.stdout.flush()
         _flush_open_files()
     except BaseException as error:
         status = _report_exception(error) or status
     finally:
         os._exit(status & 255)
+
+
+def _free_names(module: types.ModuleType) -> None:
+    """Free the values of a module in the interpreter's order, so that their finalizers run."""
+    names = [name for name in vars(module) if name != "__builtins__"]
+    names.sort(key=lambda name: not (name.startswith("_") and not name.startswith("__")))
+    for name in names:
+        vars(module)[name] = None
+    gc.collect()
 
 
 def _flush_open_files() -> None:

@@ -244,6 +244,12 @@ def test_same_value(answer: str, expected: object, same: bool) -> None:
             "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
             "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(42)"
         ),
+        "class A:\n    def __del__(self): print(42)\na = A()",
+        "class A:\n    def __del__(self): print(42)\na = A()\na.itself = a\ndel a",
+        "import sys\nprint(42)\nsys.stdout.close()",
+        "import sys, threading\nthreading.Thread(target=lambda: sys.exit(3)).start()\nprint(42)",
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print(42))).start()",
+        "import os\nprint(42, flush=True)\nos._exit(0)",
         "out = open(1, 'w')\nout.write('42')",
         "import os\nout = os.fdopen(1, 'wb')\nout.write(b'42')",
         "class Out:\n    def __init__(self):\n        self.file = open(1, 'w')\no = Out()\no.file.write('42')",
