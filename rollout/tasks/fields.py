@@ -190,6 +190,8 @@ def _value_at(row: DataRow, path: str) -> Any:
         if not isinstance(value, Mapping):
             return None
         value = next((value[key] for key in value if str(key).lower() == name), None)
+    if isinstance(value, np.floating):
+        value = float(str(value))  # a float32 has more digits as a float of Python
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()  # pandas reads lists as arrays, and numbers as NumPy's
     if isinstance(value, float) and math.isnan(value):
@@ -239,15 +241,15 @@ def _answer_texts(value: Any) -> Iterator[str]:
             yield value.strip()
     elif isinstance(value, int) and not isinstance(value, bool):
         yield str(value)
-    elif isinstance(value, float):
+    elif isinstance(value, float) and math.isfinite(value):
         yield str(int(value)) if value.is_integer() else str(value)
-    elif isinstance(value, Sequence):
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         for item in value:
             yield from _answer_texts(item)
     else:
         raise BadRow(
-            f"has an answer that is a {type(value).__name__}; expected text, a number or a list of "
-            "them"
+            f"has an answer that is a {type(value).__name__} ({value!s:.40}); expected text, a "
+            "finite number or a list of them"
         )
 
 

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
 def _read_csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
+        column_counts = Counter(rows.fieldnames or ())
+        for column, count in column_counts.items():
+            if count > 1:
+                raise RecordError(
+                    f"{path}: {count} columns are called {column!r:.80}; rename all but one"
+                )
         for number in itertools.count():
             # The limit is global: it is only raised while this file is read.
             usual_limit = csv.field_size_limit(_MAX_CELL_CHARS)

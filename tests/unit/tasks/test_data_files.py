@@ -373,7 +373,7 @@ def test_ids_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
         (
             "nq",
             {"question": "?", "answer": True},
-            "has an answer that is a bool; expected text, a number or a list",
+            "has an answer that is a bool (True); expected text, a finite number or a list",
         ),
         (
             "math",
@@ -464,6 +464,26 @@ def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("prompt,answer\nWhat is 2,3\nWhat is 2, 3?,5\n")
     with pytest.raises(RecordError, match=r"row 1 has more cells .* in double quotes"):
         list(read_rows(tmp_path / "x.csv"))
+
+
+def test_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt,answer,answer\nWhat?,5,6\n")
+    with pytest.raises(RecordError, match=r"2 columns are called 'answer'; rename all but one"):
+        list(read_rows(tmp_path / "x.csv"))
+
+
+@pytest.mark.parametrize("answer", ["1e400", "-1e400", "[1e400]"])
+def test_an_infinite_number_is_no_answer(answer: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"prompt": "What?", "answer": {answer}}}\n')
+    with pytest.raises(RecordError, match=r"answer that is a float \(-?inf\)"):
+        read(tmp_path / "x.jsonl", "plain")
+
+
+def test_bytes_are_no_answer_and_a_float32_has_its_own_digits() -> None:
+    with pytest.raises(RecordError, match=r"answer that is a bytes \(b'5'\)"):
+        mm.load_tasks([{"prompt": "What?", "answer": b"5"}])
+    (task,) = mm.load_tasks([{"prompt": "What?", "answer": np.float32(0.1)}])
+    assert task.answers == ("0.1",)
 
 
 def test_lines_of_json_are_read_from_a_file_named_json(tmp_path: Path) -> None:
