@@ -197,7 +197,7 @@ _PIPELINE = "mcore_mas.megatron.step.pipeline"
 CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,
     "rotation not fused": _patched(
-        "mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False
+        "mcore_mas.megatron.model.build", "_install_fused_rope", lambda _: lambda: False
     ),
     "SwiGLU and head not fused": _without_fused_layers,
     "pageable": _patched("torch", "empty", _without_pinned_memory),
