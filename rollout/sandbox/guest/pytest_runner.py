@@ -164,7 +164,7 @@ def _make_sender(recorder: Generator[None, Event, None]) -> Send:
     main_thread = _get_thread()
 
     def send(event: Event) -> None:
-        handlers: list[tuple[int, Any]] = []
+        handlers: list[tuple[signal.Signals, Any]] = []
         if _get_thread() == main_thread:  # Python runs handlers in the main thread only
             for number in _SIGNALS:
                 handler = _get_handler(number)
