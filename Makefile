@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,9 +113,20 @@ test-nodes: $(STAMP) ## run trainings on several nodes, which are network namesp
 notebooks: $(STAMP) ## execute docs/notebooks and store their outputs, in two minutes
 	$(BIN)/python -m tests.support.notebooks
 
-test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/gateway.md
+test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
+
+test-coding-agents: $(STAMP) .npm-frameworks/.stamp ## play Codex and Claude Code, as npm installs them, at the gateway
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks/test_coding_agents.py
+
+.npm-frameworks/.stamp: tests/frameworks/package.json
+	rm -rf .npm-frameworks
+	mkdir .npm-frameworks
+	cp tests/frameworks/package.json .npm-frameworks
+	npm install --prefix .npm-frameworks --no-audit --no-fund
+	node .npm-frameworks/node_modules/@anthropic-ai/claude-code/install.cjs
+	@touch $@
 
 .venv-frameworks/.stamp: requirements/frameworks.txt
 	rm -rf .venv-frameworks
@@ -125,6 +136,12 @@ test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of
 		--no-deps --no-binary $$name --dest .venv-frameworks/sources "$$(grep "^$$name==" requirements/frameworks.txt)"; done
 	cd .venv-frameworks/sources && for file in *.tar.gz; do tar -xzf $$file; done && \
 		HOME=$$PWD CREWAI_TESTING=true ../bin/crewai create crew sums --skip_provider
+	@touch $@
+
+.venv-frameworks-2/.stamp: requirements/frameworks-2.txt
+	rm -rf .venv-frameworks-2
+	$(PYTHON) -m venv .venv-frameworks-2
+	.venv-frameworks-2/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks-2.txt
 	@touch $@
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py

@@ -1,4 +1,4 @@
-"""Train the programs of all frameworks, or of those that are named, and write their results into docs/gateway.md."""
+"""Train the programs of all frameworks, or of those that are named, and write their results into docs/frameworks.md."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tests.frameworks.training import (
     FRAMEWORKS,
-    PYTHON,
     ROOT,
+    Framework,
     digest_of,
     train,
 )
 
-PAGE = ROOT / "docs" / "gateway.md"
+PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN = "<!-- frameworks:begin -->\n"
 END = "<!-- frameworks:end -->"
 COLUMNS = """| framework | package | program | turns | before | after | gain | 95 % interval | minutes |
@@ -61,11 +61,13 @@ def page(rows: Mapping[str, str], before: str) -> str:
     return "".join([head, BEGIN, *tables, END, tail])
 
 
-def version_of(package: str) -> str:
-    """The version that requirements/frameworks.txt pins."""
-    pinned = (ROOT / "requirements" / "frameworks.txt").read_text(encoding="utf-8")
-    found = re.search(rf"^{re.escape(package)}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
-    assert found, package
+def version_of(framework: Framework) -> str:
+    """The version of a framework's package that its requirements file pins."""
+    file = ROOT / "requirements" / f"{framework.requirements}.txt"
+    package = re.escape(framework.package)
+    pinned = file.read_text(encoding="utf-8")
+    found = re.search(rf"^{package}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
+    assert found, framework.package
     return found[1]
 
 
@@ -73,7 +75,7 @@ def main(names: Sequence[str]) -> int:
     """1 where a framework's team did not learn: each is trained in a process of its own."""
     if names[:1] == ["--one"]:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(train(names[1], PYTHON, Path(folder))))
+            print(json.dumps(train(names[1], Path(folder))))
         return 0
     poor = []
     for name in names or FRAMEWORKS:
@@ -89,9 +91,8 @@ def main(names: Sequence[str]) -> int:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         poor += [name] if found["low"] <= 0 else []
-        line = row(
-            name, version_of(FRAMEWORKS[name].package), digest_of(FRAMEWORKS[name], PYTHON), found
-        )
+        framework = FRAMEWORKS[name]
+        line = row(name, version_of(framework), digest_of(framework), found)
         print(line, flush=True)
         PAGE.write_text(page({name: line}, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"did not learn: {', '.join(poor)}" if poor else f"wrote {PAGE}")

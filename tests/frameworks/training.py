@@ -57,7 +57,9 @@ from rollout.teams.team import Team
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PROGRAMS = HERE / "programs"  # ours
-PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
+# Frameworks that need different versions of one package have environments of their own; each is
+# made of the requirements file of its number.
+ENVIRONMENTS = {"frameworks": ".venv-frameworks", "frameworks-2": ".venv-frameworks-2"}
 NUMBERS = range(1, 4)
 RIGHT = 0.35  # share of the teacher's replies
 TAUGHT, TRAINED, SCORED = (
@@ -84,6 +86,19 @@ class Framework:
     reply: str = "\\boxed{{{0}}}"
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
     rules: Mapping[str, object] = field(default_factory=dict)  # of the orchestra `program`
+    requirements: str = "frameworks"  # file in requirements/
+    # reply of each agent by its name; the program asks for it under this name
+    replies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        """Python of the framework's environment."""
+        return ROOT / ENVIRONMENTS[self.requirements] / "bin" / "python"
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """Replies by agent; a program without names of its own has one agent."""
+        return dict(self.replies) or {"agent": self.reply}
 
 
 FRAMEWORKS = {
@@ -117,6 +132,35 @@ FRAMEWORKS = {
         package="langgraph",
         shipped=("examples/graph_prerelease_reqs/agent.py",),
         ours="ask_graph.py",
+    ),
+    "pydantic-ai": Framework(
+        package="pydantic-ai-slim",
+        ours="sum_pydantic_ai.py",
+        requirements="frameworks-2",
+        reply='```tool\n{{"name": "final_result", "arguments": {{"value": {0}}}}}\n```',
+        rules={"most_calls": 4},  # it asks again after a malformed output
+    ),
+    "LlamaIndex": Framework(
+        package="llama-index-core", ours="sum_llamaindex.py", requirements="frameworks-2"
+    ),
+    "DSPy": Framework(
+        package="dspy",
+        ours="sum_dspy.py",
+        apart="dspy",  # it reads the folder of its cache when it is imported
+        requirements="frameworks-2",
+        reply="[[ ## reasoning ## ]]\nI add.\n\n[[ ## answer ## ]]\n{0}\n\n[[ ## completed ## ]]",
+        rules={"most_calls": 4},  # it asks again, for JSON, after a malformed reply
+    ),
+    "Microsoft Agent Framework": Framework(
+        package="agent-framework-core",
+        ours="sum_agent_framework.py",
+        requirements="frameworks-2",
+    ),
+    "two policies": Framework(
+        package="openai",
+        ours="plan_and_work.py",
+        requirements="frameworks-2",
+        replies={"planner": "What is {a}+{b}?", "worker": "\\boxed{{{0}}}"},
     ),
 }
 
@@ -157,20 +201,20 @@ class Teacher:
         self.times[words] += 1
         random = Random(f"{words}{self.times[words]}")
         right = random.random() < RIGHT
-        text = self.reply.format(
-            a + b if right else random.choice([n for n in range(2, 7) if n != a + b])
-        )
+        answer = a + b if right else random.choice([n for n in range(2, 7) if n != a + b])
+        text = self.reply.format(answer, a=a, b=answer - a)
         self.said.append((tuple(shown), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
 
 
-def shipped_files(framework: Framework, python: Path) -> list[Path]:
+def shipped_files(framework: Framework) -> list[Path]:
     """What a framework ships of its program: in its package, its source distribution or what it writes."""
+    environment = framework.python.parents[1]
     places = [
-        *python.parents[1].glob("lib/python*/site-packages"),
-        *python.parents[1].glob("sources/*/"),
+        *environment.glob("lib/python*/site-packages"),
+        *environment.glob("sources/*/"),
     ]
     return [
         next(path for place in places if (path := place / name).exists())
@@ -178,16 +222,16 @@ def shipped_files(framework: Framework, python: Path) -> list[Path]:
     ]
 
 
-def digest_of(framework: Framework, python: Path) -> str:
+def digest_of(framework: Framework) -> str:
     """SHA-256 of the shipped files, one after the other."""
     return hashlib.sha256(
-        b"".join(path.read_bytes() for path in shipped_files(framework, python))
+        b"".join(path.read_bytes() for path in shipped_files(framework))
     ).hexdigest()
 
 
-def program_of(framework: Framework, python: Path, folder: Path) -> tuple[list[Path], Path]:
+def program_of(framework: Framework, folder: Path) -> tuple[list[Path], Path]:
     """(Where it imports from, what is started): ours, or the shipped program, of a page its only one."""
-    shipped = shipped_files(framework, python)
+    shipped = shipped_files(framework)
     if framework.ours:
         return [path.parent for path in shipped[:1]], PROGRAMS / framework.ours
     if shipped[0].suffix == ".mdx":
@@ -199,10 +243,10 @@ def program_of(framework: Framework, python: Path, folder: Path) -> tuple[list[P
 
 
 @contextmanager
-def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str, ...]]:
+def warm(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
     """The command that runs the program in a fork of a process that has imported the framework."""
     place = folder / "warm"
-    script, (paths, program) = str(HERE / "warm.py"), program_of(framework, python, folder)
+    script, (paths, program) = str(HERE / "warm.py"), program_of(framework, folder)
     settings = {
         "PYTHONPATH": ":".join(map(str, paths)),
         "HOME": str(folder),  # some keep files there
@@ -213,7 +257,7 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
-            [python, "-W", "ignore", script, "serve", str(place), framework.apart],
+            [framework.python, "-W", "ignore", script, "serve", str(place), framework.apart],
             env=os.environ | settings,
             cwd=folder,  # where programs write
             stdout=log,
@@ -245,26 +289,32 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
 class Lesson:
     """A program with its team, its environment and its rewards."""
 
-    def __init__(self, command: Sequence[str], seed: int, rules: Mapping[str, object]) -> None:
-        rules = {"deadline_s": 120.0, "at_once": 4, **rules}
-        options = {"command": list(command), "models": {"*": "agent"}, "rules": rules}
+    def __init__(self, command: Sequence[str], seed: int, framework: Framework) -> None:
+        rules = {"deadline_s": 120.0, "at_once": 4, **framework.rules}
+        models = {"*": next(iter(framework.agents))}
+        options = {"command": list(command), "models": models, "rules": rules}
         self.orchestra = OrchestraConfig(name="program", options=options).call
         self.env = build_env(EnvConfig(name="math"))
-        self.agents = {"agent": AgentConfig(policy="p", role="program_agent", max_tokens=32)}
+        self.agents = {
+            name: AgentConfig(policy=name, role="program_agent", max_tokens=32)
+            for name in framework.agents
+        }
         self.allocate = build_allocator(RewardConfig(name="shared_outcome"), self.agents)
         self.seed = seed
 
-    def team(self, player: PolicyClient) -> Team:
-        """The team on one policy."""
-        return build_team(self.agents, {"p": player})
+    def team(self, players: Mapping[str, PolicyClient]) -> Team:
+        """The team, in which each agent has a policy of its name."""
+        return build_team(self.agents, players)
 
-    async def play(self, player: PolicyClient, *, step: int, group_size: int) -> list[Group]:
+    async def play(
+        self, players: Mapping[str, PolicyClient], *, step: int, group_size: int
+    ) -> list[Group]:
         """Every sum `group_size` times.
 
         Raises:
             RuntimeError: a trajectory failed.
         """
-        team, make_env, orchestra = self.team(player), self.env, self.orchestra
+        team, make_env, orchestra = self.team(players), self.env, self.orchestra
         collector = Collector(
             team=team, make_env=make_env, orchestra=orchestra, seed=self.seed, step=step
         )
@@ -337,42 +387,62 @@ def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
     )
 
 
-async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], list[float]]:
-    """Train on every sum in each step; the share right of each sum before and after, and of each step."""
-    trainer = MegatronTrainer(
-        TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip"))
-    )
-    engine = LocalEngine(EmbeddedEngine.from_folder(model, max_length=8192, rows=64))
-    player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
-    rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))
-    before = right(await lesson.play(player, step=-1, group_size=SCORED))
+async def learn(
+    lesson: Lesson, models: Mapping[str, Path]
+) -> tuple[list[float], list[float], list[float]]:
+    """Train on every sum in each step; the share right of each sum before and after, and of each step.
+
+    Several agents are policies of their own, and each agent's rewards are normalised among its own turns.
+    """
+    objective = Objective(loss="ppo_clip")
+    trainers = {
+        name: MegatronTrainer(TrainerSpec(model=str(model), lr=1e-3, objective=objective))
+        for name, model in models.items()
+    }
+    engines = {
+        name: LocalEngine(EmbeddedEngine.from_folder(model, max_length=8192, rows=64))
+        for name, model in models.items()
+    }
+    players = {
+        name: EngineClient(engine=engines[name], renderer=Renderer(model), max_length=8192)
+        for name, model in models.items()
+    }
+    estimator = AdvantageConfig(name="grpo" if len(models) == 1 else "drmas")
+    rules = dict.fromkeys(lesson.agents, estimator)
+    before = right(await lesson.play(players, step=-1, group_size=SCORED))
     curve = []
     for step in range(STEPS):
-        groups = await lesson.play(player, step=step, group_size=TRAINED)
+        groups = await lesson.play(players, step=step, group_size=TRAINED)
         curve.append(fmean(right(groups)))
-        samples = weigh(
-            add_advantages(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0)
-        )
-        for _ in range(UPDATES):
-            trainer.update(pack(samples, 8192))
-        await engine.load_weights(trainer.model.weights(), step + 1)
-    return before, right(await lesson.play(player, step=STEPS, group_size=SCORED)), curve
+        samples = add_advantages(to_samples(groups), rules)
+        for name, trainer in trainers.items():
+            policy_samples = [sample for sample in samples if sample.policy == name]
+            batch = weigh(policy_samples, {name: 1.0})
+            for _ in range(UPDATES):
+                trainer.update(pack(batch, 8192))
+            await engines[name].load_weights(trainer.model.weights(), step + 1)
+    return before, right(await lesson.play(players, step=STEPS, group_size=SCORED)), curve
 
 
-def train(name: str, python: Path, folder: Path) -> dict[str, object]:
+def train(name: str, folder: Path) -> dict[str, object]:
     """What came of the training of a framework's program: shares right before and after, with the gain's interval."""
     framework = FRAMEWORKS[name]
     began, cpu = time.monotonic(), time.process_time()
     init_process_groups(rank=0, threads=1)
     try:
-        with warm(framework, python, folder) as command:
-            lesson = Lesson(command, seed=1, rules=framework.rules)
-            teacher = Teacher(framework.reply)
-            asyncio.run(lesson.play(teacher, step=-2, group_size=TAUGHT))
-            said = sorted(teacher.said, key=repr)
-            base_model(said, folder / "base")
-            cold_start(said, folder / "base", folder / "model", steps=400)
-            before, after, curve = asyncio.run(learn(lesson, folder / "model"))
+        with warm(framework, folder) as command:
+            lesson = Lesson(command, seed=1, framework=framework)
+            teachers = {agent: Teacher(reply) for agent, reply in framework.agents.items()}
+            asyncio.run(lesson.play(teachers, step=-2, group_size=TAUGHT))
+            turns = sum(len(teacher.said) for teacher in teachers.values())
+            models = {}
+            for agent, teacher in teachers.items():
+                said = sorted(teacher.said, key=repr)
+                base = folder / f"base-{agent}"
+                models[agent] = folder / f"model-{agent}"
+                base_model(said, base)
+                cold_start(said, base, models[agent], steps=400)
+            before, after, curve = asyncio.run(learn(lesson, models))
     finally:
         destroy_process_groups()
     gains = [b - a for a, b in zip(before, after, strict=True)]
@@ -386,5 +456,5 @@ def train(name: str, python: Path, folder: Path) -> dict[str, object]:
         "curve": curve,
         "minutes": (time.monotonic() - began) / 60,
         "cpu_minutes": (time.process_time() - cpu) / 60,
-        "turns": len(said) / (TAUGHT * len(before)),
+        "turns": turns / (TAUGHT * len(before)),
     }

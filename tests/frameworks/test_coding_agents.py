@@ -1,0 +1,77 @@
+"""Codex and Claude Code, as npm installs them, write a program at the gateway, and its output is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rollout.config.environment import EnvConfig, build_env
+from rollout.orchestras.program import ProgramRules, program
+from rollout.records.trajectory import Group, Status
+from rollout.sandbox.guest.filters import can_confine
+from tests.frameworks.training import PROGRAMS, ROOT, sums
+from tests.support.gateway import scripted_team
+from tests.support.play import SEED, STEP, collect
+
+PACKAGES = ROOT / ".npm-frameworks"
+# names of the agents' tools that run a command in a shell, and of their argument
+SHELLS = {"codex": ("exec_command", "cmd"), "claude": ("Bash", "command")}
+
+pytestmark = pytest.mark.skipif(
+    not (PACKAGES / "node_modules").exists(), reason="`make test-coding-agents` installs the agents"
+)
+
+
+def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -> Group:
+    """Play the sum 1+1 twice with a model that writes a program that prints a number."""
+    tool, argument = SHELLS[agent]
+    arguments = {argument: f"echo 'print({printed})' > answer.py"}
+    call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+    def reply(prompt: str, number: int) -> str:
+        last_message = prompt.rpartition("<|im_start|>user")[2]
+        return "Done." if "<tool_response>" in last_message else call
+
+    team, _ = scripted_team(folder / "model", reply)
+    script = str(PROGRAMS / "code_agent.py")
+    orchestra = partial(
+        program,
+        command=[sys.executable, script, agent, str(PACKAGES)],
+        models={"*": "a"},
+        sandbox=sandbox,
+        rules=ProgramRules(deadline_s=120.0),
+    )
+    make_env = build_env(EnvConfig(name="math"))
+    played = collect([sums()[0]], team, make_env, orchestra, group_size=2, seed=SEED, step=STEP)
+    return asyncio.run(played)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("printed", "outcome"), [(2, 1.0), (3, 0.0)])
+@pytest.mark.parametrize("agent", SHELLS)
+def test_a_coding_agents_program_decides_the_reward(
+    agent: str, printed: int, outcome: float, tmp_path: Path
+) -> None:
+    """Every trajectory is one conversation of two turns: the call of the shell, and the last words."""
+    group = play(agent, tmp_path, printed=printed, sandbox=None)
+    for trajectory in group.trajectories:
+        assert (trajectory.status, trajectory.error) == (Status.COMPLETED, "")
+        assert trajectory.outcome == outcome
+        assert [turn.chat for turn in trajectory.turns] == ["a/0", "a/0"]
+        call, last = trajectory.turns
+        tokens = (*call.prompt_ids, *call.completion_ids)
+        assert last.prompt_ids[: len(tokens)] == tokens
+        assert last.text == "Done."
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports")
+def test_claude_code_works_in_the_sandbox(tmp_path: Path) -> None:
+    readable = [str(PACKAGES.resolve()), str(PACKAGES), str(PROGRAMS), "/proc"]
+    group = play("claude", tmp_path, printed=2, sandbox=readable)
+    assert [(t.error, t.outcome) for t in group.trajectories] == [("", 1.0)] * 2
