@@ -194,6 +194,7 @@ def test_the_pictures_of_the_page_are_in_the_repository() -> None:
     names = re.findall(
         r"^!\[[^]]+\]\((docs/[^)]+)\)", README.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert names == ["docs/pictures/demo.svg"]
+    assert names == ["docs/pictures/demo.svg", "docs/pictures/studio.png"]
+    assert all((README.parent / name).is_file() for name in names)
     picture = (README.parent / names[0]).read_text(encoding="utf-8")
     assert ">demo_math<" in picture and ">demo_search<" in picture
