@@ -1,4 +1,4 @@
-"""Credit watched over a run, with the numbers by which it stops."""
+"""Checks of advantages and reward scales during a run, which stop the run or warn."""
 
 import asyncio
 import math
@@ -22,51 +22,66 @@ def trainer(**changes: Any) -> TrainerConfig:
 
 
 def turn(trajectory: str, agent: str, reward: float, advantage: float = 0.0) -> Sample:
+    """Return the sample of a turn with one token."""
     return Sample(
-        policy="p", agent=agent, task="t", trajectory=trajectory, turn=0, prompt_ids=(1,), completion_ids=(2,),
-        reward=reward, advantages=(advantage,),
-    )  # fmt: skip
+        policy="p",
+        agent=agent,
+        task="t",
+        trajectory=trajectory,
+        turn=0,
+        prompt_ids=(1,),
+        completion_ids=(2,),
+        reward=reward,
+        advantages=(advantage,),
+    )
 
 
 def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
     samples = [turn("a", "solver", 1.0, -0.7), turn("b", "searcher", 0.0, -7.5e5)]
     CreditWatch().check(trainer(max_advantage=None), 0, samples)
     CreditWatch().check(trainer(), 0, [turn("a", "solver", 1.0, -1000.0)])
-    with pytest.raises(CreditError) as stopped:
+    with pytest.raises(CreditError) as error:
         CreditWatch().check(trainer(), 3, samples)
-    assert str(stopped.value) == (
+    assert str(error.value) == (
         "step 3: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
         "its rewards are out of scale, or their σ is nearly zero: see `mcore-mas explain`, and change "
         "the advantage, the reward or the bound"
     )
 
 
-def test_an_advantage_that_is_no_number_stops_the_run_wherever_it_stands() -> None:
+def test_an_advantage_of_nan_stops_the_run_at_any_position() -> None:
     for advantages in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0], [1.0, 2.0, math.nan]):
-        samples = [
+        three_turns = [
             turn(f"t{i}", "solver", 0.0, advantage) for i, advantage in enumerate(advantages)
         ]
-        one = replace(samples[0], completion_ids=(1, 2, 3), advantages=tuple(advantages))
-        for given in (samples, [one]):
-            with pytest.raises(
-                CreditError, match=r"agent solver has an advantage of nan \(trajectory t"
-            ):
-                CreditWatch().check(trainer(), 0, given)
+        one_turn = replace(three_turns[0], completion_ids=(1, 2, 3), advantages=tuple(advantages))
+        message = r"agent solver has an advantage of nan \(trajectory t"
+        for samples in (three_turns, [one_turn]):
+            with pytest.raises(CreditError, match=message):
+                CreditWatch().check(trainer(), 0, samples)
 
 
 def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
-    flat, signal = [turn("a", "solver", 1.0)], [turn("a", "solver", 1.0, 0.5)]
+    settings = trainer(signal_within=3)
+    without_advantage = [turn("a", "solver", 1.0)]
+    with_advantage = [turn("a", "solver", 1.0, 0.5)]
     watch = CreditWatch()
     for step in range(2):
-        watch.check(trainer(signal_within=3), step, flat)
+        watch.check(settings, step, without_advantage)
     with pytest.raises(CreditError, match="step 2: no turn of the first 3 steps has an advantage"):
-        watch.check(trainer(signal_within=3), 2, flat)
-    seen = CreditWatch()
-    for step, samples in enumerate([flat, signal, flat, flat, flat]):
-        seen.check(trainer(signal_within=3), step, samples)
-    resumed = CreditWatch()  # begins at step 2: the steps before are not known
+        watch.check(settings, 2, without_advantage)
+
+    # One advantage in the first three steps is enough.
+    watch = CreditWatch()
+    watch.check(settings, 0, without_advantage)
+    watch.check(settings, 1, with_advantage)
+    for step in range(2, 5):
+        watch.check(settings, step, without_advantage)
+
+    # A run that continues at step 2 does not know the earlier steps, and never stops.
+    watch = CreditWatch()
     for step in range(2, 9):
-        resumed.check(trainer(signal_within=3), step, flat)
+        watch.check(settings, step, without_advantage)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,7 @@ def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
         ((0.0, 1.0), 1.0, "all turns that are compared got equal rewards; change tasks"),
     ],
 )
-def test_d2_the_line_says_why_there_is_no_advantage(
+def test_d2_the_error_has_the_reason_why_there_is_no_advantage(
     rewards: tuple[float, float], valid_share: float, reason: str
 ) -> None:
     samples = [turn(name, "solver", reward) for name, reward in zip("ab", rewards, strict=True)]
@@ -101,43 +116,45 @@ def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_step
         asyncio.run(train_steps(session, 0))
 
 
-def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes_them() -> None:
-    """A solver's 0 or 1 beside a spender's -50 to 0: the trajectory's vote is the spender's noise."""
-    mixed = [
-        turn("a", "solver", 1.0),
-        turn("b", "solver", 0.0),
-        turn("a", "spender", -50.0),
-        turn("b", "spender", 0.0),
-    ]
+def test_credit_by_task_warns_of_rewards_with_very_different_scales() -> None:
+    """The solver gets 0 or 1 and the spender -50 to 0, so that a trajectory's mean is the spender's noise."""
+    solver_turns = [turn("a", "solver", 1.0), turn("b", "solver", 0.0)]
+    different_scales = [*solver_turns, turn("a", "spender", -50.0), turn("b", "spender", 0.0)]
 
-    def told(name: str, samples: list[Sample], **options: str) -> str:
-        rule = AdvantageConfig(name=name, options=options)
-        return CreditWatch().scale_warning(samples, {"solver": rule, "spender": rule})
+    def warning(name: str, samples: list[Sample], **options: str) -> str:
+        estimator = AdvantageConfig(name=name, options=options)
+        estimators = {"solver": estimator, "spender": estimator}
+        return CreditWatch().scale_warning(samples, estimators)
 
-    assert told("grpo", mixed) == (
+    assert warning("grpo", different_scales) == (
         "agents' reward scales differ 50x (spender 50, solver 1): group-relative credit by task will mostly be noise; "
         "use drmas or normalised rewards"
     )
-    assert told("rloo", mixed) and told("reinforce_pp_baseline", mixed) and told("gigpo", mixed)
-    assert told("drmas", mixed) == told("grpo", mixed, peers="agent") == told("remax", mixed) == ""
-    assert told("grpo", mixed[:2]) == ""  # the spender's turns are not there
-    shared = [
-        turn("a", "solver", 1.0),
-        turn("b", "solver", 0.0),
-        turn("a", "spender", 9.9),
-        turn("b", "spender", 0.0),
-    ]
-    assert told("grpo", shared) == ""
-    assert (
-        told("grpo", [turn("a", "solver", 5.0), turn("a", "spender", 99.0)]) == ""
-    )  # nobody's rewards differ
-    watch, rules = CreditWatch(), {"solver": AdvantageConfig(name="grpo")}
-    other = [turn("a", "buyer", -9e3), turn("b", "buyer", 0.0)]
-    steps = [mixed, shared, mixed, [*mixed, *other], mixed]
-    assert [bool(watch.scale_warning(samples, rules)) for samples in steps] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
+    for name in ("rloo", "reinforce_pp_baseline", "gigpo"):
+        assert warning(name, different_scales)
+
+    # Credit by agent does not mix the rewards.
+    assert warning("drmas", different_scales) == ""
+    assert warning("grpo", different_scales, peers="agent") == ""
+    assert warning("remax", different_scales) == ""
+
+    # There is nothing to mix with one agent, with similar scales, or with equal rewards of each agent.
+    assert warning("grpo", solver_turns) == ""
+    similar_scales = [*solver_turns, turn("a", "spender", 9.9), turn("b", "spender", 0.0)]
+    assert warning("grpo", similar_scales) == ""
+    one_trajectory = [turn("a", "solver", 5.0), turn("a", "spender", 99.0)]
+    assert warning("grpo", one_trajectory) == ""
+
+
+def test_a_warning_of_scales_is_given_once_for_each_set_of_agents() -> None:
+    solver_turns = [turn("a", "solver", 1.0), turn("b", "solver", 0.0)]
+    with_spender = [*solver_turns, turn("a", "spender", -50.0), turn("b", "spender", 0.0)]
+    similar_scales = [*solver_turns, turn("a", "spender", 9.9), turn("b", "spender", 0.0)]
+    with_buyer = [*with_spender, turn("a", "buyer", -9e3), turn("b", "buyer", 0.0)]
+    watch = CreditWatch()
+    estimators = {"solver": AdvantageConfig(name="grpo")}
+    assert watch.scale_warning(with_spender, estimators)
+    assert not watch.scale_warning(similar_scales, estimators)
+    assert not watch.scale_warning(with_spender, estimators)
+    assert watch.scale_warning(with_buyer, estimators)
+    assert not watch.scale_warning(with_spender, estimators)
