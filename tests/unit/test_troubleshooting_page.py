@@ -1,4 +1,4 @@
-"""The lines that docs/troubleshooting.md explains are lines of the code, its `…` standing for what is filled in."""
+"""Messages that docs/troubleshooting.md explains exist in the code; `…` stands for the values of f-strings."""
 
 import re
 from pathlib import Path
@@ -7,32 +7,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-LINES = re.findall(r"^\| `([^`]+)` \|", PAGE, flags=re.MULTILINE)
-FILLED = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # what an f-string fills in
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, flags=re.MULTILINE)
 
 
-def said() -> str:
-    """All code of the product; texts that are cut over lines are one, what is filled in is `…`."""
-    files = [
-        path for top in ("mcore_mas", "rollout", "retrieval") for path in (ROOT / top).rglob("*.py")
-    ]
+def source_code() -> str:
+    """Return the code of the packages, with joined strings and with `…` for the fields of f-strings."""
+    files: list[Path] = []
+    for package in ("mcore_mas", "rollout", "retrieval"):
+        files += (ROOT / package).rglob("*.py")
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    return re.sub(r"…+", "…", re.sub(FILLED, "…", re.sub(r'"\s*f?"', "", code)))
+    joined = re.sub(r'"\s*f?"', "", code)  # a string that is written in several lines
+    without_fields = re.sub(r"\{(?:[^{}]|\{[^{}]*\})*\}", "…", joined)
+    return re.sub(r"…+", "…", without_fields)
 
 
-CODE = said()
+CODE = source_code()
 
 
-def test_the_page_has_lines() -> None:
-    assert len(LINES) > 15
+def test_the_page_has_messages() -> None:
+    assert len(MESSAGES) > 15
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_the_code_says_it(line: str) -> None:
-    for part in line.split("…"):
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_message_is_in_the_code(message: str) -> None:
+    for part in message.split("…"):
         assert part.strip(" ;:,'") in CODE, part
 
 
-def test_what_nobody_says_is_seen() -> None:
+def test_a_message_that_is_not_in_the_code_is_noticed() -> None:
     assert "is made of cheese" not in CODE
     assert "no such model folder; name one that is on this machine" in CODE

@@ -1,4 +1,4 @@
-"""A policy's own settings of engine, loss and updates stand in for the run's, for it alone."""
+"""Settings of one policy for its engine, loss and updates, which replace those of the run."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ def config(*overrides: str) -> RunConfig:
     )
 
 
-def test_what_a_policy_sets_itself_is_its_own() -> None:
+def test_settings_of_a_policy_replace_those_of_the_run() -> None:
     run = config(*OWN)
-    solver, verifier = (for_policy(run, name) for name in ("solver", "verifier"))
+    solver = for_policy(run, "solver")
+    verifier = for_policy(run, "verifier")
     assert solver == run
     assert verifier.loss.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-    assert (verifier.loss.kl.coef, verifier.loss.kl.where, verifier.loss.entropy) == (
-        0.1,
-        "loss",
-        0.01,
-    )
-    assert (verifier.engine.max_length, verifier.engine.slots, verifier.engine.name) == (
-        256,
-        8,
-        "embedded",
-    )
-    assert (verifier.trainer.microbatch_tokens, verifier.trainer.steps) == (1024, run.trainer.steps)
-    assert [updates_in_schedule(run, name) for name in ("solver", "verifier")] == [100, 400]
+    assert verifier.loss.kl.coef == 0.1
+    assert verifier.loss.kl.where == "loss"
+    assert verifier.loss.entropy == 0.01
+    assert verifier.engine.max_length == 256
+    assert verifier.engine.slots == 8
+    assert verifier.engine.name == "embedded"
+    assert verifier.trainer.microbatch_tokens == 1024
+    assert verifier.trainer.steps == run.trainer.steps
+    assert updates_in_schedule(run, "solver") == 100
+    assert updates_in_schedule(run, "verifier") == 400
     specs = {name: policy_spec(name, run) for name in ("solver", "verifier")}
     assert {name: spec.objective.options["clip_high"] for name, spec in specs.items()} == {  # type: ignore[union-attr]
         "solver": 0.2,
@@ -65,7 +64,7 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
         (["+engine.sleep=true", "+engine.options.enable-memory-saver=false"], False),
     ],
 )
-def test_a_server_that_is_to_sleep_is_started_so_that_it_can(
+def test_a_server_that_will_sleep_starts_with_the_memory_saver(
     settings: list[str], saves: bool | None, tmp_path: Path
 ) -> None:
     run = config("engine=sglang", *settings)
@@ -74,25 +73,46 @@ def test_a_server_that_is_to_sleep_is_started_so_that_it_can(
     assert sglang_settings(request).options.get("enable-memory-saver") is saves
 
 
-def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> None:
-    served = ["engine=sglang", "cluster.pool=split", "+policies.verifier.own.engine.transport=disk"]
-    run = config(*served, "+engine.transport=distributed")
-    assert [policy_spec(name, run).cumem for name in ("solver", "verifier")] == ["0", None]
-    for said in (
-        "engine.environment.NCCL_CUMEM_ENABLE='1'",
-        "engine.options.enable_symm_mem=true",
-        "engine.options.moe-a2a-backend=deepep_v2",
+def test_a_trainer_that_broadcasts_to_servers_has_their_nccl_setting() -> None:
+    settings = [
+        "engine=sglang",
+        "cluster.pool=split",
+        "+policies.verifier.own.engine.transport=disk",
+        "+engine.transport=distributed",
+    ]
+    run = config(*settings)
+    assert policy_spec("solver", run).cumem == "0"
+    assert policy_spec("verifier", run).cumem is None
+    # With each of these settings, SGLang's servers enable NCCL's cuMem.
+    for setting in (
+        "+engine.environment.NCCL_CUMEM_ENABLE='1'",
+        "+engine.options.enable_symm_mem=true",
+        "+engine.options.moe-a2a-backend=deepep_v2",
     ):
-        assert (
-            policy_spec(
-                "solver", config(*served, "+engine.transport=distributed", f"+{said}")
-            ).cumem
-            == "1"
-        )
+        assert policy_spec("solver", config(*settings, setting)).cumem == "1"
+
+
+def samples_of_two_policies(**fields: Any) -> list[Sample]:
+    """Return eight samples of each policy, each of another task."""
+    samples = []
+    for policy in ("solver", "verifier"):
+        for i in range(8):
+            defaults: dict[str, Any] = {"prompt_ids": (10 + i,), "completion_ids": (2, 3)}
+            samples.append(
+                Sample(
+                    policy=policy,
+                    agent=policy,
+                    task=str(i),
+                    trajectory=str(i),
+                    turn=0,
+                    **{**defaults, **fields},
+                )
+            )
+    return samples
 
 
 def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:
-    """What a policy's ranks and its part of the step are given, of two policies of one run."""
+    """The ranks and the policy trainer of each of two policies get the policy's settings."""
     run = config(
         OWN[1],
         "policies.verifier.own.loss={name: gspo, aggregation: seq_mean_token_mean, kl: {coef: 0.1, estimate: k3}}",
@@ -100,77 +120,54 @@ def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None
         "policies.verifier.clip_grad=0.5",
         "policies.verifier.schedule=constant",
     )
-    solver, verifier = (policy_spec(name, run) for name in ("solver", "verifier"))
+    solver = policy_spec("solver", run)
+    verifier = policy_spec("verifier", run)
     assert (solver.clip_grad, verifier.clip_grad) == (1.0, 0.5)
     assert (solver.objective.loss, verifier.objective.loss) == ("ppo_clip", "gspo")  # type: ignore[union-attr]
-    kept = {name: for_policy(run, name) for name in run.policies}
-    assert {name: (own.loss.kl.coef, own.loss.kl.estimate) for name, own in kept.items()} == {
-        "solver": (0.0, "k3"),
-        "verifier": (0.1, "k3"),
-    }
-    samples = [
-        Sample(
-            policy=name,
-            agent=name,
-            task=str(i),
-            trajectory=str(i),
-            turn=0,
-            prompt_ids=(10 + i,),
-            completion_ids=(2,) * 300,
-        )
-        for name in ("solver", "verifier")
-        for i in range(8)
-    ]
+    solver_kl = for_policy(run, "solver").loss.kl
+    verifier_kl = for_policy(run, "verifier").loss.kl
+    assert (solver_kl.coef, solver_kl.estimate) == (0.0, "k3")
+    assert (verifier_kl.coef, verifier_kl.estimate) == (0.1, "k3")
+
+    samples = samples_of_two_policies(completion_ids=(2,) * 300)
     group: Any = SimpleNamespace(cost_model=CostModel())
-    parts = {
-        name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")
-    }
-    assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
-        "solver": [8],
-        "verifier": [4, 4],
-    }
-    sizes = {
-        name: max(len(batch.token_ids) for batch in own[0].packed.microbatches)
-        for name, own in parts.items()
-    }
-    assert sizes == {
-        "solver": 2400,
-        "verifier": 900,
-    }  # of 300 tokens each: all eight, and three within 1024
+    solver_parts = PolicyTrainer("solver", run, group).pack(samples, 0)
+    verifier_parts = PolicyTrainer("verifier", run, group).pack(samples, 0)
+    assert [len(part.samples) for part in solver_parts] == [8]
+    assert [len(part.samples) for part in verifier_parts] == [4, 4]
+    # A sample has 300 tokens: all eight fit in a micro-batch of the solver, and three in 1024 tokens.
+    solver_sizes = [len(batch.token_ids) for batch in solver_parts[0].packed.microbatches]
+    verifier_sizes = [len(batch.token_ids) for batch in verifier_parts[0].packed.microbatches]
+    assert max(solver_sizes) == 2400
+    assert max(verifier_sizes) == 900
 
 
-def test_another_loss_takes_no_options_of_the_runs() -> None:
-    loss = for_policy(
-        config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}"), "solver"
-    ).loss
-    assert (loss.name, loss.options, loss.aggregation) == ("gspo", {}, "seq_mean_token_mean")
+def test_another_loss_does_not_get_the_options_of_the_runs_loss() -> None:
+    run = config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}")
+    loss = for_policy(run, "solver").loss
+    assert loss.name == "gspo"
+    assert loss.options == {}
+    assert loss.aggregation == "seq_mean_token_mean"
 
 
-def test_each_policys_samples_are_split_into_its_own_updates() -> None:
+def test_the_samples_of_each_policy_are_split_into_its_updates() -> None:
     run = config(*OWN)
-    samples = [
-        Sample(
-            policy=name,
-            agent=name,
-            task=str(i),
-            trajectory=str(i),
-            turn=0,
-            prompt_ids=(1,),
-            completion_ids=(2, 3),
-        )
-        for name in ("solver", "verifier")
-        for i in range(8)
-    ]
+    samples = samples_of_two_policies()
     group: Any = SimpleNamespace(cost_model=SimpleNamespace(spread=False))
-    parts = {
-        name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")
-    }
-    assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
-        "solver": [8],
-        "verifier": [2, 2, 2, 2],
-    }
-    assert {sample.entropy_coef for part in parts["verifier"] for sample in part.samples} == {0.01}
-    assert {sample.entropy_coef for part in parts["solver"] for sample in part.samples} == {0.0}
+    for policy, sizes, entropy_coef in (
+        ("solver", [8], 0.0),
+        ("verifier", [2, 2, 2, 2], 0.01),
+    ):
+        parts = PolicyTrainer(policy, run, group).pack(samples, 0)
+        assert [len(part.samples) for part in parts] == sizes
+        for part in parts:
+            assert {sample.entropy_coef for sample in part.samples} == {entropy_coef}
+
+
+def engine_devices(run: RunConfig) -> list[tuple[str, int]]:
+    """Return the policy and the number of GPUs of each engine."""
+    groups = list_worker_groups(run, "GPU")
+    return [(group.policy, group.devices) for group in groups if group.part == "engine"]
 
 
 def test_each_policy_has_its_own_engine() -> None:
@@ -186,56 +183,49 @@ def test_each_policy_has_its_own_engine() -> None:
         "engine.python=python",
         "policies.verifier.own.engine={tp: 2, replicas: 3}",
     )
-    taken = [
-        (t.policy, t.devices) for t in list_worker_groups(servers, "GPU") if t.part == "engine"
-    ]
-    assert taken == [("solver", 1), ("verifier", 6)]
+    assert engine_devices(servers) == [("solver", 1), ("verifier", 6)]
 
 
 def test_a_policy_may_have_another_engine_than_the_run() -> None:
-    mixed = config(
+    run = config(
         "policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}"
     )
-    models = {policy: policy for policy in mixed.policies}
-    requests = engine_requests(mixed, models, Path("log"), trained=False)
+    models = {policy: policy for policy in run.policies}
+    requests = engine_requests(run, models, Path("log"), trained=False)
     assert [(request.config.name, request.config.urls) for request in requests] == [
         ("embedded", ()),
         ("sglang", ("http://127.0.0.1:1",)),
     ]
-    assert (mixed.precision_of("solver"), mixed.precision_of("verifier")) == ("float32", "bfloat16")
+    assert run.precision_of("solver") == "float32"
+    assert run.precision_of("verifier") == "bfloat16"
 
-    servers = [
+
+def test_an_embedded_engine_does_not_get_the_settings_of_the_runs_servers() -> None:
+    run = config(
         "engine.name=sglang",
         "engine.python=python",
         "engine.options={dtype: half}",
         "engine.transport=disk",
-    ]
-    other_way = config(
-        *servers,
         "cluster.device=auto",
         "policies.verifier.own.engine={name: embedded, device: cuda}",
     )
-    own = for_policy(other_way, "verifier").engine
-    assert (own.name, own.python, own.options, own.transport) == (
-        "embedded",
-        None,
-        {},
-        None,
-    )  # nothing of SGLang's
-    taken = [
-        (t.policy, t.devices) for t in list_worker_groups(other_way, "GPU") if t.part == "engine"
-    ]
-    assert taken == [("solver", 1), ("verifier", 1)]
-    with pytest.raises(
-        ConfigError,
-        match=r"engine\.transport: distributed joins trainer and engine in an NCCL group",
-    ):
-        shared = ["engine.name=sglang", "engine.python=python", "cluster.pool=shared"]
-        config(*shared, "policies.verifier.own.engine={transport: distributed}")
+    engine = for_policy(run, "verifier").engine
+    assert engine.name == "embedded"
+    assert engine.python is None
+    assert engine.options == {}
+    assert engine.transport is None
+    assert engine_devices(run) == [("solver", 1), ("verifier", 1)]
+
+
+def test_a_policys_transport_is_checked_against_the_pool() -> None:
+    settings = ["engine.name=sglang", "engine.python=python", "cluster.pool=shared"]
+    message = r"engine\.transport: distributed joins trainer and engine in an NCCL group"
+    with pytest.raises(ConfigError, match=message):
+        config(*settings, "policies.verifier.own.engine={transport: distributed}")
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("setting", "message"),
     [
         (
             "trainer={steps: 3}",
@@ -262,8 +252,8 @@ def test_a_policy_may_have_another_engine_than_the_run() -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_policys_own_is_refused(own: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(f"policies.verifier.own.{own}")
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_settings_that_a_policy_cannot_have_are_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        config(f"policies.verifier.own.{setting}")
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
