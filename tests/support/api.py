@@ -15,7 +15,7 @@ TASKS = [(f"{n}+1", n + 1) for n in range(20)]
 
 
 async def relay(task, team, env):
-    """An orchestra: the writer drafts, the editor revises."""
+    """Play a team in which the writer drafts and the editor revises."""
     draft = await team.act("writer", problem=task.prompt)
     await team.act("editor", problem=task.prompt, draft=draft.text)
 

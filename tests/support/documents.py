@@ -48,7 +48,7 @@ class Block:
 
     @property
     def lines(self) -> list[str]:
-        """The commands of a shell block, one a line, without comments."""
+        """Commands of a shell block, without comments."""
         commands = []
         for line in self.body.replace("\\\n", "").splitlines():
             command = re.sub(r"(^|\s+)# .*$", "", line).strip()

@@ -23,7 +23,7 @@ def divide(a: int, b: int) -> str:
 
 @server.tool()
 def pid() -> str:
-    """The server's process."""
+    """Return the server's process id."""
     return str(os.getpid())
 
 

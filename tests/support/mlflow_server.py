@@ -65,7 +65,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server on a new store, which has not started."""
+    """Yield a server on a new store, which has not started."""
     monkeypatch.setenv(BACKEND_STORE_URI_ENV_VAR, f"sqlite:///{tmp_path / 'server.db'}")
     monkeypatch.setenv(ARTIFACT_ROOT_ENV_VAR, str(tmp_path / "artifacts"))
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")

@@ -33,7 +33,12 @@ SETTINGS = [
 
 
 class CountingEngine(SimulatedEngine):
-    """A simulated engine that counts the tokens it samples, and those of replies that were cancelled."""
+    """Simulated engine that counts its tokens.
+
+    Attributes:
+        sampled: tokens of whole replies.
+        lost: tokens of replies that were cancelled.
+    """
 
     sampled = 0
     lost = 0
@@ -52,7 +57,7 @@ class CountingEngine(SimulatedEngine):
 def restarted_session(
     folder: Path, staleness: int, *overrides: str, update_s: float = 20.0, recipe: str = ""
 ) -> TrainingSession:
-    """Return the run as a start finds it: from its newest checkpoint, or from step 0.
+    """Return the session of a start, which continues from the newest checkpoint or begins at step 0.
 
     Args:
         update_s: virtual seconds of an update.
@@ -63,27 +68,28 @@ def restarted_session(
     for engine in engines_of(run).values():
         engine.__class__ = CountingEngine
 
-    found = run.checkpoints.newest(print)
-    first_step = found.step if found else 0
+    checkpoint = run.checkpoints.newest(print)
+    first_step = checkpoint.step if checkpoint else 0
     collected = CollectedSteps(folder, recipe=recipe, first_step=first_step)
     run = replace(run, rollouts=replace(run.rollouts, collected=collected))
-    if found is None:
+    if checkpoint is None:
         return run
 
     for engine in engines_of(run).values():
-        asyncio.run(engine.commit_update(handed_over(found.step)))
-        engine._updates = [(0.0, found.step)]
+        asyncio.run(engine.commit_update(handed_over(checkpoint.step)))
+        engine._updates = [(0.0, checkpoint.step)]
+    versions = checkpoint.state["versions"]
     syncs = {
-        name: WeightSync(run.groups[name], engine, versions=found.state["versions"][name])  # type: ignore[arg-type]
+        name: WeightSync(run.groups[name], engine, versions=versions[name])  # type: ignore[arg-type]
         for name, engine in engines_of(run).items()
     }
     return replace(run, weight_sync=syncs)
 
 
 def train(run: TrainingSession, until_s: float = 1e9) -> bool:
-    """Train to the end, or cancel the training at that virtual time; return True if it ended."""
-    found = run.checkpoints.newest(print)
-    first_step = found.step if found else 0
+    """Train until the end, or cancel the training at a virtual time; return True if it ended."""
+    checkpoint = run.checkpoints.newest(print)
+    first_step = checkpoint.step if checkpoint else 0
 
     async def main() -> bool:
         training = asyncio.ensure_future(train_steps(run, first_step))
@@ -100,18 +106,23 @@ def train(run: TrainingSession, until_s: float = 1e9) -> bool:
 
 def trajectories_of(folder: Path, steps: int = STEPS) -> list[Trajectory]:
     """Return the trajectories of all steps of a run."""
-    return [
-        trajectory
-        for step in range(steps)
-        for trajectory in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")
-    ]
+    trajectories: list[Trajectory] = []
+    for step in range(steps):
+        trajectories += read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")
+    return trajectories
 
 
 def token_count(trajectories: list[Trajectory]) -> int:
     """Return the number of sampled tokens in trajectories."""
-    return sum(len(turn.completion_ids) for t in trajectories for turn in t.turns)
+    count = 0
+    for trajectory in trajectories:
+        count += sum(len(turn.completion_ids) for turn in trajectory.turns)
+    return count
 
 
 def sampled_by(*runs: TrainingSession) -> int:
-    """Return the number of tokens of whole replies that the engines of some runs sampled."""
-    return sum(engine.sampled for run in runs for engine in engines_of(run).values())
+    """Return the number of tokens of whole replies that the engines of these sessions sampled."""
+    count = 0
+    for run in runs:
+        count += sum(engine.sampled for engine in engines_of(run).values())
+    return count

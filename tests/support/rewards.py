@@ -7,36 +7,33 @@ from rollout.records.trajectory import Group, Status
 
 
 def by_first_token(group: Group) -> Group:
-    """Every turn of a completed trajectory gets the remainder of its first token by 5."""
-    trajectories = (
-        replace(
-            t,
-            turns=tuple(
-                replace(turn, reward=float(turn.completion_ids[0] % 5)) for turn in t.turns
-            ),
-        )
-        if t.status is Status.COMPLETED
-        else t
-        for t in group.trajectories
-    )
+    """Reward each turn of a completed trajectory with its first token modulo 5."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        if trajectory.status is Status.COMPLETED:
+            turns = [
+                replace(turn, reward=float(turn.completion_ids[0] % 5)) for turn in trajectory.turns
+            ]
+            trajectory = replace(trajectory, turns=tuple(turns))
+        trajectories.append(trajectory)
     return replace(group, trajectories=tuple(trajectories))
 
 
 def by_number(group: Group) -> Group:
-    """Every turn of a group's trajectory gets the trajectory's number, whatever was said."""
-    trajectories = (
-        replace(t, turns=tuple(replace(turn, reward=float(number)) for turn in t.turns))
-        for number, t in enumerate(group.trajectories)
-    )
+    """Reward each turn of a group with the number of its trajectory, whatever the reply."""
+    trajectories = []
+    for number, trajectory in enumerate(group.trajectories):
+        turns = [replace(turn, reward=float(number)) for turn in trajectory.turns]
+        trajectories.append(replace(trajectory, turns=tuple(turns)))
     return replace(group, trajectories=tuple(trajectories))
 
 
-_held: list[bytes] = []
+_large_allocations: list[bytes] = []
 
 
 def hungry(group: Group) -> Group:
-    """As `by_first_token`, by a process that then holds 3.6 GB."""
-    if not _held:
-        _held.append(b"x" * 3_600_000_000)
-        time.sleep(10)  # Slurm looks every second
+    """Reward as `by_first_token`, and keep 3.6 GB of memory allocated from the first call on."""
+    if not _large_allocations:
+        _large_allocations.append(b"x" * 3_600_000_000)
+        time.sleep(10)  # Slurm checks the memory every second
     return by_first_token(group)
