@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
@@ -56,7 +59,10 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def describe_model(folder: Path) -> Path:
-    """Write what a plan reads of a model: sizes, a chat template and a file of weights."""
+    """Write the files of a model that a plan reads: sizes, a tokenizer and a file of weights.
+
+    Each word of a text is one unknown token, so that prompts are short.
+    """
     sizes = {
         "hidden_size": 192,
         "intermediate_size": 576,
@@ -66,7 +72,11 @@ def describe_model(folder: Path) -> Path:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    (folder / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "<|im_end|>": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"chat_template": "{{ messages }}", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     save_file({"model.norm.weight": torch.zeros(192)}, folder / "model.safetensors")
     return folder
