@@ -1,75 +1,81 @@
-"""What every reward allocator promises."""
+"""Contract of the reward allocators."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from rollout.records.trajectory import Status
+import rollout.rewards
+from rollout.records.trajectory import Group, Status, Turn
 from rollout.rewards import ALLOCATORS
 from tests.support.played import failed, group, trajectory, turn
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "discounts": {"mode": "hop_discount"},
     "turn_difference": {"metric": "f1", "scored": ["verifier"]},
 }
-TREES_ONLY = {"tree_shaping"}
+AGENTS = ("solver", "verifier", "solver", "verifier")
+SCORES = {"local": 0.5, "team": 1.0, "f1": 0.25, "process": 6.0}
 
 
-def scored(index, agent, **fields):
-    return turn(index, agent, {"local": 0.5, "team": 1.0, "f1": 0.25, "process": 6.0}, **fields)
+def nodes_for(allocator: str) -> Sequence[str]:
+    """Return the tree nodes of four turns; empty names for allocators that need no tree."""
+    return ("0", "0.0", "0.0.0", "0.0.1") if allocator == "tree_shaping" else ("",) * 4
 
 
-def scripted(nodes):
-    """Two completed trajectories and a failed one between them."""
-    agents = ("solver", "verifier", "solver", "verifier")
+def scored_turns(nodes: Sequence[str], masked: int | None = None) -> list[Turn]:
+    """Return a turn of each of AGENTS; `masked` is the index of a masked turn."""
+    return [
+        turn(index, agent, SCORES, node=nodes[index], masked=index == masked)
+        for index, agent in enumerate(AGENTS)
+    ]
 
-    def turns():
-        return (scored(i, agent, node=nodes[i]) for i, agent in enumerate(agents))
 
+def example_group(nodes: Sequence[str]) -> Group:
+    """Return two completed trajectories with a failed one between them."""
     return group(
-        trajectory(*turns(), answer="1", leaf=nodes[-1]),
+        trajectory(*scored_turns(nodes), answer="1", leaf=nodes[-1]),
         failed(turn(0), sample=1),
-        trajectory(*turns(), sample=2, answer="2", outcome=0.0, leaf=nodes[-1]),
+        trajectory(*scored_turns(nodes), sample=2, answer="2", outcome=0.0, leaf=nodes[-1]),
     )
 
 
+def turn_positions(turns: Sequence[Turn]) -> list[tuple[int, str, str]]:
+    return [(turn.index, turn.node, turn.agent) for turn in turns]
+
+
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_an_allocator_rewards_completed_turns_and_nothing_else(name):
-    nodes = ("0", "0.0", "0.0.0", "0.0.1") if name in TREES_ONLY else ("",) * 4
-    before, again = scripted(nodes), scripted(nodes)
+def test_an_allocator_rewards_completed_turns_and_changes_nothing_else(name: str) -> None:
+    before = example_group(nodes_for(name))
     after = ALLOCATORS[name](before, **OPTIONS.get(name, {}))
-    assert before == again
+    assert before == example_group(nodes_for(name))
     assert after.task == before.task
     assert [t.id for t in after.trajectories] == [t.id for t in before.trajectories]
     for old, new in zip(before.trajectories, after.trajectories, strict=True):
         if old.status is Status.FAILED:
             assert new == old
             continue
-        assert [(t.index, t.node, t.agent) for t in new.turns] == [
-            (t.index, t.node, t.agent) for t in old.turns
-        ]
-        assert all(
-            t.masked if t.reward is None else math.isfinite(t.reward) and not t.masked
-            for t in new.turns
-        )
-        assert any(t.reward is not None for t in new.turns)
+        assert turn_positions(new.turns) == turn_positions(old.turns)
+        for rewarded in new.turns:
+            if rewarded.reward is None:
+                assert rewarded.masked
+            else:
+                assert math.isfinite(rewarded.reward)
+                assert not rewarded.masked
+        assert any(rewarded.reward is not None for rewarded in new.turns)
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_a_masked_turn_stays_masked(name):
-    nodes = ("0", "0.0", "0.0.0", "0.0.1") if name in TREES_ONLY else ("",) * 4
-    fields = {"local": 0.5, "team": 1.0, "f1": 0.25, "process": 6.0}
-    agents = ("solver", "verifier", "solver", "verifier")
-    turns = (turn(i, a, fields, node=nodes[i], masked=i == 2) for i, a in enumerate(agents))
-    played = group(trajectory(*turns, answer="1", leaf=nodes[-1]))
-    (got,) = ALLOCATORS[name](played, **OPTIONS.get(name, {})).trajectories
-    assert [t.masked for t in got.turns] == [False, False, True, False]
-    assert [t.reward is None for t in got.turns] == [False, False, True, False]
+def test_a_masked_turn_stays_masked(name: str) -> None:
+    nodes = nodes_for(name)
+    before = group(trajectory(*scored_turns(nodes, masked=2), answer="1", leaf=nodes[-1]))
+    (after,) = ALLOCATORS[name](before, **OPTIONS.get(name, {})).trajectories
+    assert [turn.masked for turn in after.turns] == [False, False, True, False]
+    assert [turn.reward is None for turn in after.turns] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_an_allocator_is_documented(name):
-    import rollout.rewards
-
+def test_an_allocator_is_documented(name: str) -> None:
     assert f"\n{name} " in str(rollout.rewards.__doc__)
     assert ALLOCATORS[name].__doc__

@@ -1,4 +1,4 @@
-"""Every environment and generator of the registries is described, and has a team that plays in it."""
+"""Environments and task generators of the registries: they are documented and used by a shipped team."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_an_environment_is_described(name: str) -> None:
-    described = re.search(rf"(^|[ ,]){name}\b", rollout.environments.__doc__ or "", re.MULTILINE)
-    assert described, f"{name} is not in the docstring of rollout.environments"
+    docstring = rollout.environments.__doc__ or ""
+    match = re.search(rf"(^|[ ,]){name}\b", docstring, re.MULTILINE)
+    assert match, f"{name} is not in the docstring of rollout.environments"
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
-def test_a_shipped_team_plays_in_it(name: str) -> None:
+def test_a_shipped_team_plays_in_each_environment(name: str) -> None:
     assert name in {team["env"]["name"] for team in TEAMS.values() if "env" in team}
 
 
@@ -33,5 +34,6 @@ def test_a_shipped_team_plays_in_it(name: str) -> None:
 )
 def test_a_generator_is_described(name: str) -> None:
     assert f"| `{name}` |" in DOCS
-    taught = name in ("encyclopedia_chats", "programs")  # by teachers in the real team
-    assert (GENERATORS[name].demonstration_options is not None) == taught
+    # Teachers demonstrate the tasks of these generators in the real team.
+    has_demonstrations = name in ("encyclopedia_chats", "programs")
+    assert (GENERATORS[name].demonstration_options is not None) == has_demonstrations

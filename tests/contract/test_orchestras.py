@@ -1,4 +1,4 @@
-"""Every orchestra is described in its package, and configs/team/ has a valid team for it."""
+"""Orchestras of the registry: they are documented, and configs/team/ has a valid team for each."""
 
 from __future__ import annotations
 

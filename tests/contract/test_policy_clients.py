@@ -44,7 +44,8 @@ class Letters:
     stop = ()
 
     def render(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return tuple(byte % 96 for message in messages for byte in message.content.encode())
+        content = b"".join(message.content.encode() for message in messages)
+        return tuple(byte % 96 for byte in content)
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return "".join(chr(32 + token) for token in token_ids)
@@ -185,12 +186,12 @@ def test_a_cancelled_call_does_not_disturb_others(run_check: RunCheck) -> None:
     async def check(client: PolicyClient, _: object) -> None:
         long_sampling = replace(SAMPLINGS[0], max_tokens=100)
         cancelled = asyncio.create_task(client.say(chat("slowly"), long_sampling))
-        other = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
+        undisturbed = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
         await asyncio.sleep(0)
         cancelled.cancel()
-        # a scripted reply may have come before the cancellation
+        # A scripted reply may have come before the cancellation.
         await asyncio.gather(cancelled, return_exceptions=True)
-        assert_complete(await other, SAMPLINGS[1])
+        assert_complete(await undisturbed, SAMPLINGS[1])
         assert_complete(await client.say(chat("and then"), SAMPLINGS[2]), SAMPLINGS[2])
 
     run_check(check)

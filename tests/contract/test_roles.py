@@ -1,4 +1,4 @@
-"""What every role promises: its parser takes any text, and a reply without what was asked for is malformed."""
+"""Contract of the roles: their parsers accept any text, and refuse replies without the requested content."""
 
 import string
 
@@ -10,7 +10,8 @@ import rollout.environments
 import rollout.orchestras  # noqa: F401  (registers the roles)
 from rollout.teams.roles import ROLES
 
-SAYS_NOTHING = [
+# Replies without content for any role
+EMPTY_REPLIES = [
     "",
     " \n",
     "I do not know.",
@@ -28,6 +29,7 @@ SAYS_NOTHING = [
     "\\boxed{" * 3000,
     "é" * 20_000,
 ]
+# Pieces of which random replies are made
 PIECES = [
     "<answer>",
     "</answer>",
@@ -42,11 +44,11 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ROLES if name != "program_agent"]
-)  # who may say what it likes
-def test_a_reply_that_says_nothing_is_malformed(name: str) -> None:
-    assert [text[:20] for text in SAYS_NOTHING if ROLES[name].parse(text) is not None] == []
+# A program's agent may reply anything.
+@pytest.mark.parametrize("name", [name for name in ROLES if name != "program_agent"])
+def test_an_empty_reply_is_malformed(name: str) -> None:
+    accepted = [text[:20] for text in EMPTY_REPLIES if ROLES[name].parse(text) is not None]
+    assert accepted == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,11 +60,9 @@ def test_no_text_breaks_a_parser(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_its_prompt_has_a_slot_for_what_it_is_about_and_braces_in_texts_are_left_alone(
-    name: str,
-) -> None:
+def test_a_prompt_has_slots_whose_texts_may_contain_braces(name: str) -> None:
     role = ROLES[name]
     slots = [slot for _, slot, _, _ in string.Formatter().parse(role.user) if slot]
     assert slots, name
-    said = role.messages(**dict.fromkeys(slots, "{braces} <tag>"))[-1].content
-    assert said.count("{braces} <tag>") == len(slots)
+    prompt = role.messages(**dict.fromkeys(slots, "{braces} <tag>"))[-1].content
+    assert prompt.count("{braces} <tag>") == len(slots)

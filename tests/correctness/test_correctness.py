@@ -1,4 +1,4 @@
-"""The page of correctness names what there is."""
+"""Rows of docs/correctness.md: the tests and equations that they name exist."""
 
 import re
 
@@ -15,32 +15,33 @@ from tests.correctness import (
 
 
 def test_every_defect_has_tests() -> None:
-    found = defect_tests()
-    assert list(found) == list(DEFECTS)
-    assert all(found.values()), [defect for defect, tests in found.items() if not tests]
+    tests_by_defect = defect_tests()
+    assert list(tests_by_defect) == list(DEFECTS)
+    for defect, tests in tests_by_defect.items():
+        assert tests, defect
 
 
-def test_what_holds_of_an_evaluation_has_tests_that_are_there() -> None:
-    for test in (test for tests in EVALUATION.values() for test in tests):
-        path, *_, name = test.split("::")
-        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
+def test_the_tests_of_the_evaluation_exist() -> None:
+    for tests in EVALUATION.values():
+        for test in tests:
+            path, *_, name = test.split("::")
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
 def test_the_objective_is_compared_in_whole_models() -> None:
-    """PPO without a correction is in the rows that name none, and filters have no gradient."""
-    without = {
-        name
-        for known in OBJECTIVE.values()
-        for name in known
-        if largest_gradient_error(name) == "–"
-    }
-    assert without == {"none", *OBJECTIVE["filter"]}
-    assert all(float(largest_gradient_error(name)) < 1e-5 for name in OBJECTIVE["loss"])
+    """Rows without a correction cover PPO without one. Filters have no gradient."""
+    without_gradient = set()
+    for names in OBJECTIVE.values():
+        without_gradient |= {name for name in names if largest_gradient_error(name) == "–"}
+    assert without_gradient == {"none", *OBJECTIVE["filter"]}
+    for name in OBJECTIVE["loss"]:
+        assert float(largest_gradient_error(name)) < 1e-5
 
 
 def test_the_page_has_every_estimator_and_part_of_the_objective() -> None:
     text = page(dict.fromkeys(ESTIMATORS, 2.5e-9))
     for name in ESTIMATORS:
         assert re.search(rf"^\| `{name}` \| .+ \| .+ \| 2\.5e-09 \|$", text, re.MULTILINE), name
-    for known in OBJECTIVE.values():
-        assert all(name in text for name in known)
+    for names in OBJECTIVE.values():
+        for name in names:
+            assert name in text

@@ -1,4 +1,4 @@
-"""Every kind of credit goes through real training steps: engines, Megatron ranks, checkpoints."""
+"""Real training steps with every kind of credit: engines, Megatron ranks, checkpoints, exports."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.in_process import training_here
 from tests.support.replay import sample_again
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 
 SETTINGS = [
     "reward.name=tests.support.rewards:by_first_token",
@@ -36,8 +37,8 @@ SETTINGS = [
     "trainer.validate_every=2",
 ]
 CREDIT = {
-    # PPO with a critic of each policy, a KL penalty in the reward whose coefficient adapts, an entropy bonus; process
-    # scores of a coach behind a real server, of which every third call is garbage and masked
+    # PPO: a critic of each policy, a KL penalty in the reward with an adaptive coefficient, and an
+    # entropy bonus. The scores are those of a coach, every third of whose answers cannot be parsed.
     "ppo": [
         "coach=local",
         "reward.name=coach",
@@ -47,7 +48,8 @@ CREDIT = {
         "+loss.kl={coef: 0.1, where: reward, target: 0.01, horizon: 100, estimate: k1}",
         "+loss.entropy=0.01",
     ],
-    # two updates a step under truncated importance sampling, KL in the loss, groups without signal made up for
+    # GSPO: two updates a step with truncated importance sampling, KL in the loss, and new groups in
+    # place of those without signal.
     "gspo": [
         "advantage=reinforce_pp",
         "loss=gspo",
@@ -56,7 +58,7 @@ CREDIT = {
         "+trainer.updates_per_step=2",
         "filter={name: informative, resample: 1}",
     ],
-    # an estimator by agent under one policy, one of them frozen; the baseline is a greedy trajectory
+    # Each agent of one policy has its own estimator and weight; a baseline is a greedy trajectory.
     "agents": [
         "agents.verifier.policy=solver",
         "~policies.verifier",
@@ -64,13 +66,14 @@ CREDIT = {
         "+agents.verifier.advantage={name: rloo, align: 3}",
         "+agents.verifier.loss_weight=0.5",
     ],
-    # adapters of two policies on one model that is held once, one with a critic, trained in turn and held near the
-    # model without them
+    # Adapters of two policies on one shared model, one with a critic. They are trained in turn, with
+    # a KL penalty towards the model without adapters.
     "lora": [
         "trainer.steps=3",
         "+policies.solver.lora={rank: 4, alpha: 8}",
         "+policies.verifier.lora={rank: 2, alpha: 2, targets: [q, v]}",
-        *(f"+policies.{policy}.share_base=true" for policy in ("solver", "verifier")),
+        "+policies.solver.share_base=true",
+        "+policies.verifier.share_base=true",
         "+policies.solver.schedule=cosine",
         "policies.solver.warmup_steps=0",
         "policies.solver.lr=1.0e-3",
@@ -79,8 +82,8 @@ CREDIT = {
         "+trainer.alternate={order: [solver, verifier]}",
         "+loss.kl={coef: 0.1}",
     ],
-    # collection a step ahead, by the weights before, corrected for it; the slowest of each group are given up, and what
-    # is written in the end are the best step's weights
+    # Rollouts are collected one step ahead of training, with a correction for their older weights. The
+    # slowest of each group are cancelled. The finished models are those of the best step.
     "ahead": [
         "+trainer.staleness=1",
         "+trainer.oversample=1.5",
@@ -93,7 +96,7 @@ CREDIT = {
         "+trainer.keep_best=1",
         "+trainer.final=best",
     ],
-    # a policy with an engine, a loss, micro-batches, mini-batches and passes of its own beside one with the run's
+    # The verifier has its own engine, loss, micro-batches, mini-batches and passes.
     "own": [
         "policies.verifier.own.engine={max_length: 300, slots: 3}",
         "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}}",
@@ -102,250 +105,305 @@ CREDIT = {
         "policies.verifier.warmup_steps=0",
         "policies.solver.warmup_steps=0",
     ],
-    # trees of branches, a policy that is frozen
+    # AT-GRPO: trees of branches; the verifier is frozen.
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
-# which are trained in this process; adapters on one model need actors
-HERE = ("ppo", "gspo", "agents", "trees", "ahead", "own")
+# These are trained in this process. Adapters on a shared model need Ray actors.
+IN_PROCESS = ("ppo", "gspo", "agents", "trees", "ahead", "own")
+
+BEST_ACCURACIES = [0.0, 1.0, 0.5]  # of run `ahead`, at the start and after each step
+
+
+def judge(body: dict[str, Any], number: int) -> Response:
+    """Answer as a coach, every third of whose answers has no score."""
+    return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
 
 
 @pytest.fixture(params=sorted(CREDIT))
 def trained(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Path]:
-    if (
-        request.param == "ahead"
-    ):  # a random model gets nothing right: say that it was best after its first step
-        measured = iter([0.0, 1.0, 0.5])
+    """Train a run; return the name of its settings and its folder `train`."""
+    kind = request.param
+    if kind == "ahead":
+        # A random model solves no task, so the accuracies of its validations are replaced.
+        accuracies = iter(BEST_ACCURACIES)
         metrics = Scoreboard.metrics
         monkeypatch.setattr(
-            Scoreboard, "metrics", lambda board: metrics(board) | {"accuracy": next(measured)}
+            Scoreboard, "metrics", lambda board: metrics(board) | {"accuracy": next(accuracies)}
         )
-
-    def judge(body: dict, number: int) -> Response:
-        return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
-
-    here = training_here(monkeypatch) if request.param in HERE else nullcontext()
-    with chat_server(judge) as server, here:
-        url = [f"coach.url={server.url}"] if request.param == "ppo" else []
-        run = make_run(tmp_path, *SETTINGS, *CREDIT[request.param], *url)
+    ray = training_here(monkeypatch) if kind in IN_PROCESS else nullcontext()
+    with chat_server(judge) as server, ray:
+        settings = [*SETTINGS, *CREDIT[kind]]
+        if kind == "ppo":
+            settings.append(f"coach.url={server.url}")
+        run = make_run(tmp_path, *settings)
         train(run / "config.yaml")
-    return request.param, run / "train"
+    return kind, run / "train"
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def read_turns(folder: Path, step: int) -> list[Turn]:
+    """Return the turns of all trajectories of a step."""
+    turns: list[Turn] = []
+    for trajectory in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet"):
+        turns += trajectory.turns
+    return turns
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     kind, folder = trained
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder.parent)
     steps = [row for row in rows if row["step"] >= 0]
     assert [row["step"] for row in steps] == list(range(3 if kind == "lora" else 2))
-    assert all(math.isfinite(value) for row in steps for value in row.values())
-    done = json.loads((folder / "done.json").read_text())
-    for policy, files in done["sha256"].items():
-        assert "tokenizer_config.json" in files and files["model.safetensors"] == sha256(
-            folder / "models" / policy / "model.safetensors"
-        )
-    first, last = steps[0], steps[-1]
-    checkpoint = json.loads((folder / "checkpoints" / "step_000002" / "manifest.json").read_text())
-    if kind == "ppo":
-        assert first["policy/solver/kl_coef"] == 0.1
-        # sampler and reference are the same weights at first: the estimate is 0, and the coefficient sinks
-        assert first["policy/solver/reference_kl"] == pytest.approx(0.0, abs=1e-4)
-        assert last["policy/solver/kl_coef"] < 0.1
-        assert checkpoint["state"]["kl"]["solver"]["coefficient"] < last["policy/solver/kl_coef"]
-        assert first["agent/solver/critic/value_error_squared"] > 0
-        assert first["agent/solver/critic/explained_variance"] < 1
-        assert "solver.critic/rank_00000.safetensors" in checkpoint["files"]
-        assert first["policy/solver/critic/grad_norm"] > 0
-        masked = sum(first[f"agent/{agent}/masked"] for agent in ("solver", "verifier"))
-        failures = sum(first[f"coach/{agent}/failures"] for agent in ("solver", "verifier"))
-        assert masked == failures
-        assert 0 < first["agent/solver/reward_mean"] <= 9
-        assert first["policy/solver/grad_norm"] > 0
-    if kind == "gspo":
-        assert first["agent/solver/correction_weight"] == pytest.approx(1.0, abs=1e-3)
-        assert first["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-3)
-        saved = json.loads(
-            (folder / "checkpoints" / "step_000002" / "solver" / "trainer.json").read_text()
-        )
-        assert 2 < saved["updates"] <= 4
-    if kind == "agents":
-        assert {"agent/solver/grad_norm", "agent/verifier/grad_norm"} <= first.keys()
-        assert "policy/verifier/grad_norm" not in first
-    if kind == "lora":
-        check_lora(folder, steps)
-        check_export(folder)
-    if kind == "ahead":
-        turns = [
-            [
-                turn
-                for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")
-                for turn in t.turns
-            ]
-            for step in (0, 1)
-        ]
-        assert {turn.oldest_version for turn in turns[0]} == {0}
-        assert {turn.oldest_version for turn in turns[1]} <= {0, 1}
-        assert first["staleness/max"] == 0.0
-        assert first["agent/solver/logprob_gap_max"] < 1e-4
-        behind = last.get("staleness/turns_1", 0.0)
-        assert last["staleness/mean"] * (
-            behind + last.get("staleness/turns_0", 0.0)
-        ) == pytest.approx(behind)
-        assert behind and "agent/solver/correction_weight" in last
-        assert first["rollout/aborted"] == 2.0
-        assert first["policy/solver/grad_norm"] > 0
-        check_best(folder, [row["validation/accuracy"] for row in rows])
-        check_repeated(folder, [turn for step in turns for turn in step])
-    if kind == "own":
-        check_own(folder, steps)
-    if kind == "trees":
-        trajectories = read_trajectories(folder / "trajectories" / "step_000000.parquet")
-        assert len(trajectories) == 4  # two trees of each task
-        assert {turn.node for turn in trajectories[0].turns if turn.index == 0} == {
-            str(n) for n in range(8)
-        }
-        assert first["policy/solver/grad_norm"] > 0
-        assert "policy/verifier/grad_norm" not in first
-        done = json.loads((folder / "done.json").read_text())
-        assert done["policies"]["verifier"].endswith("base")
+    for row in steps:
+        assert all(math.isfinite(value) for value in row.values())
+    for policy, digests in read_json(folder / "done.json")["sha256"].items():
+        assert "tokenizer_config.json" in digests
+        weights = folder / "models" / policy / "model.safetensors"
+        assert digests["model.safetensors"] == sha256(weights)
     agents = ("solver",) if kind == "lora" else ("solver", "verifier")
-    assert all(
-        row[f"agent/{agent}/advantage_second_moment"] >= 0 for row in steps for agent in agents
-    )
+    for row in steps:
+        for agent in agents:
+            assert row[f"agent/{agent}/advantage_second_moment"] >= 0
+
+    match kind:
+        case "ppo":
+            check_ppo(folder, steps)
+        case "gspo":
+            check_gspo(folder, steps)
+        case "agents":
+            assert {"agent/solver/grad_norm", "agent/verifier/grad_norm"} <= steps[0].keys()
+            assert "policy/verifier/grad_norm" not in steps[0]
+        case "lora":
+            check_lora(folder, steps)
+            check_exports_of_a_finished_run(folder)
+        case "ahead":
+            check_ahead(folder, steps)
+            check_best_step(folder, [row["validation/accuracy"] for row in rows])
+            check_turns_can_be_sampled_again(folder)
+        case "own":
+            check_own_settings(folder, steps)
+        case "trees":
+            check_trees(folder, steps)
 
 
-def check_own(folder: Path, steps: list[dict]) -> None:
-    """The solver takes one update a step; the verifier two passes of two turns each, near its first model."""
-    played = [
-        read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet") for step in (0, 1)
-    ]
-    calls = [
-        sum(turn.agent == "verifier" for t in trajectories for turn in t.turns)
-        for trajectories in played
-    ]
-    updates = [2 * math.ceil(n / 2) for n in calls]
+def check_ppo(folder: Path, steps: list[dict[str, Any]]) -> None:
+    first = steps[0]
+    last = steps[-1]
+    checkpoint = read_json(folder / "checkpoints" / "step_000002" / "manifest.json")
+
+    # At first the policy equals the reference: the estimated KL is 0, and the coefficient decreases.
+    assert first["policy/solver/kl_coef"] == 0.1
+    assert first["policy/solver/reference_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert last["policy/solver/kl_coef"] < 0.1
+    assert checkpoint["state"]["kl"]["solver"]["coefficient"] < last["policy/solver/kl_coef"]
+
+    assert first["agent/solver/critic/value_error_squared"] > 0
+    assert first["agent/solver/critic/explained_variance"] < 1
+    assert "solver.critic/rank_00000.safetensors" in checkpoint["files"]
+    assert first["policy/solver/critic/grad_norm"] > 0
+
+    # Turns whose scores the coach did not give are masked.
+    masked = sum(first[f"agent/{agent}/masked"] for agent in ("solver", "verifier"))
+    failures = sum(first[f"coach/{agent}/failures"] for agent in ("solver", "verifier"))
+    assert masked == failures
+    assert 0 < first["agent/solver/reward_mean"] <= 9
+    assert first["policy/solver/grad_norm"] > 0
+
+
+def check_gspo(folder: Path, steps: list[dict[str, Any]]) -> None:
+    assert steps[0]["agent/solver/correction_weight"] == pytest.approx(1.0, abs=1e-3)
+    assert steps[0]["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-3)
+    state = read_json(folder / "checkpoints" / "step_000002" / "solver" / "trainer.json")
+    assert 2 < state["updates"] <= 4
+
+
+def check_trees(folder: Path, steps: list[dict[str, Any]]) -> None:
+    trajectories = read_trajectories(folder / "trajectories" / "step_000000.parquet")
+    assert len(trajectories) == 4  # two trees of each task
+    first_nodes = {turn.node for turn in trajectories[0].turns if turn.index == 0}
+    assert first_nodes == {str(number) for number in range(8)}
+    assert steps[0]["policy/solver/grad_norm"] > 0
+    assert "policy/verifier/grad_norm" not in steps[0]
+    # The finished model of a frozen policy is its base model.
+    assert read_json(folder / "done.json")["policies"]["verifier"].endswith("base")
+
+
+def check_own_settings(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Check that the solver takes one update a step, and the verifier two passes of two turns each."""
+    calls = []
+    for step in (0, 1):
+        turns = read_turns(folder, step)
+        calls.append(sum(turn.agent == "verifier" for turn in turns))
     assert min(calls) >= 4
+    updates = [2 * math.ceil(count / 2) for count in calls]
     assert [row["policy/solver/updates"] for row in steps] == [1, 1]
     assert [row["policy/verifier/updates"] for row in steps] == updates
-    saved = folder / "checkpoints" / "step_000002"
-    counted = {
-        p: json.loads((saved / p / "trainer.json").read_text())["updates"]
-        for p in ("solver", "verifier")
-    }
-    assert counted == {"solver": 2, "verifier": sum(updates)}
-    # all of a step's mini-batches have one rate, half way down in the second of two steps
-    assert [row["policy/verifier/lr"] for row in steps] == [
-        pytest.approx(1e-4),
-        pytest.approx(5e-5),
-    ]
+    checkpoint = folder / "checkpoints" / "step_000002"
+    assert read_json(checkpoint / "solver" / "trainer.json")["updates"] == 2
+    assert read_json(checkpoint / "verifier" / "trainer.json")["updates"] == sum(updates)
+
+    # All mini-batches of a step have one learning rate. In the second of two steps it is halved.
+    verifier_rates = [row["policy/verifier/lr"] for row in steps]
+    assert verifier_rates == [pytest.approx(1e-4), pytest.approx(5e-5)]
     assert [row["policy/solver/lr"] for row in steps] == [pytest.approx(1e-4)] * 2
-    assert all(
-        "agent/verifier/reference_kl" in row and "agent/solver/reference_kl" not in row
-        for row in steps
-    )
-    assert (
-        steps[1]["agent/verifier/reference_kl"] > 0
-    )  # in step 1 the verifier has left its first model
+
+    # Only the verifier has a reference, from which it differs after the first step.
+    for row in steps:
+        assert "agent/verifier/reference_kl" in row
+        assert "agent/solver/reference_kl" not in row
+    assert steps[1]["agent/verifier/reference_kl"] > 0
 
 
-def check_lora(folder: Path, steps: list[dict]) -> None:
-    """Who was updated when and with what rate, and what was written."""
+def check_lora(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Check the alternating updates, their learning rates, the weight versions and the adapters."""
     assert [row["policy/solver/updates"] for row in steps] == [1, 0, 1]
     assert [row["policy/verifier/updates"] for row in steps] == [0, 1, 0]
-    for name in (
-        "policy/verifier/lr",
-        "agent/verifier/critic/value_error_squared",
-    ):  # the critic has turns too
+    # The critic is updated together with its policy.
+    for name in ("policy/verifier/lr", "agent/verifier/critic/value_error_squared"):
         assert [name in row for row in steps] == [False, True, False]
-    # half a cosine over the two updates that are the solver's
+    # Half of a cosine over the two updates of the solver
     assert [row.get("policy/solver/lr") for row in steps] == [1e-3, None, pytest.approx(5e-4)]
-    # in step 2 the engine sampled with merged weights, and the trainer sees the same
+
+    # In step 2 the engine samples with merged weights, and the trainer computes with adapters.
     assert 0 < steps[2]["agent/solver/logprob_gap_max"] < 1e-4
     assert steps[0]["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert steps[2]["agent/solver/reference_kl"] > 1e-6
-    played = read_trajectories(folder / "trajectories" / "step_000002.parquet")
-    versions = {
-        (turn.policy, turn.policy_version) for trajectory in played for turn in trajectory.turns
-    }
+    versions = {(turn.policy, turn.policy_version) for turn in read_turns(folder, 2)}
     assert versions == {("solver", 1), ("verifier", 2)}
+
+    check_merged_weights(folder, "solver", scale=2.0, targets="qkvo", adapter_tensors=2 * 7)
+    check_merged_weights(folder, "verifier", scale=1.0, targets="qv", adapter_tensors=2 * 2)
+
+
+def check_merged_weights(
+    folder: Path, policy: str, *, scale: float, targets: str, adapter_tensors: int
+) -> None:
+    """Check that the finished model of one layer is W + scale B A, computed in float64."""
     base = load_file(folder.parent / "base" / "model.safetensors")
-    for policy, scale, targets in (("solver", 2.0, "qkvo"), ("verifier", 1.0, "qv")):
-        merged = load_file(folder / "models" / policy / "model.safetensors")
-        adapter = load_file(folder / "models" / policy / "adapter" / "adapter_model.safetensors")
-        assert len(adapter) == (2 * 7 if policy == "solver" else 2 * 2)  # of the one layer
-        for x in targets:
-            name = f"model.layers.0.self_attn.{x}_proj"
-            a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-            assert b.any(), name
-            start = base[f"{name}.weight"]
-            exact = start.double() + scale * b.double() @ a.double()
-            precision.assert_close(merged[f"{name}.weight"], start + scale * b @ a, exact)
-        assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    merged = load_file(folder / "models" / policy / "model.safetensors")
+    adapter = load_file(folder / "models" / policy / "adapter" / "adapter_model.safetensors")
+    assert len(adapter) == adapter_tensors
+    for target in targets:
+        name = f"model.layers.0.self_attn.{target}_proj"
+        a = adapter[f"base_model.model.{name}.lora_A.weight"]
+        b = adapter[f"base_model.model.{name}.lora_B.weight"]
+        assert b.any(), name
+        weight = base[f"{name}.weight"]
+        exact = weight.double() + scale * b.double() @ a.double()
+        precision.assert_close(merged[f"{name}.weight"], weight + scale * b @ a, exact)
+    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
-EXPORTED = "model-00001.safetensors"  # the same bytes, beside the biases of a Llama that transformers reads alike
+# Exported weights have the bytes of the finished model. A second file has biases, so that
+# transformers reads the model as a Llama.
+EXPORTED_WEIGHTS = "model-00001.safetensors"
 
 
-class Sources(list[str]):
-    """What exports say of where a policy is from, without what they say of the check of what they wrote."""
+class SourceNotes(list[str]):
+    """Notes of exports that name the source of a policy; other notes are dropped."""
 
     def append(self, note: str) -> None:
         if " from " in note:
             super().append(note)
 
 
-def check_best(folder: Path, accuracy: list[float]) -> None:
-    """The finished policies, which evaluation uses, are to the bit those of the step that validated best."""
-    assert accuracy == [0.0, 1.0, 0.5]  # at the start, and after each step
-    done = json.loads((folder / "done.json").read_text())
-    assert (done["steps"], done["policies_of_step"]) == (2, 1)
+def check_ahead(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Check the weight versions of turns, the staleness metrics and the cancelled trajectories."""
+    first = steps[0]
+    last = steps[-1]
+    assert {turn.oldest_version for turn in read_turns(folder, 0)} == {0}
+    assert {turn.oldest_version for turn in read_turns(folder, 1)} <= {0, 1}
+    assert first["staleness/max"] == 0.0
+    assert first["agent/solver/logprob_gap_max"] < 1e-4
+    stale_turns = last.get("staleness/turns_1", 0.0)
+    all_turns = stale_turns + last.get("staleness/turns_0", 0.0)
+    assert last["staleness/mean"] * all_turns == pytest.approx(stale_turns)
+    assert stale_turns
+    assert "agent/solver/correction_weight" in last
+    assert first["rollout/aborted"] == 2.0
+    assert first["policy/solver/grad_norm"] > 0
+
+
+def check_best_step(folder: Path, accuracies: list[float]) -> None:
+    """Check that the finished policies, which evaluation uses, have the bits of the best step.
+
+    Exports of the checkpoints stay in the folder of results.
+    """
+    assert accuracies == BEST_ACCURACIES
+    done = read_json(folder / "done.json")
+    assert done["steps"] == 2
+    assert done["policies_of_step"] == 1
     config = config_with_seats(RunConfig.load(folder.parent / "config.yaml"), "trained", {})
-    evaluated = {policy: Path(model) for policy, model in config.models.items()}
-    assert evaluated == {policy: folder / "models" / policy for policy in ("solver", "verifier")}
-    (folder / "done.json").unlink()  # from here on exports are of the newest checkpoint
-    to, notes = folder.parent.parent, Sources()
-    export(folder.parent, "solver", to / "last", notes.append)
-    shutil.rmtree(folder / "checkpoints" / "step_000002")
-    for policy in evaluated:
-        export(folder.parent, policy, to / policy, notes.append)
-    sources = ["solver from step_000002", "solver from step_000001", "verifier from step_000001"]
-    assert [note.replace(f"{folder / 'checkpoints'}/", "") for note in notes] == sources
-    for policy, model in evaluated.items():
-        assert sha256(model / "model.safetensors") == sha256(to / policy / EXPORTED)
-    assert sha256(to / "last" / EXPORTED) != sha256(to / "solver" / EXPORTED)
+    models = {policy: Path(model) for policy, model in config.models.items()}
+    assert models == {policy: folder / "models" / policy for policy in ("solver", "verifier")}
+
+    # Without done.json, the newest checkpoint is exported.
+    results = folder.parent.parent
+    checkpoints = folder / "checkpoints"
+    notes = SourceNotes()
+    (folder / "done.json").unlink()
+    export(folder.parent, "solver", results / "last", notes.append)
+    shutil.rmtree(checkpoints / "step_000002")
+    for policy in models:
+        export(folder.parent, policy, results / policy, notes.append)
+    assert [note.replace(f"{checkpoints}/", "") for note in notes] == [
+        "solver from step_000002",
+        "solver from step_000001",
+        "verifier from step_000001",
+    ]
+    for policy, model in models.items():
+        assert sha256(model / "model.safetensors") == sha256(results / policy / EXPORTED_WEIGHTS)
+    last_weights = sha256(results / "last" / EXPORTED_WEIGHTS)
+    assert last_weights != sha256(results / "solver" / EXPORTED_WEIGHTS)
 
 
-def check_repeated(folder: Path, turns: list[Turn]) -> None:
-    """Each turn is sampled again to the bit: by the first model, by what training exported, or begun by the one."""
+def check_turns_can_be_sampled_again(folder: Path) -> None:
+    """Check that each turn has the bits of a new sample by its weight versions.
+
+    Version 0 is the base model, version 1 the exported policy of the first step. Some turns have both.
+    """
     base = folder.parent / "base"
-    models = {
-        0: lambda _: base / "model.safetensors",
-        1: lambda policy: folder.parent.parent / policy / EXPORTED,
-    }
     engine = EmbeddedEngine.from_folder(base, max_length=512, rows=1, deterministic=True)
-    for turn in turns:
+    for turn in [*read_turns(folder, 0), *read_turns(folder, 1)]:
+        exported = folder.parent.parent / turn.policy / EXPORTED_WEIGHTS
+        files = {0: base / "model.safetensors", 1: exported}
 
-        def weights(version: int, policy: str = turn.policy) -> Iterable[tuple[str, torch.Tensor]]:
-            return load_file(models[version](policy)).items()
+        def weights(
+            version: int, files: dict[int, Path] = files
+        ) -> Iterable[tuple[str, torch.Tensor]]:
+            return load_file(files[version]).items()
 
         assert sample_again(engine, turn, weights) == (turn.completion_ids, turn.logprobs)
 
 
-def check_export(folder: Path) -> None:
-    """A finished model is copied; without one, the newest checkpoint gives the same."""
-    to, notes = folder.parent.parent, Sources()
-    export(folder.parent, "solver", to / "finished", notes.append)
+def check_exports_of_a_finished_run(folder: Path) -> None:
+    """Check that an export copies the finished model, and without one gives the same from a checkpoint."""
+    results = folder.parent.parent
+    notes = SourceNotes()
+    export(folder.parent, "solver", results / "finished", notes.append)
     assert notes == [f"solver from {folder / 'models' / 'solver'}"]
+
     (folder / "done.json").unlink()
-    export(folder.parent, "solver", to / "solver", notes.append)
-    export(folder.parent, "verifier", to / "verifier", notes.append, adapter=True)
-    assert notes[1:] == [
-        f"{policy} from {folder / 'checkpoints/step_000003'}" for policy in ("solver", "verifier")
-    ]
-    for name in (EXPORTED, "adapter/adapter_model.safetensors", "tokenizer.json", "config.json"):
-        assert (to / "solver" / name).read_bytes() == (to / "finished" / name).read_bytes(), name
+    export(folder.parent, "solver", results / "solver", notes.append)
+    export(folder.parent, "verifier", results / "verifier", notes.append, adapter=True)
+    checkpoint = folder / "checkpoints/step_000003"
+    assert notes[1:] == [f"solver from {checkpoint}", f"verifier from {checkpoint}"]
+    for name in (
+        EXPORTED_WEIGHTS,
+        "adapter/adapter_model.safetensors",
+        "tokenizer.json",
+        "config.json",
+    ):
+        from_checkpoint = (results / "solver" / name).read_bytes()
+        assert from_checkpoint == (results / "finished" / name).read_bytes(), name
     for name in ("adapter_config.json", "adapter_model.safetensors"):
+        from_checkpoint = (results / "verifier" / name).read_bytes()
         written = folder / "models" / "verifier" / "adapter" / name
-        assert (to / "verifier" / name).read_bytes() == written.read_bytes(), name
+        assert from_checkpoint == written.read_bytes(), name

@@ -1,4 +1,4 @@
-"""Other models in some seats, through the real rules: what is planned, and who plays."""
+"""Evaluations with other models in some seats, through the real rules: the planned jobs, and the models that play."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from rollout.records.files import read_trajectories
 from tests.support.run_folder import describe_model, make_run
-from tests.workflow.test_dag import planned, snakemake
+from tests.workflow.test_dag import planned_jobs, snakemake
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
+
+# Evaluations of the run `mas`: the model of each seat that differs
 CELLS = {
     "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
     "from_alone": {"solver": "alone", "verifier": "alone/solver"},
@@ -28,13 +30,16 @@ def suite_of(*overrides: str) -> dict[str, Any]:
     return {"suite": "s", "results": "results", "experiments": runs, "evaluate": {"mas": CELLS}}
 
 
-def test_a_cell_trains_what_it_needs_and_is_in_the_table(tmp_path: Path) -> None:
+def test_an_evaluation_with_other_models_trains_their_runs_and_is_in_the_table(
+    tmp_path: Path,
+) -> None:
     suite = suite_of()
     for run in ("mas", "alone"):
         describe_model(tmp_path / f"results/{run}/bootstrap/model")
-    assert planned(tmp_path, suite, target="results/tables/s.csv")["evaluate"] == 2 * 2 + 3
-    one = planned(tmp_path, suite, target="results/mas/evaluation/from_alone.json")
-    assert one == {"prepare_tasks": 1, "share_tasks": 1, "train": 1, "evaluate": 1}
+    jobs = planned_jobs(tmp_path, suite, target="results/tables/s.csv")
+    assert jobs["evaluate"] == 2 * 2 + 3  # two states of two runs, and three cells
+    jobs = planned_jobs(tmp_path, suite, target="results/mas/evaluation/from_alone.json")
+    assert jobs == {"prepare_tasks": 1, "share_tasks": 1, "train": 1, "evaluate": 1}
 
 
 @pytest.mark.slow
@@ -44,32 +49,33 @@ def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
     models = [f"policies.{policy}.model={base}" for policy in ("solver", "verifier")]
     suite = suite_of(*small, *models)
     suite["evaluate"]["mas"] = {"mixed": {"solver": "alone/verifier", "verifier": "base"}}
-    made = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]
-    done = snakemake(tmp_path, suite, "--", *made)
-    assert done.returncode == 0, done.stderr
-    shared, own = (tmp_path / path for path in made)
-    assert (
-        shared.samefile(own) and shared.lstat().st_mtime_ns > own.lstat().st_mtime_ns
-    )  # the owner's time stays
-    for run in ("mas", "alone"):  # what training would leave
-        trained = {policy: tmp_path / "trained" / run / policy for policy in ("solver", "verifier")}
-        for folder in trained.values():
-            copytree(base, folder)
-        manifest = tmp_path / "results" / run / "train" / "done.json"
-        manifest.parent.mkdir()
-        manifest.write_text(
-            json.dumps({"policies": {policy: str(folder) for policy, folder in trained.items()}})
-        )
-    done = snakemake(tmp_path, suite, "--", "results/mas/evaluation/mixed.json")
-    assert done.returncode == 0, done.stderr
+    task_files = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]
+    completed = snakemake(tmp_path, suite, "--", *task_files)
+    assert completed.returncode == 0, completed.stderr
+    # The tasks of `mas` are a newer link to those of `alone`.
+    link, file = (tmp_path / path for path in task_files)
+    assert link.samefile(file)
+    assert link.lstat().st_mtime_ns > file.lstat().st_mtime_ns
+
+    for run in ("mas", "alone"):
+        write_finished_training(tmp_path, run, base)
+    completed = snakemake(tmp_path, suite, "--", "results/mas/evaluation/mixed.json")
+    assert completed.returncode == 0, completed.stderr
     scores = json.loads((tmp_path / "results/mas/evaluation/mixed.json").read_text())
     assert (scores["run"], scores["state"], len(scores["tasks"])) == ("mas", "mixed", 2)
-    turns = [
-        turn
-        for t in read_trajectories(tmp_path / "results/mas/evaluation/mixed")
-        for turn in t.turns
-    ]
-    assert {turn.agent: turn.policy for turn in turns} == {
-        "solver": "alone.verifier",
-        "verifier": "base.verifier",
-    }
+    policies = {}
+    for trajectory in read_trajectories(tmp_path / "results/mas/evaluation/mixed"):
+        for turn in trajectory.turns:
+            policies[turn.agent] = turn.policy
+    assert policies == {"solver": "alone.verifier", "verifier": "base.verifier"}
+
+
+def write_finished_training(folder: Path, run: str, base: Path) -> None:
+    """Write the files that a finished training leaves, with the base model as the trained models."""
+    models = {policy: folder / "trained" / run / policy for policy in ("solver", "verifier")}
+    for model in models.values():
+        copytree(base, model)
+    manifest = folder / "results" / run / "train" / "done.json"
+    manifest.parent.mkdir()
+    paths = {policy: str(model) for policy, model in models.items()}
+    manifest.write_text(json.dumps({"policies": paths}))

@@ -1,4 +1,4 @@
-"""What Snakemake would run, from dry runs of the real workflow with the real configs."""
+"""Jobs that Snakemake plans, in dry runs of the real workflow with the real configs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ DEMO = {
     },
 }
 
-
-STAND_IN = """'''Stands in for a rule: its outputs exist afterwards.'''
-from pathlib import Path
+# Script of a rule that only writes its outputs
+WRITE_OUTPUTS = """from pathlib import Path
 for path in snakemake.output:
     Path(path).write_text("made")
 """
@@ -39,7 +38,7 @@ for path in snakemake.output:
 def snakemake(
     folder: Path, suite: dict[str, object], *arguments: str, source: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run the workflow of `source` in `folder` on `suite`, with the default profile."""
+    """Run the workflow of the repository `source` on a suite in a folder, with the default profile."""
     file = folder / f"{suite['suite']}.yaml"
     file.write_text(yaml.safe_dump(suite))
     command = [
@@ -48,25 +47,27 @@ def snakemake(
         "snakemake",
         "--snakefile",
         str(source / "workflow" / "Snakefile"),
+        "--configfile",
+        str(file),
+        *arguments,
     ]
-    command += ["--configfile", str(file), *arguments]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, timeout=300
     )
 
 
-def planned(
+def planned_jobs(
     folder: Path, suite: dict[str, object], source: Path = ROOT, target: str = "all"
 ) -> dict[str, int]:
-    """Jobs by rule that a dry run of `target` announces."""
-    done = snakemake(folder, suite, "--dry-run", target, source=source)
-    assert done.returncode == 0, done.stderr
-    jobs = re.findall(r"^(\w+) +(\d+)$", done.stdout + done.stderr, re.MULTILINE)
+    """Return the number of jobs of each rule in a dry run of `target`."""
+    completed = snakemake(folder, suite, "--dry-run", target, source=source)
+    assert completed.returncode == 0, completed.stderr
+    jobs = re.findall(r"^(\w+) +(\d+)$", completed.stdout + completed.stderr, re.MULTILINE)
     return {rule: int(count) for rule, count in jobs if rule not in ("all", "total")}
 
 
 def test_the_demo_has_every_rule(tmp_path: Path) -> None:
-    assert planned(tmp_path, DEMO) == {
+    assert planned_jobs(tmp_path, DEMO) == {
         "prepare_tasks": 1,
         "prepare_tasks_and_passages": 1,
         "build_index": 1,
@@ -84,7 +85,7 @@ def test_the_demo_has_every_rule(tmp_path: Path) -> None:
 
 def test_every_shard_of_the_passages_has_a_job(tmp_path: Path) -> None:
     suite = {**DEMO, "experiments": {"search": ["experiment=demo_search", "++retriever.shards=3"]}}
-    jobs = planned(tmp_path, suite, target="results/search/retriever.json")
+    jobs = planned_jobs(tmp_path, suite, target="results/search/retriever.json")
     assert jobs == {
         "prepare_tasks_and_passages": 1,
         "encode_shard": 3,
@@ -93,10 +94,10 @@ def test_every_shard_of_the_passages_has_a_job(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> None:
+def test_a_run_without_cold_start_starts_from_its_models(tmp_path: Path) -> None:
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", "cold_start=null"]}}
     describe_model(tmp_path / "results/real/bootstrap/model")
-    assert planned(tmp_path, suite) == {
+    assert planned_jobs(tmp_path, suite) == {
         "prepare_tasks": 1,
         "train": 1,
         "evaluate": 2,
@@ -106,79 +107,83 @@ def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> Non
     }
 
 
-def test_data_files_are_inputs(tmp_path: Path) -> None:
+def test_data_files_are_inputs_of_the_tasks(tmp_path: Path) -> None:
     overrides = [
         "cold_start=null",
         "data.generator=null",
         "+data.format=math",
         "trainer.tasks_per_step=5",
     ]
-    overrides += [
-        f"data.{split}=[{{path: {split}.jsonl, limit: 5}}]"
-        for split in ("train", "validation", "test")
-    ]
+    splits = ("train", "validation", "test")
+    overrides += [f"data.{split}=[{{path: {split}.jsonl, limit: 5}}]" for split in splits]
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", *overrides]}}
     describe_model(tmp_path / "results/real/bootstrap/model")
-    done = snakemake(tmp_path, suite, "--dry-run")
-    assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert all(
-        f"data: {split}.jsonl does not exist" in said for split in ("train", "validation", "test")
-    )
-    for split in ("train", "validation", "test"):
+    completed = snakemake(tmp_path, suite, "--dry-run")
+    assert completed.returncode != 0
+    output = completed.stdout + completed.stderr
+    for split in splits:
+        assert f"data: {split}.jsonl does not exist" in output
+
+    for split in splits:
         rows = ({"question": f"{split} {n}?", "answer": n} for n in range(5))
         (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert planned(tmp_path, suite)["prepare_tasks"] == 1
+    assert planned_jobs(tmp_path, suite)["prepare_tasks"] == 1
 
 
-def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path) -> None:
+def test_a_typo_is_reported_in_one_line_before_any_job(tmp_path: Path) -> None:
     typo = ["experiment=demo_math", "trainer.stepz=3"]
-    done = snakemake(tmp_path, {**DEMO, "experiments": {"demo_math": typo}}, "--dry-run")
-    assert done.returncode != 0
+    suite = {**DEMO, "experiments": {"demo_math": typo}}
+    completed = snakemake(tmp_path, suite, "--dry-run")
+    assert completed.returncode != 0
     lines = [
         line
-        for line in done.stderr.splitlines()
+        for line in completed.stderr.splitlines()
         if not line.startswith("Using workflow specific profile")
     ]
-    assert len(lines) == 1
-    assert lines[0] == (
+    assert lines == [
         "error: run 'demo_math': trainer.stepz: unknown key; nearest: steps "
         "(experiment=demo_math trainer.stepz=3)"
-    )
+    ]
     assert not (tmp_path / "results").exists()
 
 
-def stand_ins(folder: Path, **scripts: str) -> None:
-    """A copy of the workflow in `folder` whose rules only make their outputs, but for those of `scripts`."""
+def copy_workflow(folder: Path, **scripts: str) -> None:
+    """Copy the workflow to a folder, with rules that only write their outputs.
+
+    Args:
+        scripts: other scripts of some rules.
+    """
     shutil.copytree(ROOT / "workflow", folder / "workflow")
     for script in (folder / "workflow/scripts").glob("*.py"):
-        script.write_text(scripts.get(script.stem, STAND_IN))
+        script.write_text(scripts.get(script.stem, WRITE_OUTPUTS))
 
 
-TABLE_OF_ALL = {"make_table": 1, "report": 1}
+TABLE_AND_REPORT = {"make_table": 1, "report": 1}
 
 
 @pytest.mark.slow
-def test_an_edit_reruns_what_depends_on_the_edited_keys(tmp_path: Path) -> None:
-    stand_ins(tmp_path)
-    done = snakemake(tmp_path, DEMO, source=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "Done.   Report: results/reports/demo.html   Table: results/tables/demo.md" in done.stdout
-    )
-    written = yaml.safe_load((tmp_path / "results/demo_search/config.yaml").read_text())
-    assert (written["run"], written["trainer"]["steps"]) == ("demo_search", 60)
-    assert planned(tmp_path, DEMO, tmp_path) == {}
+def test_an_edit_repeats_the_stages_that_depend_on_the_edited_keys(tmp_path: Path) -> None:
+    copy_workflow(tmp_path)
+    completed = snakemake(tmp_path, DEMO, source=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    message = "Done.   Report: results/reports/demo.html   Table: results/tables/demo.md"
+    assert message in completed.stdout
+    config = yaml.safe_load((tmp_path / "results/demo_search/config.yaml").read_text())
+    assert config["run"] == "demo_search"
+    assert config["trainer"]["steps"] == 60
+    assert planned_jobs(tmp_path, DEMO, tmp_path) == {}
 
-    def edited(math: str, search: str) -> dict[str, int]:
+    def jobs_after_edit(math: str, search: str) -> dict[str, int]:
+        """Return the planned jobs if each run has one more setting."""
         experiments = {
             "demo_math": ["experiment=demo_math", math],
             "demo_search": ["experiment=demo_search", search],
         }
-        return planned(tmp_path, {**DEMO, "experiments": experiments}, tmp_path)
+        return planned_jobs(tmp_path, {**DEMO, "experiments": experiments}, tmp_path)
 
-    # a learning rate: the training and what it leads to; the tasks: all of the run
-    assert edited("policies.solver.lr=2.0e-4", "data.train=40") == {
+    # A learning rate repeats the training and the stages after it. The number of tasks repeats all
+    # stages of the run.
+    assert jobs_after_edit("policies.solver.lr=2.0e-4", "data.train=40") == {
         "prepare_tasks_and_passages": 1,
         "build_index": 1,
         "probe_retriever": 1,
@@ -187,67 +192,69 @@ def test_an_edit_reruns_what_depends_on_the_edited_keys(tmp_path: Path) -> None:
         "train": 2,
         "evaluate": 1 + 2,
         "plot_curves": 1,
-        **TABLE_OF_ALL,
+        **TABLE_AND_REPORT,
     }
-    # answers to a task: the evaluations; where metrics go: nothing
-    assert edited("evaluation.samples=2", "tracking.experiment=elsewhere") == {
+    # The number of samples repeats the evaluations. The tracked experiment repeats nothing.
+    assert jobs_after_edit("evaluation.samples=2", "tracking.experiment=elsewhere") == {
         "evaluate": 2,
-        **TABLE_OF_ALL,
+        **TABLE_AND_REPORT,
     }
 
 
-WAITING = """import time
+# Script of a rule that waits in the run demo_math until the file `go` exists
+WAIT_FOR_GO = """import time
 while snakemake.wildcards.run == "demo_math" and not Path("go").exists():
     time.sleep(0.1)
 """
 
 
 @pytest.mark.slow
-def test_suites_run_side_by_side_where_no_run_is_in_both(tmp_path: Path) -> None:
-    stand_ins(tmp_path, prepare_tasks=STAND_IN + WAITING)
-    math, search = (
-        {"experiments": {run: DEMO["experiments"][run]}} for run in ("demo_math", "demo_search")
-    )
+def test_suites_without_common_runs_run_side_by_side(tmp_path: Path) -> None:
+    copy_workflow(tmp_path, prepare_tasks=WRITE_OUTPUTS + WAIT_FOR_GO)
+    math = {"demo_math": DEMO["experiments"]["demo_math"]}
+    search = {"demo_search": DEMO["experiments"]["demo_search"]}
+    tasks = tmp_path / "results/demo_math/tasks/test.parquet"
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(snakemake, tmp_path, {"suite": "first", **math}, source=tmp_path)
+        suite = {"suite": "first", "experiments": math}
+        running = pool.submit(snakemake, tmp_path, suite, source=tmp_path)
         try:
-            while (
-                not (tmp_path / "results/demo_math/tasks/test.parquet").exists()
-                and not first.done()
-            ):
+            while not tasks.exists() and not running.done():
                 time.sleep(0.1)
-            other = snakemake(tmp_path, {"suite": "other", **search}, source=tmp_path)
-            again = snakemake(tmp_path, {"suite": "again", **math}, source=tmp_path)
-            assert not first.done()
+            suite = {"suite": "other", "experiments": search}
+            other = snakemake(tmp_path, suite, source=tmp_path)
+            suite = {"suite": "again", "experiments": math}
+            again = snakemake(tmp_path, suite, source=tmp_path)
+            assert not running.done()
         finally:
             (tmp_path / "go").touch()
-    assert (first.result().returncode, other.returncode) == (0, 0), (
-        first.result().stderr + other.stderr
-    )
+    first = running.result()
+    assert first.returncode == 0, first.stderr
+    assert other.returncode == 0, other.stderr
     assert "error: results/demo_math: in use by process" in again.stderr
-    made = [
-        path.relative_to(tmp_path / "results").as_posix()
-        for path in (tmp_path / "results").glob("*s/*.html")
+    results = tmp_path / "results"
+    pages = [path.relative_to(results).as_posix() for path in results.glob("*s/*.html")]
+    assert sorted(pages) == [
+        "reports/first.html",
+        "reports/other.html",
+        "tables/first.html",
+        "tables/first.runs.html",
+        "tables/other.html",
+        "tables/other.runs.html",
     ]
-    pages = ("reports/{}.html", "tables/{}.html", "tables/{}.runs.html")
-    assert sorted(made) == sorted(
-        page.format(suite) for page in pages for suite in ("first", "other")
-    )
 
 
-FAILING = """from mcore_mas.runtime.joblog import logged
+# Script of a rule that fails
+FAIL = """from mcore_mas.runtime.joblog import logged
 with logged(snakemake.log[0]):
     raise ValueError("no such luck")
 """
 
 
 @pytest.mark.slow
-def test_a_failed_job_is_one_line_also_where_snakemake_is_quiet(tmp_path: Path) -> None:
-    stand_ins(tmp_path, prepare_tasks=FAILING)
+def test_the_error_of_a_failed_job_is_printed_even_with_quiet(tmp_path: Path) -> None:
+    copy_workflow(tmp_path, prepare_tasks=FAIL)
     suite = {"suite": "first", "experiments": {"demo_math": DEMO["experiments"]["demo_math"]}}
-    done = snakemake(tmp_path, suite, "--quiet", "rules", source=tmp_path)
-    assert done.returncode == 1
-    expected = (
-        "\nerror: ValueError: no such luck\n  logs: results/demo_math/logs/prepare_tasks.log\n"
-    )
-    assert expected in done.stderr
+    completed = snakemake(tmp_path, suite, "--quiet", "rules", source=tmp_path)
+    assert completed.returncode == 1
+    message = "error: ValueError: no such luck\n  logs: results/demo_math/logs/prepare_tasks.log"
+    assert f"\n{message}\n" in completed.stderr

@@ -1,16 +1,14 @@
-"""Every published experiment at the scale tiny: the real training, with trainers and engines in this process.
+"""Trainings of every published experiment at the tiny scale, with trainers and engines in this process.
 
-One of each system is evaluated too; `test_paper_targets.py` runs one of them with all its processes.
-
-What starts processes is replaced (Ray, trackers), as it takes nearly all of a tiny run's time; tasks, models, teams,
-environments, sandbox, retriever, rewards, credit, updates, weight sync and checkpoints are the real ones.
+Ray and the trackers are replaced, because starting their processes takes most of the time of a tiny run. Tasks,
+models, teams, environments, the sandbox, the retriever, rewards, credit, updates, weight sync and checkpoints are real.
+One experiment of each system is evaluated too. `test_paper_targets.py` runs one experiment with all its processes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,27 +29,31 @@ from rollout.config.environment import build_env
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from tests.support.in_process import training_here
+from tests.support.run_folder import metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 EVALUATED = (
-    *("drmas_t1_4b_shared_drmas", "marti_single_ttrl"),
-    *("strongermas_t3_tool_alone", "unitymas_f5_m_ask_3b_shared"),
+    "drmas_t1_4b_shared_drmas",
+    "marti_single_ttrl",
+    "strongermas_t3_tool_alone",
+    "unitymas_f5_m_ask_3b_shared",
 )
 
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
+    """Yield the suite of all tables, whose runs can be trained in this process."""
     monkeypatch.chdir(tmp_path)
     loaded = Suite.load(paper_suite(table_names(), {"scale": "tiny"}))
-    urls: dict[str, str] = {}
+    urls: dict[str, str] = {}  # of retrievers, by the run that owns the index
 
     @contextmanager
     def open_environments(config: RunConfig, _: str) -> Iterator[Callable[[Task], Env]]:
         if config.retriever is None:
             yield build_env(config.env)
             return
-        owner = loaded.task_owner[config.run]  # whose retriever all use that share its index
+        owner = loaded.task_owner[config.run]
         if owner not in urls:
             index = config.results / owner / "index"
             passage_index.index_passages(
@@ -73,9 +75,10 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
 def test_every_published_experiment_trains(suite: Suite) -> None:
     for path, format in suite.tiny_files.items():
         prepare.make_tiny_file(Path(path), format)
-    for config_file in sorted(
-        {Path(path) for run in suite.runs for path in suite.model_files(run)}
-    ):
+    config_files: set[Path] = set()
+    for run in suite.runs:
+        config_files |= {Path(path) for path in suite.model_files(run)}
+    for config_file in sorted(config_files):
         make_tiny_model(config_file.parent)
     suite.write_configs(suite.runs)
     untrained = []
@@ -83,22 +86,20 @@ def test_every_published_experiment_trains(suite: Suite) -> None:
         folder = Path("results/tiny") / run
         prepare.prepare_tasks(folder / "config.yaml", folder / "tasks")
         train.train(folder / "config.yaml")
-        steps = [
-            json.loads(line)
-            for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert [step["step"] for step in steps] == [-1, 0, 1], run
-        assert [step.get("rollout/failed", 0.0) for step in steps] == [0.0, 0.0, 0.0], run
-        updates = Counter[str]()
-        for step in steps:
-            updates.update(
-                {key: int(step[key]) for key in step if re.fullmatch(r"policy/.+/updates", key)}
-            )
-        untrained += [run] if not updates.total() else []
+        rows = metrics_of(folder)
+        assert [row["step"] for row in rows] == [-1, 0, 1], run
+        updates = 0
+        for row in rows:
+            assert row.get("rollout/failed", 0.0) == 0.0, run
+            updates += sum(row[name] for name in row if re.fullmatch(r"policy/.+/updates", name))
+        if not updates:
+            untrained.append(run)
         if run in EVALUATED:
-            scores = folder / "evaluation" / "trained.json"
-            evaluate.evaluate(folder / "config.yaml", "trained", scores)
-            found = json.loads(scores.read_text())
-            assert found["tasks"] and found["failed"] == {}, run
-    assert len(suite.runs) == 92 and set(EVALUATED) <= set(suite.runs)
+            scores_file = folder / "evaluation" / "trained.json"
+            evaluate.evaluate(folder / "config.yaml", "trained", scores_file)
+            scores = json.loads(scores_file.read_text())
+            assert scores["tasks"], run
+            assert scores["failed"] == {}, run
     assert untrained == []
+    assert len(suite.runs) == 92
+    assert set(EVALUATED) <= set(suite.runs)

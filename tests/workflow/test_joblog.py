@@ -1,4 +1,4 @@
-"""The log of a job has all output of its processes, and the cause of a failure as its last line."""
+"""Logs of jobs: they have the output of all processes of a job, and the cause of a failure as the last line."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from rollout.records.files import RecordError
 
 
 def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Run the statement `body` in another process whose output goes to a log."""
     code = (
-        "import os, pathlib, subprocess, sys, time\nfrom mcore_mas.runtime.joblog import logged\n"
+        "import os, pathlib, subprocess, sys, time\n"
+        "from mcore_mas.runtime.joblog import logged\n"
+        f"with logged({str(log)!r}):\n    {body}"
     )
-    command = [sys.executable, "-c", f"{code}with logged({str(log)!r}):\n    {body}"]
+    command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_all_output_goes_to_the_log_also_of_children(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "job.log"
-    done = run_job(
+    job = run_job(
         log, "print('one'); subprocess.run(['echo', 'two']); print('three', file=sys.stderr)"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
     assert log.read_text() == "one\ntwo\nthree\n"
 
 
-def test_a_failure_ends_the_log_with_its_cause(tmp_path: Path) -> None:
+def test_the_log_of_a_failure_ends_with_its_cause(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    done = run_job(log, "raise ValueError('first\\n  second')")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    job = run_job(log, "raise ValueError('first\\n  second')")
+    assert (job.returncode, job.stdout, job.stderr) == (1, "", "")
     assert log.read_text().splitlines()[0] == "Traceback (most recent call last):"
     assert log.read_text().splitlines()[-1] == "error: ValueError: first second"
 
 
-def test_tracebacks_of_libraries_command_no_terminal(tmp_path: Path) -> None:
+def test_tracebacks_of_libraries_have_no_terminal_commands(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     body = (
         "import asyncio, logging; from rollout.base.http_server import server_config\n"
         "    server_config(None, drain_s=1, lifespan=False)\n"
-        "    said = ValueError('\\x1b]0;owned\\x07 \\u202e')\n"
-        "    logging.getLogger('uvicorn.error').error('in the application', exc_info=said)\n"
-        "    asyncio.new_event_loop().call_exception_handler({'message': 'never retrieved', 'exception': said})"
+        "    error = ValueError('\\x1b]0;owned\\x07 \\u202e')\n"
+        "    logging.getLogger('uvicorn.error').error('in the application', exc_info=error)\n"
+        "    context = {'message': 'never retrieved', 'exception': error}\n"
+        "    asyncio.new_event_loop().call_exception_handler(context)"
     )
     assert run_job(log, body).returncode == 0
     lines = log.read_text().splitlines()
@@ -75,7 +79,7 @@ def test_a_job_that_is_started_again_appends_to_its_log(tmp_path: Path) -> None:
         "----- started again -----",
         "second",
     ]
-    # the first cause is not its own
+    # The cause of the first start's failure is not reported as that of the second.
     assert "error: the job ended without saying why" in failure_message([str(log)], 0.0, [])
 
 
@@ -85,57 +89,54 @@ def test_the_projects_own_errors_are_described_without_their_type() -> None:
     assert describe_error(AssertionError()) == "AssertionError"
 
 
-def test_an_error_in_a_ray_process_is_described_as_it_was_raised_there() -> None:
-    for error, line in [
+def test_an_error_in_a_ray_process_is_described_as_the_original_error() -> None:
+    for error, description in [
         (ValueError("Invalid beta"), "ValueError: Invalid beta"),
         (RecordError("a: b"), "a: b"),
     ]:
-        there = RayTaskError(
-            "TrainerRank.join",
-            "\x1b[36mray::TrainerRank.join()\nTraceback",
-            error,
-            "rank",
-            1,
-            "127.0.0.1",
-        )
-        again = RayTaskError("train", "Traceback", there, "train", 1, "127.0.0.1")
-        assert (
-            describe_error(there)
-            == describe_error(there.as_instanceof_cause())
-            == describe_error(again)
-            == line
-        )
+        traceback = "\x1b[36mray::TrainerRank.join()\nTraceback"
+        task_error = RayTaskError("TrainerRank.join", traceback, error, "rank", 1, "127.0.0.1")
+        outer_error = RayTaskError("train", "Traceback", task_error, "train", 1, "127.0.0.1")
+        assert describe_error(task_error) == description
+        assert describe_error(task_error.as_instanceof_cause()) == description
+        assert describe_error(outer_error) == description
 
 
-def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
+def test_a_job_with_a_log_can_still_write_to_the_terminal(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     leader, follower = pty.openpty()
     code = (
-        "from mcore_mas.runtime.joblog import logged\nfrom mcore_mas.runtime.user_terminal import user_terminal\n"
-        f"with logged({str(log)!r}):\n    print('to the log'); print('to the screen', file=user_terminal(), end='')"
+        "from mcore_mas.runtime.joblog import logged\n"
+        "from mcore_mas.runtime.user_terminal import user_terminal\n"
+        f"with logged({str(log)!r}):\n"
+        "    print('to the log')\n"
+        "    print('to the screen', file=user_terminal(), end='')"
     )
     subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, check=True)
     os.close(follower)
     assert os.read(leader, 1000) == b"to the screen"
     os.close(leader)
-    assert (log.read_text(), log.stat().st_mode & 0o777) == ("to the log\n", 0o600)
+    assert log.read_text() == "to the log\n"
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_job_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    ready, log = tmp_path / "pid", tmp_path / "job.log"
+    pid_file = tmp_path / "pid"
+    log = tmp_path / "job.log"
     job = (
-        "import os, pathlib, time\nfrom mcore_mas.runtime.joblog import logged\n"
+        "import os, pathlib, time\n"
+        "from mcore_mas.runtime.joblog import logged\n"
         f"with logged({str(log)!r}):\n"
-        f"    pathlib.Path({str(ready)!r}).write_text(str(os.getpid()) + '.')\n"
+        f"    pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()) + '.')\n"
         "    time.sleep(60)"
     )
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {job!r}])"
     parent = subprocess.Popen([sys.executable, "-c", starter])
     deadline = time.monotonic() + 30
-    while not (ready.is_file() and ready.read_text().endswith(".")):
+    while not (pid_file.is_file() and pid_file.read_text().endswith(".")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    child = psutil.Process(int(ready.read_text().rstrip(".")))
+    child = psutil.Process(int(pid_file.read_text().rstrip(".")))
     parent.kill()
     parent.wait()
     child.wait(timeout=10)

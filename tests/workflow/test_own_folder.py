@@ -1,4 +1,4 @@
-"""The team of docs/own_team.md, in an empty folder, with the package installed: found, refused if mistyped, trained."""
+"""The team of docs/own_team.md with the installed package: composed by name, refused if mistyped, trained."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as pip installs it from a wheel."""
-    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    """Return a folder into which pip has installed the package from a wheel."""
+    source = tmp_path_factory.mktemp("source")
+    site = tmp_path_factory.mktemp("site")
     for folder in SOURCES:
         shutil.copytree(
             ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
@@ -65,20 +66,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with nothing but the page's files."""
+    """Return a folder with the page's files, each of which begins with its path in a comment."""
     text = (ROOT / "docs" / "own_team.md").read_text(encoding="utf-8")
     for body in re.findall(r"```(?:python|yaml)\n(.*?)```", text, flags=re.DOTALL):
-        place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
-        if place:
-            path = tmp_path / "project" / place[1]
+        match = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
+        if match:
+            path = tmp_path / "project" / match[1]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(body)
     return tmp_path / "project"
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Import paths, modules and roles as they were before and will be after."""
+def restored_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore import paths, modules and roles after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "")
     roles = dict(ROLES)
@@ -90,7 +91,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`mcore-mas run` of the installed package in `folder`."""
+    """Run `mcore-mas run` of the installed package in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mcore_mas", "run", *arguments]
     return subprocess.run(
@@ -106,7 +107,7 @@ def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedP
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_the_team_of_the_readme_trains_where_nothing_else_is(
+def test_the_pages_team_trains_in_an_empty_folder(
     installed: Path, project: Path, tmp_path: Path
 ) -> None:
     model = make_run(tmp_path) / "base"
@@ -115,24 +116,26 @@ def test_the_team_of_the_readme_trains_where_nothing_else_is(
         "experiments": {"mine": ["experiment=my_relay", f"policy_defaults.model={model}", *SMALL]},
     }
     (project / "own.yaml").write_text(yaml.safe_dump(suite))
-    done = run(installed, project, "own.yaml", "results/mine/train/done.json")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    completed = run(installed, project, "own.yaml", "results/mine/train/done.json")
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-6000:]
     config = yaml.safe_load((project / "results/mine/config.yaml").read_text())
     assert config["env"] == {"name": "my_pkg.worlds:near", "options": {"scale": 20}}
     assert {agent["policy"] for agent in config["agents"].values()} == {"shared"}
     table = pq.read_table(project / "results/mine/train/trajectories/step_000001.parquet")
-    assert {turn["agent"] for turns in table["turns"].to_pylist() for turn in turns} == {
-        "drafter",
-        "editor",
-    }
+    agents = set()
+    for turns in table["turns"].to_pylist():
+        agents |= {turn["agent"] for turn in turns}
+    assert agents == {"drafter", "editor"}
 
 
 @pytest.mark.slow
-def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
-    (told,) = installed.glob("mcore_mas-*.dist-info")
-    metadata = (told / "METADATA").read_text(encoding="utf-8")
-    assert "Description-Content-Type: text/markdown" in metadata and "\n# mcore-mas\n" in metadata
-    assert "Requires-Dist: torch<3,>=" in metadata and "Provides-Extra: gpu" in metadata
+def test_the_package_has_its_types_pages_and_dependencies(installed: Path) -> None:
+    (dist_info,) = installed.glob("mcore_mas-*.dist-info")
+    metadata = (dist_info / "METADATA").read_text(encoding="utf-8")
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "\n# mcore-mas\n" in metadata
+    assert "Requires-Dist: torch<3,>=" in metadata
+    assert "Provides-Extra: gpu" in metadata
     assert (installed / "mcore_mas" / "py.typed").is_file()
     assert not {"workflow", "configs"} & {path.name for path in installed.iterdir()}
     shipped = installed / "mcore_mas" / "shipped"
@@ -143,32 +146,43 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
         "workflow/suites/demo.yaml",
     ):
         assert (shipped / file).is_file(), file
-    code = "import mcore_mas; print(mcore_mas.resolve_page_paths('no (docs/tables.md, /a/docs/tables.md)'))"
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True
+
+    def output_of(code: str) -> str:
+        completed = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=dist_info,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+        )
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
+
+    # Messages name the pages of the package by their paths.
+    message = output_of(
+        "import mcore_mas; "
+        "print(mcore_mas.resolve_page_paths('no (docs/tables.md, /a/docs/tables.md)'))"
     )
-    assert found.stdout == f"no ({shipped}/docs/tables.md, /a/docs/tables.md)\n", found.stderr
+    assert message == f"no ({shipped}/docs/tables.md, /a/docs/tables.md)\n"
     assert (shipped / "docs/tables.md").is_file()
-    code = "import mcore_mas, sys; from mcore_mas.config.experiments import experiments; print(len(experiments()))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True
+    experiment_count = output_of(
+        "from mcore_mas.config.experiments import experiments; print(len(experiments()))"
     )
-    assert int(found.stdout) > 50, found.stderr
+    assert int(experiment_count) > 50
 
 
 @pytest.mark.slow
-def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(
+def test_configs_may_be_in_another_folder_and_the_workflow_is_in_the_package(
     installed: Path, project: Path
 ) -> None:
-    other = project.parent / "other"
-    other.mkdir()
+    other_folder = project.parent / "other"
+    other_folder.mkdir()
     for name in ("configs", "my_pkg"):
-        (project / name).rename(other / name)
+        (project / name).rename(other_folder / name)
     make_tiny_model(project / "model")
     suite = "suite: own\nexperiments: {mine: [experiment=my_relay, policy_defaults.model=model]}\n"
     (project / "my_suite.yaml").write_text(suite)
-    done = run(
+    completed = run(
         installed,
         project,
         "my_suite.yaml",
@@ -178,35 +192,33 @@ def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(
         "--quiet",
         "rules",
     )
-    assert done.returncode == 0, done.stderr
-    assert (
-        str(installed / "mcore_mas" / "shipped" / "workflow") in done.stderr
-    )  # its default profile
+    assert completed.returncode == 0, completed.stderr
+    # Snakemake prints the path of the profile that it uses.
+    assert str(installed / "mcore_mas" / "shipped" / "workflow") in completed.stderr
     assert not (project / "results").exists()
 
 
-def test_an_experiment_of_ones_own_is_found_by_its_name(
-    project: Path, fresh: None, monkeypatch: pytest.MonkeyPatch
+def test_a_users_experiment_is_loaded_by_its_name(
+    project: Path, restored_imports: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
     assert load_suite("my_relay").runs["my_relay"]["env"]["name"] == "my_pkg.worlds:near"
-    named = [
-        word
-        for word in snakemake_command("my_relay", ["-n"], None)
-        if word.startswith("config_dir=")
+    config_dirs = [
+        argument
+        for argument in snakemake_command("my_relay", ["-n"], None)
+        if argument.startswith("config_dir=")
     ]
-    assert named == [f'config_dir="{project / "configs"}"']
+    assert config_dirs == [f'config_dir="{project / "configs"}"']
+
     (project / "configs").rename(project / "mine")
-    assert [*load_suite("my_relay", config_dir=Path("mine")).runs] == ["my_relay"]
+    assert list(load_suite("my_relay", config_dir=Path("mine")).runs) == ["my_relay"]
     assert "my_relay" in load_suite("my_suite.yaml", config_dir=Path("mine")).runs
     for suite in ("my_relay", "my_suite.yaml"):
-        for refused in (load_suite, snakemake_command):
+        for function in (load_suite, snakemake_command):
             with pytest.raises(SuiteError, match=r"config_dir: .*/mien is not a folder"):
-                refused(suite, [], Path("mien"))
-    with pytest.raises(
-        SuiteError,
-        match=r"my_rely: no such file, and no experiment of this name .*; nearest: my_relay",
-    ):
+                function(suite, [], Path("mien"))
+    message = r"my_rely: no such file, and no experiment of this name .*; nearest: my_relay"
+    with pytest.raises(SuiteError, match=message):
         load_suite("my_rely", config_dir=Path("mine"))
 
 
@@ -214,15 +226,16 @@ def test_an_experiment_of_ones_own_is_found_by_its_name(
 def test_a_mistake_ends_the_command_with_one_line_before_any_job(
     installed: Path, project: Path
 ) -> None:
-    change(project / "my_suite.yaml", "=my_relay", "=my_rely")
-    done = run(installed, project, "my_suite.yaml")
+    replace_text(project / "my_suite.yaml", "=my_relay", "=my_rely")
+    completed = run(installed, project, "my_suite.yaml")
+    assert completed.returncode != 0
     lines = [
         line
-        for line in done.stderr.splitlines()
+        for line in completed.stderr.splitlines()
         if not line.startswith("Using workflow specific profile")
     ]
-    assert done.returncode != 0
-    assert len(lines) == 1 and lines[0].startswith("error: run 'my_relay': "), lines
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: run 'my_relay': "), lines
     assert not (project / "results").exists()
 
 
@@ -269,15 +282,15 @@ def test_a_mistake_ends_the_command_with_one_line_before_any_job(
         ),
     ],
 )
-def test_every_mistake_is_one_line(
-    project: Path, fresh: None, file: str, old: str, new: str, message: str
+def test_every_mistake_is_reported_in_one_line(
+    project: Path, restored_imports: None, file: str, old: str, new: str, message: str
 ) -> None:
-    change(project / file, old, new)
-    with pytest.raises(SuiteError, match=message) as caught:
+    replace_text(project / file, old, new)
+    with pytest.raises(SuiteError, match=message) as refusal:
         Suite.load(yaml.safe_load((project / "my_suite.yaml").read_text()), project)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(refusal.value)
 
 
-def change(path: Path, old: str, new: str) -> None:
+def replace_text(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))

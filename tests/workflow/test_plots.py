@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,18 @@ def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
 def test_the_thick_line_is_a_running_mean_of_earlier_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drawn: list[list[float]] = []
-    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **how: drawn.append(list(y)))
-    rows = [
-        {"step": step, "reward/mean": value}
-        for step, value in enumerate([1.0, 2.0, 3.0, 6.0, 8.0, 11.0])
-    ]
-    rows += [{"step": step, "validation/accuracy": value} for step, value in ((10, 1.0), (20, 0.0))]
+    plotted: list[list[float]] = []
+
+    def record_plot(_: object, x: object, y: Iterable[float], **style: object) -> None:
+        plotted.append(list(y))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", record_plot)
+    rewards = [1.0, 2.0, 3.0, 6.0, 8.0, 11.0]
+    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards)]
+    rows.append({"step": 10, "validation/accuracy": 1.0})
+    rows.append({"step": 20, "validation/accuracy": 0.0})
     write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
-    assert drawn == [
+    assert plotted == [
         [1.0, 2.0, 3.0, 6.0, 8.0, 11.0],
         [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
         [1.0, 0.0],
@@ -53,7 +56,7 @@ def test_the_thick_line_is_a_running_mean_of_earlier_steps(
 
 
 def test_runs_share_panels_and_metrics_that_are_always_zero_are_left_out() -> None:
-    other = [
+    other_rows = [
         {
             "step": 0,
             "agent/solver/grad_norm": 3.0,
@@ -61,21 +64,21 @@ def test_runs_share_panels_and_metrics_that_are_always_zero_are_left_out() -> No
             "validation/gsm8k/accuracy": 0.5,
         }
     ]
-    found = {
-        name: {
+    values_by_section = {
+        section: {
             panel: {run: list(values) for run, values in curves.items()}
             for panel, curves in panels.items()
         }
-        for name, panels in sections({"demo": ROWS, "other": other}).items()
+        for section, panels in sections({"demo": ROWS, "other": other_rows}).items()
     }
-    assert list(found) == [
+    assert list(values_by_section) == [
         "reward and accuracy",
         "validation accuracy by source",
         "gradient norm by agent",
     ]
-    assert found["reward and accuracy"]["validation accuracy"] == {"demo": [0.2, 0.4]}
-    assert found["validation accuracy by source"] == {"gsm8k": {"other": [0.5]}}
-    assert found["gradient norm by agent"] == {
+    assert values_by_section["reward and accuracy"]["validation accuracy"] == {"demo": [0.2, 0.4]}
+    assert values_by_section["validation accuracy by source"] == {"gsm8k": {"other": [0.5]}}
+    assert values_by_section["gradient norm by agent"] == {
         "solver": {"demo": [1.0], "other": [3.0]},
         "verifier": {"demo": [2.0]},
     }
@@ -143,7 +146,7 @@ def test_damaged_metrics_hide_no_other_run(tmp_path: Path, damage: Callable[[Pat
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"reward/mean": 1}\n'])
-def test_bad_metrics_are_one_line(tmp_path: Path, content: str) -> None:
+def test_bad_metrics_are_reported_in_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
     with pytest.raises(MetricsError, match="train the run again") as error:

@@ -1,4 +1,4 @@
-"""A project that `mcore-mas new` writes passes its own test, composes, and plans."""
+"""Projects that `mcore-mas new` writes: their tests pass, their configs compose, and their teams learn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.project import ProjectError, new_project
 from tests.support.played import failed, group, rewards, trajectory, turn
+from tests.support.run_folder import metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -30,10 +32,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_project("poets", tmp_path_factory.mktemp("home"))
 
 
-def said(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ARGUMENTS` in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -43,13 +46,15 @@ def said(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
+def test_the_tests_of_a_project_pass_and_its_suite_plans(project: Path) -> None:
     assert not [file for file in project.rglob("*") if "my_team" in file.name]
-    tested = said(project, "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    assert tested.returncode == 0 and "4 passed" in tested.stdout, tested.stdout
-    checked = said(project, "mcore_mas", "check", "poets.yaml")
-    assert (checked.returncode, checked.stdout) == (0, "ok: poets\n")
-    planned = said(
+    tests = run_module(project, "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert tests.returncode == 0, tests.stdout
+    assert "4 passed" in tests.stdout, tests.stdout
+    check = run_module(project, "mcore_mas", "check", "poets.yaml")
+    assert check.returncode == 0
+    assert check.stdout == "ok: poets\n"
+    dry_run = run_module(
         project,
         "mcore_mas",
         "run",
@@ -59,34 +64,33 @@ def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
         "--quiet",
         "rules",
     )
-    assert planned.returncode == 0, planned.stderr
+    assert dry_run.returncode == 0, dry_run.stderr
     assert not (project / "results").exists()
 
 
 @pytest.mark.slow
-def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> None:
+def test_three_lines_of_the_page_cluster_move_a_project_to_gpus(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
     section = page.partition("## From a laptop to Slurm\n")[2].partition("\n## ")[0]
     (lines,) = re.findall(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
     project = new_project("my_team", tmp_path)
     file = project / "configs" / "experiment" / "my_team.yaml"
-    kept = [
+    other_lines = [
         line
         for line in file.read_text().splitlines()
         if line.partition(":")[0] not in ("policy_defaults", "engine")
     ]
-    file.write_text("\n".join([*kept, lines]))
-    checked = said(project, "mcore_mas", "check", "my_team.yaml")
-    assert checked.returncode == 1 and checked.stdout.startswith(
-        "no: run 'my_team': policies.shared: /shared/models/Qwen"
-    )
-    planned = said(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
-    assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: "), (
-        planned.stderr
-    )
+    file.write_text("\n".join([*other_lines, lines]))
+    check = run_module(project, "mcore_mas", "check", "my_team.yaml")
+    assert check.returncode == 1
+    assert check.stdout.startswith("no: run 'my_team': policies.shared: /shared/models/Qwen")
+    plan = run_module(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
+    assert plan.returncode == 0, plan.stderr
+    assert plan.stdout.startswith("my_team on 4xH100: "), plan.stderr
 
 
-EDITS = {  # ten lines of a project: other tasks, another answer that counts, other prompts, prices and room
+# Edits of ten lines of a project: other tasks, scores, prompts, token prices and reply lengths
+EDITS = {
     "poets/tasks.py": (
         ("Write words with {'ae'[n % 2]}", "Sing of {'io'[n % 2]}"),
         ('("ae"[n % 2],)', '("io"[n % 2],)'),
@@ -108,116 +112,118 @@ EDITS = {  # ten lines of a project: other tasks, another answer that counts, ot
 }
 
 
-MEASURED = ("accuracy", "valid_ratio")
-
-
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_ten_edited_lines_are_another_team_that_learns(
+def test_a_project_with_ten_edited_lines_is_another_team_that_learns(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("--documents"):
         pytest.skip("takes a minute; `make test-documents` runs it")
-    project, edited = new_project("poets", tmp_path), 0
+    project = new_project("poets", tmp_path)
+    edited_lines = 0
     for name, edits in EDITS.items():
         file = project / name
-        before = file.read_text().splitlines()
+        old_lines = file.read_text().splitlines()
         for old, new in edits:
             assert file.read_text().count(old) == 1, (name, old)
             file.write_text(file.read_text().replace(old, new))
-        edited += sum(a != b for a, b in zip(before, file.read_text().splitlines(), strict=True))
-    assert edited == 10
-    assert said(project, "mcore_mas", "check", "poets.yaml").stdout == "ok: poets\n"
-    done = said(
-        project, "mcore_mas", "run", "poets.yaml", "results/poets/train/done.json", "--quiet", "all"
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [
-        json.loads(line)
-        for line in (project / "results/poets/train/metrics.jsonl").read_text().splitlines()
-    ]
-    curve, valid = (
-        [row[f"validation/{name}"] for row in rows if f"validation/{name}" in row]
-        for name in MEASURED
-    )
-    print(f"validation every ten steps: {', '.join(f'{value:.2f}' for value in curve)}")
-    print(f"valid replies: {', '.join(f'{value:.2f}' for value in valid)}")
-    assert len(curve) == 5 and curve[0] < 0.3 and curve[-1] > 0.45  # 0.58 to 0.75 in three runs
-    assert valid[-1] > 0.8 > valid[0]  # replies end by themselves
+        new_lines = file.read_text().splitlines()
+        edited_lines += sum(old != new for old, new in zip(old_lines, new_lines, strict=True))
+    assert edited_lines == 10
+    assert run_module(project, "mcore_mas", "check", "poets.yaml").stdout == "ok: poets\n"
+    target = "results/poets/train/done.json"
+    training = run_module(project, "mcore_mas", "run", "poets.yaml", target, "--quiet", "all")
+    assert training.returncode == 0, training.stderr[-4000:]
+
+    rows = metrics_of(project / "results/poets")
+    accuracies = validation_curve(rows, "accuracy")
+    valid_ratios = validation_curve(rows, "valid_ratio")
+    print(f"validation every ten steps: {', '.join(f'{value:.2f}' for value in accuracies)}")
+    print(f"valid replies: {', '.join(f'{value:.2f}' for value in valid_ratios)}")
+    assert len(accuracies) == 5
+    assert accuracies[0] < 0.3
+    assert accuracies[-1] > 0.45  # between 0.58 and 0.75 in three runs
+    # A valid reply ends before its limit of tokens.
+    assert valid_ratios[0] < 0.8
+    assert valid_ratios[-1] > 0.8
 
 
-def test_a_malformed_reply_pays_for_its_tokens_and_earns_nothing(project: Path) -> None:
+def validation_curve(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """Return a metric of the validations in their order."""
+    return [row[f"validation/{name}"] for row in rows if f"validation/{name}" in row]
+
+
+def test_an_invalid_reply_pays_for_its_tokens_and_earns_nothing(project: Path) -> None:
     brief = runpy.run_path(str(project / "poets" / "reward.py"))["brief"]
-    long = {"completion_ids": (1,) * 8, "logprobs": (0.0,) * 8}
-    played = group(
-        trajectory(turn(0), turn(1, valid=False, **long)),
+    eight_tokens = {"completion_ids": (1,) * 8, "logprobs": (0.0,) * 8}
+    trajectories = group(
+        # The valid turn of one token earns 1 - 0.01, the invalid one of eight tokens 0 - 0.08.
+        trajectory(turn(0), turn(1, valid=False, **eight_tokens)),
         trajectory(turn(0), outcome=0.0),
         failed(turn(0)),
     )
-    # by hand: outcome 1 less 1 token, none of it less 8 tokens, outcome 0 less 1 token; a failed one does not train
-    assert rewards(brief(played, price=0.01)) == [[0.99, -0.08], [-0.01], [None]]
+    assert rewards(brief(trajectories, price=0.01)) == [[0.99, -0.08], [-0.01], [None]]
 
 
-def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "tiny")
-    ours, made = project / "models" / "tiny", tmp_path / "tiny"
-    assert sorted(file.name for file in ours.iterdir()) == sorted(
-        file.name for file in made.iterdir()
-    )
+def test_the_model_of_a_project_is_the_one_that_make_tiny_model_makes(
+    project: Path, tmp_path: Path
+) -> None:
+    expected = tmp_path / "tiny"
+    make_tiny_model(expected)
+    model = project / "models" / "tiny"
+    names = sorted(file.name for file in model.iterdir())
+    assert names == sorted(file.name for file in expected.iterdir())
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (ours / name).read_text() == (made / name).read_text()
+        assert (model / name).read_text() == (expected / name).read_text()
     for name in ("config.json", "generation_config.json"):
-        own, other = (json.loads((folder / name).read_text()) for folder in (ours, made))
-        assert {**own, "transformers_version": other["transformers_version"]} == other
-    weights, others = (load_file(folder / "model.safetensors") for folder in (ours, made))
-    assert weights.keys() == others.keys()
+        config = json.loads((model / name).read_text())
+        expected_config = json.loads((expected / name).read_text())
+        config["transformers_version"] = expected_config["transformers_version"]
+        assert config == expected_config
+    weights = load_file(model / "model.safetensors")
+    expected_weights = load_file(expected / "model.safetensors")
+    assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(
-            weight, others[name], rtol=0, atol=1e-6
-        )  # kinds of processors round differently
+        # Processors of different kinds round differently.
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-6)
 
 
-def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: Path) -> None:
+def test_the_files_of_a_project_name_the_installed_schemas(project: Path) -> None:
+    """Editors check the files with these schemas."""
     files = sorted(project.rglob("*.yaml"))
     assert len(files) == 3
     for file in files:
-        (named,) = re.findall(
-            r"^# yaml-language-server: \$schema=(/.*)$", file.read_text(), re.MULTILINE
-        )
-        schema = json.loads(Path(named).read_text())
-        unknown = (
-            yaml.safe_load(file.read_text()).keys() - schema["properties"].keys() - {"defaults"}
-        )
-        assert file.read_text().startswith("# yaml-language-server") and not unknown
+        text = file.read_text()
+        assert text.startswith("# yaml-language-server")
+        (schema_path,) = re.findall(r"^# yaml-language-server: \$schema=(/.*)$", text, re.MULTILINE)
+        schema = json.loads(Path(schema_path).read_text())
+        unknown_keys = yaml.safe_load(text).keys() - schema["properties"].keys() - {"defaults"}
+        assert not unknown_keys
 
 
-def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
+def test_a_name_that_cannot_be_a_new_package_is_refused(project: Path) -> None:
     before = sorted(project.parent.iterdir())
     for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan", "x" * 101):
         with pytest.raises(ProjectError, match="cannot be a Python package"):
             new_project(name, project.parent)
     for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):
-        with pytest.raises(
-            ProjectError,
-            match=f"'{name}' is a Python module that is installed here; .* my_{name}$",
-        ):
+        message = f"'{name}' is a Python module that is installed here; .* my_{name}$"
+        with pytest.raises(ProjectError, match=message):
             new_project(name, project.parent)
     for name in ("models", "configs", "tests", "results"):
-        with pytest.raises(
-            ProjectError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"
-        ):
+        message = f"'{name}' is one of a project's own folders; .* my_{name}$"
+        with pytest.raises(ProjectError, match=message):
             new_project(name, project.parent)
     assert sorted(project.parent.iterdir()) == before
     with pytest.raises(ProjectError, match="something is there already"):
         new_project("poets", project.parent)
-    with pytest.raises(
-        ProjectError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
-    ):
+    message = r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
+    with pytest.raises(ProjectError, match=message):
         new_project("painters", Path("/proc"))
 
 
-def test_a_project_whose_writing_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "painters").mkdir()  # empty: it may be filled
+def test_a_project_that_cannot_be_written_completely_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "painters").mkdir()  # a project may be written into an empty folder
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the model's files are larger
     try:
@@ -225,5 +231,5 @@ def test_a_project_whose_writing_is_cut_off_leaves_nothing(tmp_path: Path) -> No
             new_project("painters", tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [*tmp_path.rglob("*")] == [tmp_path / "painters"]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "painters"]
     assert (new_project("painters", tmp_path) / "painters.yaml").is_file()

@@ -1,7 +1,8 @@
-"""Signals from the first line of a process on: it ends at once, and its last line says why."""
+"""Signals end a process at any time after its start, and its last line names the signal."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -17,22 +18,21 @@ import pytest
 from mcore_mas.runtime.pipeline_messages import failure_message
 from tests.support.run_folder import make_run
 
-STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
 
 
-def train(run: Path) -> subprocess.Popen[str]:
+def start_training(run: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
-def listens(process: subprocess.Popen[str], number: int) -> bool:
-    """Whether a handler of the signal is there."""
-    [caught] = [
-        line.split()[1]
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        if line.startswith("SigCgt")
-    ]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+def has_handler(process: subprocess.Popen[str], number: int) -> bool:
+    """Return True if a process has a handler of the signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert match is not None
+    caught_signals = int(match[1], 16)
+    return bool(caught_signals >> (number - 1) & 1)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -43,60 +43,56 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("number", STOPS)
-def test_a_signal_to_stop_is_heard_while_the_process_imports(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    process = train(tmp_path)  # there is no such run, which it has not found out yet
-    wait_until(lambda: listens(process, signal.SIGUSR1), process)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_a_process_that_still_imports(number: signal.Signals, tmp_path: Path) -> None:
+    process = start_training(tmp_path)  # there is no run here, but the process does not know it yet
+    wait_until(lambda: has_handler(process, signal.SIGUSR1), process)
     assert not any("torch" in file.path for file in psutil.Process(process.pid).memory_maps())
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (
-        143,
-        f"stopped by {number.name}; the same command goes on from what is saved\n",
-    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert stderr == f"stopped by {number.name}; the same command goes on from what is saved\n"
 
 
-STARTED = """
+# Prints the imported libraries at the point where handlers are installed, and ends there
+REPORT_IMPORTS = """
 import sys
 from mcore_mas.runtime import stop_signal
-def heard(*numbers):
+def report_imports(*numbers):
     print(sorted({"typer", "rich", "yaml", "numpy"} & set(sys.modules)))
     raise stop_signal.Stopped("stopped")
-stop_signal.stop_at_start = heard
+stop_signal.stop_at_start = report_imports
 """
 
 
-def test_the_installed_script_hears_signals_before_it_imports_the_commands() -> None:
-    """As `python -m mcore_mas` does: what pip makes of pyproject.toml, up to where it listens."""
-    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "scripts"
-    ]
-    module, function = scripts["mcore-mas"].split(":")
-    script = f"{STARTED}from {module} import {function}\n{function}()"
-    done = subprocess.run(
+def test_the_installed_script_handles_signals_before_it_imports_the_commands() -> None:
+    """pip makes the script from pyproject.toml; it must start like `python -m mcore_mas`."""
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, function = pyproject["project"]["scripts"]["mcore-mas"].split(":")
+    script = f"{REPORT_IMPORTS}from {module} import {function}\n{function}()"
+    completed = subprocess.run(
         [sys.executable, "-c", script, "train"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (143, "[]\n", "stopped\n")
+    assert completed.returncode == 143
+    assert completed.stdout == "[]\n"
+    assert completed.stderr == "stopped\n"
 
 
 @pytest.mark.slow
 def test_a_signal_while_models_are_loaded_ends_the_run_at_once(tmp_path: Path) -> None:
-    alone = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
-    run = make_run(tmp_path, *alone, "data.validation=2", "trainer.steps=1")
-    process = train(run)
-    joining = run / "train" / "ranks" / "solver-0.txt"
-    wait_until(joining.is_file, process)
+    one_policy = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
+    run = make_run(tmp_path, *one_policy, "data.validation=2", "trainer.steps=1")
+    process = start_training(run)
+    wait_until((run / "train" / "ranks" / "solver-0.txt").is_file, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
-    assert (
-        said.splitlines()[-1] == "stopped by SIGINT while it was loading; the same command goes on"
-    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143, stderr
+    message = "stopped by SIGINT while it was loading; the same command goes on"
+    assert stderr.splitlines()[-1] == message
     _, alive = psutil.wait_procs(children, timeout=30)
-    assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    running = [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert running == []
 
 
 JOB = """
@@ -108,14 +104,17 @@ with logged(sys.argv[1]):
 """
 
 
-def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
+def test_the_log_of_a_stopped_job_names_the_signal(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     process = subprocess.Popen([sys.executable, "-c", JOB, str(log)], text=True)
     wait_until(lambda: log.is_file() and "at work\n" in log.read_text(), process)
     process.terminate()
     assert process.wait(60) == 1
-    stopped = "error: stopped by SIGTERM; the same command goes on from what is saved"
-    assert log.read_text().splitlines() == ["at work", stopped]  # no traceback: nothing is wrong
+    # The log has no traceback, because a stop is not a bug.
+    assert log.read_text().splitlines() == [
+        "at work",
+        "error: stopped by SIGTERM; the same command goes on from what is saved",
+    ]
 
 
 PIPELINE = """
@@ -131,18 +130,20 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_second_ctrl_c_ends_a_pipeline_that_waits_with_one_line() -> None:
+def test_a_second_ctrl_c_ends_a_waiting_pipeline_with_one_line() -> None:
     pipeline = pexpect.spawn(sys.executable, ["-c", PIPELINE], timeout=60, encoding="utf-8")
-    for said in ("at work", "waits for its jobs"):
-        pipeline.expect_exact(said)
+    for message in ("at work", "waits for its jobs"):
+        pipeline.expect_exact(message)
         pipeline.sendintr()
     pipeline.expect_exact("error: ended by a second Ctrl-C")
     pipeline.expect(pexpect.EOF)
     pipeline.close()
-    assert pipeline.exitstatus == 130 and "Traceback" not in pipeline.before
+    assert pipeline.exitstatus == 130
+    assert "Traceback" not in pipeline.before
 
 
-PATIENT = """
+# A job that takes long to stop after a signal
+SLOW_JOB = """
 import asyncio, sys
 from mcore_mas.runtime.joblog import logged
 from mcore_mas.runtime.stop_signal import StopSignal
@@ -155,10 +156,12 @@ with logged(sys.argv[1]):
 """
 
 
-def test_ctrl_c_is_answered_at_once_and_the_second_is_the_cause(tmp_path: Path) -> None:
-    """At a terminal, of a job that writes to a log, as jobs of the pipeline do."""
+def test_the_first_ctrl_c_is_acknowledged_at_once_and_the_second_ends_the_job(
+    tmp_path: Path,
+) -> None:
+    """The job runs at a terminal and writes to a log, as jobs of the pipeline do."""
     log = tmp_path / "job.log"
-    job = pexpect.spawn(sys.executable, ["-c", PATIENT, str(log)], timeout=60, encoding="utf-8")
+    job = pexpect.spawn(sys.executable, ["-c", SLOW_JOB, str(log)], timeout=60, encoding="utf-8")
     while not (log.is_file() and "at work\n" in log.read_text()):
         assert job.isalive()
         time.sleep(0.02)
@@ -170,7 +173,7 @@ def test_ctrl_c_is_answered_at_once_and_the_second_is_the_cause(tmp_path: Path) 
     job.expect(pexpect.EOF)
     job.close()
     assert job.exitstatus == 130
-    said = log.read_text().splitlines()
-    assert said[1].startswith("SIGINT: stopping, once") and len(said) == 3  # no traceback
-    assert said[2] == "error: ended by a second Ctrl-C; the same command goes on from what is saved"
-    assert failure_message([str(log)], 0, []).strip().startswith(said[2])
+    _, acknowledgement, error = log.read_text().splitlines()  # without a traceback
+    assert acknowledgement.startswith("SIGINT: stopping, once")
+    assert error == "error: ended by a second Ctrl-C; the same command goes on from what is saved"
+    assert failure_message([str(log)], 0, []).strip().startswith(error)

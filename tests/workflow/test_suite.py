@@ -1,4 +1,4 @@
-"""Suites: which runs there are, and what is said about a bad one."""
+"""Suites: their runs, the stages that runs share, and errors of bad suites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
-MATH, SEARCH = ["experiment=demo_math"], ["experiment=demo_search"]
+MATH = ["experiment=demo_math"]
+SEARCH = ["experiment=demo_search"]
 
 
 def suite(**experiments: list[str]) -> dict[str, object]:
@@ -29,13 +30,13 @@ def test_every_shipped_suite_resolves_and_is_named_after_its_file(path: Path) ->
     assert loaded.runs
 
 
-def test_a_run_knows_its_name_and_folder() -> None:
+def test_a_runs_config_has_its_name_and_folder() -> None:
     loaded = Suite.load({**suite(one=MATH), "results": "elsewhere"})
     assert loaded.runs["one"]["run"] == "one"
     assert loaded.runs["one"]["results"] == "elsewhere"
 
 
-def test_what_a_run_needs_follows_from_its_config() -> None:
+def test_the_stages_of_a_run_follow_from_its_config() -> None:
     external = [*SEARCH, "++retriever.urls=[http://127.0.0.1:9]"]
     loaded = Suite.load(
         suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"])
@@ -59,7 +60,7 @@ def test_what_a_run_needs_follows_from_its_config() -> None:
     assert Suite.load(suite(plain=MATH)).run_pattern(builds_index=True) == "(?!)"
 
 
-def test_an_override_may_take_a_key_out() -> None:
+def test_an_override_may_remove_a_key() -> None:
     loaded = Suite.load(suite(a=[*MATH, "~reward.penalties.invalid"]))
     assert loaded.runs["a"]["reward"]["penalties"] == {}
 
@@ -70,7 +71,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ({"experiments": {"a": MATH}}, "suite: 'suite' is a required property"),
         (
@@ -123,29 +124,31 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
         ),
     ],
 )
-def test_a_bad_suite_is_one_line(content: dict[str, object], words: str) -> None:
-    with pytest.raises(SuiteError, match=words) as error:
+def test_a_bad_suite_is_reported_in_one_line(content: dict[str, object], message: str) -> None:
+    with pytest.raises(SuiteError, match=message) as refusal:
         Suite.load(content)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(refusal.value)
 
 
-def grid(**more: object) -> dict[str, object]:
+def grid(**keys: object) -> dict[str, object]:
+    """Return a suite of a grid of two estimators and two seeds, with further keys."""
     axes = {"experiment": ["demo_math"], "advantage": ["grpo", "drmas"], "seed": [1, 2]}
-    return {"suite": "x", "grid": {"axes": axes, "overrides": ["trainer.steps=7"]}, **more}
+    return {"suite": "x", "grid": {"axes": axes, "overrides": ["trainer.steps=7"]}, **keys}
 
 
-def test_every_mistake_of_every_run_is_a_line() -> None:
-    """What several runs have wrong is said once."""
+def test_every_mistake_of_every_run_is_reported_in_a_line() -> None:
+    """A mistake of several runs is reported once."""
     runs = {
         "a": ["experiment=demo_mth"],
         "b": [*MATH, "trainer.stepz=1"],
         "c": [*MATH, "trainer.stepz=1"],
         "d": MATH,
     }
-    with pytest.raises(SuiteError) as refused:
+    with pytest.raises(SuiteError) as refusal:
         Suite.load(suite(**runs, e=[*MATH, "engine.max_length=1o"]))
-    first, second, third = str(refused.value).split("\n  ")
-    assert first.startswith("run 'a': no experiment 'demo_mth'") and "nearest: demo_math" in first
+    first, second, third = str(refusal.value).split("\n  ")
+    assert first.startswith("run 'a': no experiment 'demo_mth'")
+    assert "nearest: demo_math" in first
     assert second.startswith("run 'b': trainer.stepz: unknown key; nearest: steps")
     assert third.startswith("run 'e': engine.max_length: Input should be a valid integer")
     assert '(got "1o")' in third
@@ -175,7 +178,7 @@ def test_the_evaluation_of_an_untrained_team_depends_on_settings_that_decide_rep
     assert len(set(digests)) == 4
 
 
-def test_a_target_that_configfile_took_is_named(
+def test_a_target_after_configfile_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,7 +193,7 @@ def test_a_target_that_configfile_took_is_named(
     )
 
 
-def test_a_grid_is_a_run_per_combination() -> None:
+def test_a_grid_has_a_run_for_each_combination() -> None:
     loaded = Suite.load(grid())
     assert list(loaded.runs) == [
         "demo_math_grpo_1",
@@ -228,12 +231,10 @@ def test_runs_that_only_train_differently_share_a_cold_start() -> None:
     assert loaded.runs["demo_math_grpo_2"]["cold_start"] is not None
 
 
-def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
-    """Stronger-MAS's Table 3: policies swapped, agents that were trained alone in one team; and one agent left out."""
-    runs = {
-        name: ["experiment=demo_math", "cold_start=null"]
-        for name in ("mas", "tool_alone", "plan_alone")
-    }
+def test_evaluations_with_other_models_need_the_runs_that_train_them(tmp_path: Path) -> None:
+    """As in Table 3 of Stronger-MAS, models are swapped, or trained alone and combined in one team."""
+    experiment = ["experiment=demo_math", "cold_start=null"]
+    runs = {"mas": experiment, "tool_alone": experiment, "plan_alone": experiment}
     cells = {
         "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
         "from_alone": {"solver": "plan_alone", "verifier": "tool_alone"},
@@ -243,18 +244,17 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
     suite = Suite.load(
         {"suite": "s", "results": str(tmp_path), "experiments": runs, "evaluate": {"mas": cells}}
     )
-    assert suite.evaluations[:6] == [
-        f"mas/evaluation/{state}" for state in ("base", "trained", *cells)
-    ]
+    states = ("base", "trained", *cells)
+    assert suite.evaluations[:6] == [f"mas/evaluation/{state}" for state in states]
     assert len(suite.evaluations) == 10
-    assert [suite.trained_runs_for("mas", state) for state in ("base", "trained", *cells)] == [
-        [],
-        ["mas"],
-        ["mas"],
-        ["plan_alone", "tool_alone"],
-        ["mas"],
-        [],
-    ]
+    assert {state: suite.trained_runs_for("mas", state) for state in states} == {
+        "base": [],
+        "trained": ["mas"],
+        "swapped": ["mas"],
+        "from_alone": ["plan_alone", "tool_alone"],
+        "without_verifier": ["mas"],
+        "api": [],
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
         ({"a": {"x": {"solver": {}}}}, "suite.evaluate.a.x.solver: expected base, trained, a run"),
     ],
 )
-def test_a_cell_that_cannot_be_played_is_one_line(
+def test_an_evaluation_that_cannot_be_played_is_reported_in_one_line(
     tmp_path: Path, cells: dict[str, Any], message: str
 ) -> None:
     suite = {
@@ -286,6 +286,6 @@ def test_a_cell_that_cannot_be_played_is_one_line(
         "experiments": {"a": ["experiment=demo_math"]},
         "evaluate": cells,
     }
-    with pytest.raises(SuiteError, match=message) as error:
+    with pytest.raises(SuiteError, match=message) as refusal:
         Suite.load(suite)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(refusal.value)
