@@ -175,10 +175,13 @@ class Run:
             for process in processes
         ]
 
-        # The folder of shared memory belongs to all runs of this user; it stays, and is empty.
-        user_memory = MEMORY / f"mcore_mas-{os.getuid()}"
+        # These folders belong to all runs of this user. They stay, and are empty.
+        user_folders = (
+            MEMORY / f"mcore_mas-{os.getuid()}",
+            self._temporary / f"ray-{os.getuid()}",
+        )
         for folder in (self._temporary, MEMORY):
-            leftovers += [str(path) for path in folder.rglob("*") if path != user_memory]
+            leftovers += [str(path) for path in folder.rglob("*") if path not in user_folders]
         for pid in self._driver_pids:
             leftovers += [str(path) for path in Path("/sys/fs/cgroup").rglob(f"{PREFIX}{pid}-*")]
         return leftovers
