@@ -1,4 +1,4 @@
-"""Property tests draw the same examples every time, and no example has a deadline on a busy machine."""
+"""Options and fixtures of all tests."""
 
 import gc
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Property tests draw the same examples every time. On a busy machine no example has a deadline.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -28,19 +29,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mlflow", help="test MLflow's pages, and put their pictures into this folder"
     )
     parser.addoption(
-        "--documents", action="store_true", help="run also the documents' commands that take longer"
+        "--documents", action="store_true", help="run also the long commands of the documentation"
     )
-    parser.addoption("--slurm", action="store_true", help="run what takes minutes on a real Slurm")
+    parser.addoption(
+        "--slurm", action="store_true", help="run the tests that take minutes on a real Slurm"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only `-m gpu` sees a GPU: the other tests start ranks, of which NCCL takes no two on one GPU.
+    """Hide the GPUs from all tests but those of `-m gpu`.
 
-    Triton reads its variable as it is imported, which many a library does; without a GPU it interprets its kernels.
+    The other tests start several ranks, and NCCL does not accept two ranks on one GPU. Without a GPU, Triton interprets
+    its kernels. Its variable is set here, because Triton reads it at import, and many libraries import Triton.
     """
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what a shell puts in the background ignores it
+    # A shell lets its background jobs ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """A million objects of modules stay as long as the process: no collection of garbage looks at them."""
+    """Exclude the objects of imported modules from garbage collections, which would visit a million of them."""
     gc.disable()
     try:
         return (yield)
@@ -58,14 +61,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first: processes that take file by file (`make test`) then end together."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Run the files with slow tests first, so that the processes of `make test` end at about the same time."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 @pytest.fixture(scope="module")
 def running_ray() -> Iterator[None]:
-    """Ray for the tests of one module; none is left up for the next."""
+    """Run Ray for the tests of one module."""
     from mcore_mas.runtime import local_ray
 
     with local_ray.running_ray(2, 100):
@@ -74,15 +77,14 @@ def running_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_programs() -> Iterator[None]:
-    """What the tests of one module run as `python -m` or `-c` starts as a fork, which need not import torch first."""
+    """Start `python -m` and `python -c` as forks of a process that has imported torch, for the tests of one module."""
     import subprocess
     import sys
 
     from tests.support.starts import Forked
 
-    Forked(
-        [sys.executable, "-c", ""]
-    ).wait()  # what takes seconds in the first start counts in no test
+    # The first start takes seconds, which are not part of a test's time here.
+    Forked([sys.executable, "-c", ""]).wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Forked)
         yield
@@ -90,7 +92,7 @@ def forked_programs() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Process groups of this process alone, as every trainer needs them."""
+    """Initialize the process groups of a trainer with one rank in this process."""
     from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 
     init_process_groups(rank=0, threads=1)
@@ -100,7 +102,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """MLflow's real server, which has not started."""
+    """Return MLflow's real server, which has not started."""
     from tests.support.mlflow_server import served
 
     yield from served(tmp_path, monkeypatch)
@@ -110,7 +112,10 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 def slurm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """A real Slurm of two pretended machines; without Debian's packages, and without --slurm, the test is skipped."""
+    """Return a real Slurm cluster of two nodes on this machine.
+
+    If Debian's packages cannot be downloaded, the test is skipped, or fails with --slurm.
+    """
     from tests.slurm.cluster import Slurm
     from tests.support.debian import NoPackages
 
@@ -125,16 +130,19 @@ def slurm(
 
 @pytest.fixture(scope="session")
 def sglang(request: pytest.FixtureRequest) -> str:
-    """What --sglang names; without it the test is skipped."""
-    given = request.config.getoption("--sglang")
-    if not given:
+    """Return the interpreter or the URL of --sglang; skip the test without this option."""
+    server = request.config.getoption("--sglang")
+    if not server:
         pytest.skip("needs --sglang; `make test-sglang` sets it up")
-    return str(given)
+    return str(server)
 
 
 @pytest.fixture(scope="session")
 def sglang_engine(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One engine with one server of the tiny model, for all tests: starting it takes a minute on a CPU."""
+    """Return an engine with one server of the tiny model.
+
+    All tests share it, because its start takes a minute on a CPU.
+    """
     from tests.support.sglang_server import make_engine
     from tests.support.tiny import make_model
 
@@ -147,10 +155,13 @@ def sglang_engine(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def shared_by_name() -> Iterator[None]:
-    """CPU memory goes to an unrelated process by name; a GPU's goes by handle, whatever this says."""
+    """Share CPU memory with other processes by name, as processes need that are no children of this one.
+
+    GPU memory is always shared by a handle.
+    """
     import torch.multiprocessing
 
-    before = torch.multiprocessing.get_sharing_strategy()
+    earlier_strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
-    torch.multiprocessing.set_sharing_strategy(before)
+    torch.multiprocessing.set_sharing_strategy(earlier_strategy)

@@ -1,11 +1,11 @@
-"""Architecture of the source trees: order of imports, import cycles, dangerous calls, one name for one thing."""
+"""Architecture of the source trees: the order of imports, import cycles, dangerous calls, unique public names."""
 
 import ast
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,17 +14,21 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-PROGRAMS = (
-    "workflow",
-    "benchmarks",
-    "docs",
-    "tests",
-)  # import the packages; no package imports them
-OTHERS = sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py"))
+PROGRAMS = ("workflow", "benchmarks", "docs", "tests")  # these import the packages
 
-# Folders in the order of their imports: each may import those before it. `docs/architecture.md` describes them.
-ROOMS = (
+
+def python_files(folders: Iterable[str]) -> list[Path]:
+    files: list[Path] = []
+    for folder in folders:
+        files += (ROOT / folder).rglob("*.py")
+    return sorted(files)
+
+
+SOURCES = python_files(PACKAGES)
+OTHERS = python_files(PROGRAMS)
+
+# Each layer may import those before it. `docs/architecture.md` describes them.
+LAYERS = (
     "retrieval",
     "rollout.base",
     "rollout.records",
@@ -58,25 +62,26 @@ ROOMS = (
     "mcore_mas.cli",
     "mcore_mas.__main__",
 )
-ROOTS = ("mcore_mas", "rollout")  # packages whose __init__ belongs to no room
+ROOTS = ("mcore_mas", "rollout")  # packages whose __init__ belongs to no layer
 
+# Files that read or set environment variables, with the reason
 ENVIRONMENT_READERS = {
-    "rollout/base/urls.py": "clients of others have the hosts that no proxy is asked for from nowhere else",
-    "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
+    "rollout/base/urls.py": "HTTP clients read the hosts without proxy only from a variable",
+    "rollout/base/failpoints.py": "a test's orders reach every process of a run",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
-    "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
-    "mcore_mas/planning/machine.py": "what GPUs and threads a process may use is said nowhere else",
-    "mcore_mas/tracking/mlflow_store.py": "MLflow's telemetry has no other switch",
-    "mcore_mas/runtime/trainer_rank.py": "gloo and NCCL take their settings from nowhere else",
-    "mcore_mas/runtime/cluster.py": "Ray says nowhere else whether it asks for a token",
-    "mcore_mas/runtime/local_ray.py": "Ray and glibc take settings of processes from nowhere else",
-    "mcore_mas/runtime/slurm.py": "Slurm's number of a job and its machines",
-    "mcore_mas/runtime/slurm_ray.py": "Ray takes its authentication from nowhere else",
-    "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
-    "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
-    "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
-    "rollout/orchestras/program.py": "an agent program of the user's gets this process's variables and its own",
-    "rollout/engines/remote/keys.py": "an API key may be given in a variable, which is removed for children",
+    "mcore_mas/pipeline/base_model.py": "tokenizers reads its number of threads only from a variable",
+    "mcore_mas/planning/machine.py": "the GPUs and threads of a process are given only by variables",
+    "mcore_mas/tracking/mlflow_store.py": "MLflow's telemetry is switched off only by a variable",
+    "mcore_mas/runtime/trainer_rank.py": "Gloo and NCCL read their settings only from variables",
+    "mcore_mas/runtime/cluster.py": "only a variable tells whether Ray requires a token",
+    "mcore_mas/runtime/local_ray.py": "Ray and glibc read settings of processes only from variables",
+    "mcore_mas/runtime/slurm.py": "Slurm gives a job's number and its nodes in variables",
+    "mcore_mas/runtime/slurm_ray.py": "Ray reads its authentication only from a variable",
+    "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are in its sandbox",
+    "mcore_mas/cli/machine.py": "MLflow's server passes settings to its workers in variables",
+    "rollout/engines/sglang/server.py": "a server of another environment must not inherit PYTHONPATH",
+    "rollout/orchestras/program.py": "a user's agent program gets this process's variables and its own",
+    "rollout/engines/remote/keys.py": "an API key may be in a variable, which is removed for children",
 }
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "imp"}
@@ -89,14 +94,24 @@ FORBIDDEN_CALLS = {
     "yaml.unsafe_load",
     "yaml.full_load",
 }
-MODEL_TEXT_RUNNERS = {  # run model-written programs, in a process that is confined before it reads the text
+# Files that run programs of models, in a process that is confined before it reads the program
+MODEL_PROGRAM_RUNNERS = {
     "rollout/sandbox/guest/program.py",
     "rollout/sandbox/guest/caller.py",
 }
-UNPICKLERS = {
-    "benchmarks/gpu/hand_over.py"
-}  # plays SGLang's part for its own parent, and reads tensors only
-HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "faiss", "pandas", "mlflow")
+# Stands for SGLang, and reads only tensors of its parent process
+UNPICKLERS = {"benchmarks/gpu/hand_over.py"}
+
+HEAVY_LIBRARIES = (
+    "torch",
+    "ray",
+    "transformers",
+    "sglang",
+    "megatron",
+    "faiss",
+    "pandas",
+    "mlflow",
+)
 LIGHT_MODULES = (
     "rollout.records.trajectory",
     "rollout.teams.team",
@@ -125,8 +140,8 @@ def nodes(path: Path) -> list[ast.AST]:
 def _clear_syntax_trees() -> Iterator[None]:
     """Drop all syntax trees after the last test here; every garbage collection would visit them."""
     yield
-    for cached in (tree, nodes, imports):
-        cached.cache_clear()
+    for function in (tree, nodes, imports):
+        function.cache_clear()
 
 
 def module_name(path: Path) -> str:
@@ -158,52 +173,59 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def room_of(name: str) -> str | None:
-    """Return the innermost room that a module is in; None for the roots and for other packages."""
-    return max((room for room in ROOMS if within(name, room)), key=len, default=None)
+def layer_of(name: str) -> str | None:
+    """Return the innermost layer that contains a module; None for the roots and for other packages."""
+    return max((layer for layer in LAYERS if within(name, layer)), key=len, default=None)
 
 
-def test_every_module_is_in_a_room() -> None:
+def test_every_module_is_in_a_layer() -> None:
     names = map(module_name, SOURCES)
-    assert not [name for name in names if room_of(name) is None and name not in ROOTS]
+    assert not [name for name in names if layer_of(name) is None and name not in ROOTS]
 
 
-def test_rooms_import_one_way() -> None:
+def within_any(name: str, packages: Iterable[str]) -> bool:
+    return any(within(name, package) for package in packages)
+
+
+def imports_of(package: str) -> Iterator[tuple[Path, str]]:
+    """Yield each file of a package with each name that it imports."""
+    for path in SOURCES:
+        if within(module_name(path), package):
+            for name in imports(path):
+                yield path, name
+
+
+def test_layers_import_only_earlier_layers() -> None:
     offenders = []
     for path in SOURCES:
-        room = room_of(module_name(path))
+        layer = layer_of(module_name(path))
         for name in imports(path):
-            other = room_of(name)
-            if room is None and other is not None:
+            imported_layer = layer_of(name)
+            if imported_layer is None:
+                continue
+            if layer is None:
                 offenders.append(f"{relative(path)} is a root, and imports {name}")
-            if room and other and ROOMS.index(other) > ROOMS.index(room):
-                offenders.append(f"{relative(path)} is below {other}, and imports {name}")
+            elif LAYERS.index(imported_layer) > LAYERS.index(layer):
+                offenders.append(f"{relative(path)} is below {imported_layer}, and imports {name}")
     assert not offenders
 
 
-def test_retrieval_imports_nothing_of_ours() -> None:
-    files = [path for path in SOURCES if relative(path).startswith("retrieval/")]
-    ours = ("rollout", "mcore_mas")
-    offenders = {
-        f"{relative(path)}: {name}"
-        for path in files
-        for name in imports(path)
-        if any(within(name, package) for package in ours)
-    }
-    assert not offenders
-
-
-def test_rollout_imports_of_retrieval_only_its_client_and_its_reader_of_files() -> None:
-    """Both load without torch and FAISS."""
-    allowed = ("retrieval.client", "retrieval.regular_files")
+def test_retrieval_imports_no_other_package_of_the_project() -> None:
     offenders = [
         f"{relative(path)}: {name}"
-        for path in SOURCES
-        if within(module_name(path), "rollout")
-        for name in imports(path)
-        if within(name, "retrieval")
-        and name != "retrieval"
-        and not any(within(name, module) for module in allowed)
+        for path, name in imports_of("retrieval")
+        if within_any(name, ("rollout", "mcore_mas"))
+    ]
+    assert not offenders
+
+
+def test_rollout_imports_only_the_light_modules_of_retrieval() -> None:
+    """These modules load without torch and FAISS."""
+    light_modules = ("retrieval.client", "retrieval.regular_files")
+    offenders = [
+        f"{relative(path)}: {name}"
+        for path, name in imports_of("rollout")
+        if name.startswith("retrieval.") and not within_any(name, light_modules)
     ]
     assert not offenders
 
@@ -218,7 +240,7 @@ def test_only_megatron_imports_megatron_and_no_package_imports_programs() -> Non
     for path in SOURCES:
         module = module_name(path)
         for name in imports(path):
-            if any(within(name, program) for program in PROGRAMS):
+            if within_any(name, PROGRAMS):
                 offenders.append(f"{relative(path)}: {name}")
             if within(name, "megatron") and not within(module, "mcore_mas.megatron"):
                 offenders.append(f"{relative(path)}: {name}")
@@ -229,13 +251,13 @@ def test_only_megatron_imports_megatron_and_no_package_imports_programs() -> Non
 
 def test_equations_import_tensors_and_the_types_of_options() -> None:
     libraries = {*sys.stdlib_module_names, "numpy", "pydantic", "torch"}
-    rooms = ("mcore_mas.equations", "rollout.base")
+    layers = ("mcore_mas.equations", "rollout.base")
     offenders = [
         f"{relative(path)}: {name}"
-        for path in SOURCES
-        if within(module_name(path), "mcore_mas.equations")
-        for name in imports(path) - {"rollout"}
-        if name.split(".")[0] not in libraries and not any(within(name, room) for room in rooms)
+        for path, name in imports_of("mcore_mas.equations")
+        if name != "rollout"
+        and name.split(".")[0] not in libraries
+        and not within_any(name, layers)
     ]
     assert not offenders
 
@@ -245,65 +267,69 @@ def test_no_import_cycles() -> None:
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
         imported = imports(path)
-        edges[name] = {other for other in imported if other in modules} - {name}
-        # A package's __init__ runs before its modules. It is an edge only if a name is taken from it, not a module.
-        taken_from = {other.rpartition(".")[0] for other in imported if other not in modules}
-        edges[name] -= {
-            parent for parent in edges[name] if within(name, parent) and parent not in taken_from
+        imported_modules = {imported_name for imported_name in imported if imported_name in modules}
+        edges[name] = imported_modules - {name}
+        # The __init__ of a package runs before its modules. It is an edge of a module inside the package
+        # only if the module imports a name of it that is no module.
+        sources_of_names = {
+            imported_name.rpartition(".")[0]
+            for imported_name in imported
+            if imported_name not in modules
         }
-    done: set[str] = set()
+        parents = {parent for parent in edges[name] if within(name, parent)}
+        edges[name] -= parents - sources_of_names
+    visited: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, (
-            f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
-        )
-        if name not in done:
-            for other in sorted(edges[name]):
-                visit(other, (*trail, name))
-            done.add(name)
+        cycle = (*trail[trail.index(name) :], name) if name in trail else ()
+        assert not cycle, f"import cycle: {' -> '.join(cycle)}"
+        if name not in visited:
+            for imported_module in sorted(edges[name]):
+                visit(imported_module, (*trail, name))
+            visited.add(name)
 
     for name in modules:
         visit(name, ())
 
 
+def public_names(path: Path) -> Iterator[str]:
+    """Yield the public functions, classes and variables that a file defines at its top level."""
+    for node in tree(path).body:
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+        yield from (name for name in names if not name.startswith("_"))
+
+
 def test_a_public_name_is_defined_once() -> None:
-    defined: dict[str, set[str]] = {}
+    files_by_name: dict[str, set[str]] = {}
     for path in SOURCES:
-        for node in tree(path).body:
-            targets = (
-                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            )
-            names = [
-                getattr(node, "name", None),
-                *(t.id for t in targets if isinstance(t, ast.Name)),
-            ]
-            for name in {
-                name for name in names if isinstance(name, str) and not name.startswith("_")
-            }:
-                defined.setdefault(name, set()).add(relative(path))
-    defined.pop("main", None)  # of every program
-    defined.pop("logger", None)
-    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+        for name in public_names(path):
+            files_by_name.setdefault(name, set()).add(relative(path))
+    for name in ("main", "logger"):
+        files_by_name.pop(name, None)
+    assert not {name: files for name, files in files_by_name.items() if len(files) > 1}
 
 
 def reads_environment(path: Path) -> bool:
+    accesses = ("os.environ", "os.getenv", "os.putenv")
     for node in nodes(path):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in (
-            "os.environ",
-            "os.getenv",
-            "os.putenv",
-        ):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in accesses:
             return True
-        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
-        if names & {"environ", "getenv"} and node.module == "os":
-            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if names & {"environ", "getenv"}:
+                return True
     return False
 
 
-def test_the_environment_is_read_where_a_vendor_demands_it() -> None:
-    assert {relative(path) for path in SOURCES if reads_environment(path)} == set(
-        ENVIRONMENT_READERS
-    )
+def test_environment_variables_are_read_only_in_the_listed_files() -> None:
+    readers = {relative(path) for path in SOURCES if reads_environment(path)}
+    assert readers == set(ENVIRONMENT_READERS)
 
 
 def dangerous_calls(path: Path) -> Iterator[str]:
@@ -314,7 +340,7 @@ def dangerous_calls(path: Path) -> Iterator[str]:
             continue
         called = ast.unparse(node.func)
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        confined = called in ("eval", "exec") and relative(path) in MODEL_TEXT_RUNNERS
+        confined = called in ("eval", "exec") and relative(path) in MODEL_PROGRAM_RUNNERS
         if called in FORBIDDEN_CALLS and not confined:
             yield f"{called} in line {node.lineno}"
         if "trust_remote_code" in keywords:
@@ -329,21 +355,20 @@ def dangerous_calls(path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_nothing_dangerous_is_called() -> None:
-    calls = {relative(path): list(dangerous_calls(path)) for path in [*SOURCES, *OTHERS]}
-    assert not {path: found for path, found in calls.items() if found}
+    calls_by_file = {relative(path): list(dangerous_calls(path)) for path in [*SOURCES, *OTHERS]}
+    assert not {path: calls for path, calls in calls_by_file.items() if calls}
 
 
 def test_listeners_stay_on_loopback() -> None:
-    wide = [
-        f"{relative(path)}:{node.lineno}"
-        for path in SOURCES
-        for node in nodes(path)
-        if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::")
-    ]
-    assert not wide
+    offenders = []
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::"):
+                offenders.append(f"{relative(path)}:{node.lineno}")
+    assert not offenders
 
 
-def test_no_module_for_odds_and_ends() -> None:
+def test_no_module_has_a_name_without_a_subject() -> None:
     names = ("utils", "util", "helpers", "misc", "common")
     assert not [relative(path) for path in SOURCES if path.stem in names]
 
@@ -353,57 +378,56 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_fast_commands_load_without_the_heavy_libraries() -> None:
-    workflow = [
-        ROOT / "workflow/Snakefile",
-        *(ROOT / "workflow/rules").glob("*.smk"),
-    ]  # read at the start of every job
+    """Every job reads the workflow's files when it starts."""
+    workflow = [ROOT / "workflow/Snakefile", *(ROOT / "workflow/rules").glob("*.smk")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in workflow)
-    named = re.findall(r"^from ((?:mcore_mas|rollout)[\w.]*) import ([\w, ]+)", text, re.MULTILINE)
-    assert ("mcore_mas.pipeline", "paper_suite") in named
-    lines = [
-        f"import {', '.join(LIGHT_MODULES)}",
-        *(f"from {module} import {names}" for module, names in named),
-    ]
-    assert not set(HEAVY) & loaded(*lines)
+    workflow_imports = re.findall(
+        r"^from (?:mcore_mas|rollout)[\w.]* import [\w, ]+", text, re.MULTILINE
+    )
+    assert "from mcore_mas.pipeline import paper_suite" in workflow_imports
+    lines = [f"import {', '.join(LIGHT_MODULES)}", *workflow_imports]
+    assert not set(HEAVY_LIBRARIES) & modules_after(*lines)
 
 
 @pytest.mark.slow
 def test_the_controller_loads_torch_and_not_megatron() -> None:
     line = "import mcore_mas.training.train, mcore_mas.evaluation.evaluate"
-    assert set(HEAVY) & loaded(line) == {"ray", "torch"}
+    assert set(HEAVY_LIBRARIES) & modules_after(line) == {"ray", "torch"}
 
 
 @pytest.mark.slow
 def test_megatron_is_patched_before_it_is_imported() -> None:
-    """Unpatched, it asks torch for its compiler, which takes as long to import as all of Megatron."""
-    begin = (
-        "from mcore_mas.megatron.spec import init_process_groups as begin; begin(rank=0, threads=1)"
-    )
-    folders = [
-        f"import mcore_mas.megatron.{folder}"
-        for folder in ("model.build", "state.sharded", "step.trainer")
-    ]
-    for line in (begin, *folders) if not torch.cuda.is_available() else ():
-        modules = loaded(line)
-        assert "megatron.core" in modules and "torch._dynamo" not in modules, line
+    """Unpatched Megatron imports torch's compiler, which takes as long as the import of Megatron itself."""
+    if torch.cuda.is_available():
+        return
+    for line in (
+        "from mcore_mas.megatron import spec; spec.init_process_groups(rank=0, threads=1)",
+        "import mcore_mas.megatron.model.build",
+        "import mcore_mas.megatron.state.sharded",
+        "import mcore_mas.megatron.step.trainer",
+    ):
+        modules = modules_after(line)
+        assert "megatron.core" in modules, line
+        assert "torch._dynamo" not in modules, line
 
 
-def loaded(*lines: str) -> set[str]:
-    """Return the modules that a new process has imported after these lines."""
-    command = [sys.executable, "-c", "\n".join([*lines, "import sys; print(*sys.modules)"])]
-    return set(
-        subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+def modules_after(*lines: str) -> set[str]:
+    """Return the modules that a new process has imported after these lines of code."""
+    code = "\n".join([*lines, "import sys; print(*sys.modules)"])
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
+    return set(completed.stdout.split())
 
 
 def test_test_modules_have_unique_names() -> None:
-    """pytest imports a test module by its file's name alone if its folder is no package."""
-    alone = [
-        path
+    """pytest imports a test module by its file name alone if its folder is not a package."""
+    names = Counter(
+        path.name
         for path in OTHERS
         if path.name.startswith("test_") and not (path.parent / "__init__.py").exists()
-    ]
-    assert [name for name, times in Counter(path.name for path in alone).items() if times > 1] == []
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_each_rule_has_a_script_of_its_name() -> None:

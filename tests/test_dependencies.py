@@ -25,9 +25,9 @@ OPTIONAL_LIBRARIES = {
     "mcp": "mcp",
     "wandb": "wandb",
 }
-# of worlds that cannot be had from a registry in a version that fits (their own pages say how to install them), and
-# what torch for CUDA brings; and pytest, which runs the tests of checkouts in the sandbox
-INSTALLED_APART = {
+# Libraries of environments that no registry has in a fitting version (their pages say how to install
+# them), libraries of torch for CUDA, and pytest, which runs the tests of repositories in the sandbox
+INSTALLED_SEPARATELY = {
     "_pytest",
     "alfworld",
     "pytest",
@@ -39,8 +39,11 @@ INSTALLED_APART = {
 
 def top_level_imports() -> dict[str, str]:
     """Return the top-level names that the packages import, each with a file that imports it."""
+    files: list[Path] = []
+    for package in PACKAGES:
+        files += (ROOT / package).rglob("*.py")
     names = {}
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0]: str(path) for alias in node.names}
@@ -52,47 +55,51 @@ def top_level_imports() -> dict[str, str]:
 @pytest.mark.slow
 def test_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    used = ("coach", "gymnasium", "mcp", "trackers")
-    entries = [*project["dependencies"], *(entry for name in used for entry in extras[name])]
+    entries = list(project["dependencies"])
+    for extra in ("coach", "gymnasium", "mcp", "trackers"):
+        entries += project["optional-dependencies"][extra]
     declared = {re.split(r"[=<>\[]", entry)[0].lower() for entry in entries}
     distributions = importlib.metadata.packages_distributions()
     missing = {}
-    known = set(sys.stdlib_module_names) | set(PACKAGES) | INSTALLED_APART
+    undeclared = set(sys.stdlib_module_names) | set(PACKAGES) | INSTALLED_SEPARATELY
     for name, path in top_level_imports().items():
         candidates = {distribution.lower() for distribution in distributions.get(name, [])}
         candidates.add(OPTIONAL_LIBRARIES.get(name, name))
-        if name not in known and not declared & candidates:
+        if name not in undeclared and not declared & candidates:
             missing[name] = path
     assert not missing
 
 
-def locked(name: str) -> dict[str, str]:
-    """The versions that a lock pins."""
-    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    return {
-        canonicalize_name(name): version
-        for name, sign, version in (line.partition("==") for line in lines)
-        if sign
-    }
+def locked_versions(file: str) -> dict[str, str]:
+    """Return the versions that a lock file pins, by package."""
+    versions = {}
+    for line in (ROOT / "requirements" / file).read_text(encoding="utf-8").splitlines():
+        name, separator, version = line.partition("==")
+        if separator:
+            versions[canonicalize_name(name)] = version
+    return versions
 
 
-def test_the_locks_of_two_pythons_differ_in_megatron_core_alone() -> None:
-    older, newer = locked("lock.txt"), locked("lock-3.12.txt")
-    differs = {name for name in older.keys() | newer.keys() if older.get(name) != newer.get(name)}
-    assert differs == {"megatron-core"}
-    assert {older["megatron-core"], newer["megatron-core"]} <= {*TESTED_VERSIONS}
-    assert Version(newer["megatron-core"]) == max(map(Version, TESTED_VERSIONS))
+def test_the_locks_of_two_pythons_differ_only_in_megatron_core() -> None:
+    lock = locked_versions("lock.txt")
+    lock_312 = locked_versions("lock-3.12.txt")
+    packages = lock.keys() | lock_312.keys()
+    differing = {name for name in packages if lock.get(name) != lock_312.get(name)}
+    assert differing == {"megatron-core"}
+    assert lock["megatron-core"] in TESTED_VERSIONS
+    assert lock_312["megatron-core"] in TESTED_VERSIONS
+    assert Version(lock_312["megatron-core"]) == max(map(Version, TESTED_VERSIONS))
 
 
-def test_direct_dependencies_are_ranges_that_hold_what_is_locked() -> None:
+def test_direct_dependencies_are_ranges_that_contain_the_locked_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [
-        Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    ]
-    for name in ("lock.txt", "lock-3.12.txt"):
-        pinned = locked(name)
-        assert not [
-            str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])
-        ], name
-    assert not [str(r) for r in declared if "==" in str(r.specifier) or "<" not in str(r.specifier)]
+    entries = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    requirements = [Requirement(entry) for entry in entries]
+    for file in ("lock.txt", "lock-3.12.txt"):
+        versions = locked_versions(file)
+        for requirement in requirements:
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), f"{file}: {requirement}"
+    for requirement in requirements:
+        assert "==" not in str(requirement.specifier), requirement
+        assert "<" in str(requirement.specifier), requirement
