@@ -20,10 +20,11 @@ from rollout.base.nested import dotted_items
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-# MLflow sorts charts by name: these metrics are there twice, so that they come first.
+# MLflow groups charts by the part of the name before the last slash and sorts the groups by name.
+# These metrics are sent a second time in a group that comes before "agent", so that they are first.
 _KEY_METRICS = {
-    "reward/mean": "0_key/reward",
-    "validation/accuracy": "0_key/validation_accuracy",
+    "reward/mean": "accuracy and reward/reward",
+    "validation/accuracy": "accuracy and reward/validation accuracy",
 }
 _LAST_STEP_TAG = "last_step_sent"  # all steps up to it are in MLflow
 _SPLITS = ("train", "validation")

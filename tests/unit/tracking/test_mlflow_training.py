@@ -58,7 +58,12 @@ def test_key_metrics_come_first(tmp_path: Path) -> None:
     writer = open_writer(write_run(tmp_path, uri))
     writer.write([step_row(0) | {"reward/mean": 0.5, "never": 0.0}])
     metrics = MlflowClient(tracking_uri=uri).get_run(writer.run_id).data.metrics
-    assert metrics == {"x": 0.0, "reward/mean": 0.5, "0_key/reward": 0.5, "never": 0.0}
+    first = {"accuracy and reward/reward": 0.5}
+    assert metrics == {"x": 0.0, "reward/mean": 0.5, **first, "never": 0.0}
+    groups = sorted(
+        {name.rpartition("/")[0] for name in [*metrics, "agent/solver/kl"] if "/" in name}
+    )
+    assert groups[0] == "accuracy and reward"
 
 
 def test_a_training_that_starts_over_keeps_its_key_unless_its_config_changed(
