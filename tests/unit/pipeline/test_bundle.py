@@ -1,11 +1,10 @@
-"""A table's bundle, made by hand, and what is wrong with changed ones."""
+"""Bundles of tables: their content, their verification, and errors of changed or malicious ones."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,23 @@ retriever: {{folder: {index}, encoder_folder: {encoder}}}
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """Of MARTI's test-time RL: one task, solved by the debate in one of two answers and by the single agent in none."""
+    """Return a bundle of MARTI's table of test-time RL with one task.
+
+    The debate solves the task in one of two samples, the single agent in none.
+    """
     results = tmp_path / "results"
-    model, file = results / "models" / "m", results / "data" / "aime.jsonl"
-    index, encoder = (
-        results / "wiki" / "vectors.index",
-        results / "models" / "e5" / "encoder.safetensors",
-    )
-    made = {model / "config.json": "{}", model / "model.safetensors": "weights", file: "rows"}
-    for path, text in {**made, index: "vectors", encoder: "encoder"}.items():
+    model = results / "models" / "m"
+    file = results / "data" / "aime.jsonl"
+    index = results / "wiki" / "vectors.index"
+    encoder = results / "models" / "e5" / "encoder.safetensors"
+    inputs = {
+        model / "config.json": "{}",
+        model / "model.safetensors": "weights",
+        file: "rows",
+        index: "vectors",
+        encoder: "encoder",
+    }
+    for path, text in inputs.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     evaluations = {}
@@ -53,15 +60,14 @@ def bundle(tmp_path: Path) -> Path:
         path = results / run / "evaluation" / "trained.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
-        (results / run / "config.yaml").write_text(
-            CONFIG.format(
-                seed=42 if "single" in run else 1,
-                model=model,
-                file=file,
-                index=index.parent,
-                encoder=encoder.parent,
-            )
+        config = CONFIG.format(
+            seed=42 if "single" in run else 1,
+            model=model,
+            file=file,
+            index=index.parent,
+            encoder=encoder.parent,
         )
+        (results / run / "config.yaml").write_text(config)
         evaluations[f"{run}/trained"] = [str(path)]
     write_paper_table("marti_ttrl", evaluations, results / "tables" / "marti_ttrl.md", scale="tiny")
     out = results / "tables" / "marti_ttrl.bundle.zip"
@@ -69,16 +75,22 @@ def bundle(tmp_path: Path) -> Path:
     return out
 
 
-def read(bundle: Path) -> dict[str, bytes]:
+def read_members(bundle: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(bundle) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def changed(bundle: Path, name: str, change: Callable[[bytes], bytes], *, described: bool) -> Path:
-    """The bundle with another member, whose new digest its description may have."""
-    contents = read(bundle)
-    contents[name] = change(contents[name])
-    if described:
+def replace_in_member(
+    bundle: Path, name: str, old: bytes, new: bytes, *, update_description: bool
+) -> Path:
+    """Write the bundle with another text in a member; return its path.
+
+    Args:
+        update_description: also write the member's new digest and size into the bundle's description.
+    """
+    contents = read_members(bundle)
+    contents[name] = contents[name].replace(old, new)
+    if update_description:
         crate = json.loads(contents[METADATA])
         entity = next(entity for entity in crate["@graph"] if entity["@id"] == name)
         entity |= {
@@ -93,8 +105,8 @@ def changed(bundle: Path, name: str, change: Callable[[bytes], bytes], *, descri
     return out
 
 
-def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
-    contents = read(bundle)
+def test_a_bundle_names_the_inputs_of_its_table(bundle: Path) -> None:
+    contents = read_members(bundle)
     assert sorted(contents) == [
         "environment.json",
         "inputs.json",
@@ -114,17 +126,16 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     }
     assert inputs["model.safetensors"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
     assert inputs["vectors.index"]["sha256"] == hashlib.sha256(b"vectors").hexdigest()
-    names = [
+    assert inputs["aime.jsonl"]["bytes"] == 4
+    assert sorted(inputs) == [
         "aime.jsonl",
         "config.json",
         "encoder.safetensors",
         "model.safetensors",
         "vectors.index",
     ]
-    assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, names)
-    assert (
-        b"seeds 1, 42; commit debate, single." in contents["table.md"]
-    )  # those that the runs were drawn with
+    # The seeds and commits of the runs
+    assert b"seeds 1, 42; commit debate, single." in contents["table.md"]
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
     graph = {entity["@id"]: entity for entity in json.loads(contents[METADATA])["@graph"]}
     assert graph[METADATA]["conformsTo"] == {"@id": "https://w3id.org/ro/crate/1.1"}
@@ -133,31 +144,31 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     assert graph["#making"]["result"] == [{"@id": "table.csv"}, {"@id": "table.md"}]
 
 
-def test_it_is_verified_in_another_folder(
+def test_a_bundle_is_verified_in_another_folder(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    bundle.replace(elsewhere / "b.zip")
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
+    bundle.replace(other_folder / "b.zip")
     (tmp_path / "results").rename(tmp_path / "gone")
-    monkeypatch.chdir(elsewhere)
-    done = CliRunner().invoke(app, ["verify", "b.zip"])
-    assert done.exit_code == 0
-    assert done.stdout.startswith(
+    monkeypatch.chdir(other_folder)
+    result = CliRunner().invoke(app, ["verify", "b.zip"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(
         "b.zip: 11 files as described; the table of 2 evaluations is what their per-task scores"
     )
-    assert list(elsewhere.iterdir()) == [elsewhere / "b.zip"]
+    assert list(other_folder.iterdir()) == [other_folder / "b.zip"]
 
 
 def test_a_flipped_byte_is_refused(bundle: Path) -> None:
-    whole = bundle.read_bytes()
+    content = bundle.read_bytes()
     with zipfile.ZipFile(bundle) as archive:
-        starts = {
-            info.filename: info.header_offset + 30 + len(info.filename)
-            for info in archive.infolist()
-        }
-    for start in starts.values():
-        bundle.write_bytes(whole[: start + 9] + bytes([whole[start + 9] ^ 1]) + whole[start + 10 :])
+        # A member's content follows its header of 30 bytes and its name.
+        starts = [info.header_offset + 30 + len(info.filename) for info in archive.infolist()]
+    for start in starts:
+        damaged = bytearray(content)
+        damaged[start + 9] ^= 1
+        bundle.write_bytes(damaged)
         with pytest.raises(BundleError, match="damaged, or no bundle of a table"):
             verify_bundle(bundle)
 
@@ -166,7 +177,7 @@ DEBATE = "runs/marti_debate_ttrl/evaluation/trained.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "described", "words"),
+    ("name", "old", "new", "update_description", "message"),
     [
         (
             DEBATE,
@@ -200,51 +211,49 @@ DEBATE = "runs/marti_debate_ttrl/evaluation/trained.json"
         ("inputs.json", b'"bytes": 4', b'"bytes": 5', False, "inputs.json: sha256 is"),
     ],
 )
-def test_what_was_changed_is_said(
-    bundle: Path, name: str, old: bytes, new: bytes, described: bool, words: str
+def test_a_changed_member_is_named_with_its_difference(
+    bundle: Path, name: str, old: bytes, new: bytes, update_description: bool, message: str
 ) -> None:
-    with pytest.raises(BundleError, match=words):
-        verify_bundle(
-            changed(bundle, name, lambda content: content.replace(old, new), described=described)
-        )
+    changed = replace_in_member(bundle, name, old, new, update_description=update_description)
+    with pytest.raises(BundleError, match=message):
+        verify_bundle(changed)
 
 
 def test_a_member_that_would_fill_the_memory_is_refused_before_it_is_unpacked(
     tmp_path: Path,
 ) -> None:
-    bomb = tmp_path / "b.zip"
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+    path = tmp_path / "b.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("ro-crate-metadata.json", b"{ }")
         archive.writestr("scores.json", b"0" * 1000)
-    whole = bomb.read_bytes()  # 1000 in the directory's entry becomes 4,294,967,294
-    at = whole.rindex((1000).to_bytes(4, "little"))
-    bomb.write_bytes(whole[:at] + (2**32 - 2).to_bytes(4, "little") + whole[at + 4 :])
+    # The archive's directory claims 4,294,967,294 bytes instead of 1000.
+    content = bytearray(path.read_bytes())
+    offset = content.rindex((1000).to_bytes(4, "little"))
+    content[offset : offset + 4] = (2**32 - 2).to_bytes(4, "little")
+    path.write_bytes(content)
     with pytest.raises(BundleError, match=r"4\.3 GB unpacked, and a bundle has at most 4\.3 GB"):
-        verify_bundle(bomb)
+        verify_bundle(path)
 
 
+DAMAGED = r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"
 DEEP = b"[" * 200_000
 MADE = b'{"evaluations": {"a": ["e.json"]}}'
 
 
 @pytest.mark.parametrize(
-    "described", [b'{"@graph": ["x"]}', b'{"@graph": null}', b"[1]", b"5", DEEP, b"\xff"]
+    "description", [b'{"@graph": ["x"]}', b'{"@graph": null}', b"[1]", b"5", DEEP, b"\xff"]
 )
-def test_a_description_that_is_none_is_refused_in_one_line(
-    described: bytes, tmp_path: Path
-) -> None:
+def test_an_invalid_description_is_refused_in_one_line(description: bytes, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
-        archive.writestr(METADATA, described)
-    with pytest.raises(
-        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"
-    ):
+        archive.writestr(METADATA, description)
+    with pytest.raises(BundleError, match=DAMAGED):
         verify_bundle(tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize(
     "members",
     [
-        {"a": b"", "a/b": b""},  # a file where a folder is
+        {"a": b"", "a/b": b""},  # a file and a folder with the same name
         {"a" * 300: b""},
         {".": b""},
         {"made.json": b'{"evaluations": []}'},
@@ -252,53 +261,56 @@ def test_a_description_that_is_none_is_refused_in_one_line(
         {"made.json": MADE, "e.json": b'{"k": 1, "tasks": [{"scores": ["x"]}]}'},
     ],
 )
-def test_members_that_somebody_made_on_purpose_are_refused_in_one_line(
+def test_malicious_members_are_refused_in_one_line(
     members: dict[str, bytes], tmp_path: Path
 ) -> None:
     files = [
         {
-            "@id": n,
+            "@id": name,
             "@type": "File",
-            "sha256": hashlib.sha256(own).hexdigest(),
-            "contentSize": str(len(own)),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "contentSize": str(len(content)),
         }
-        for n, own in members.items()
+        for name, content in members.items()
     ]
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr(METADATA, json.dumps({"@graph": files}))
         for name, content in members.items():
             archive.writestr(zipfile.ZipInfo(name), content)
-    with pytest.raises(
-        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"
-    ):
+    with pytest.raises(BundleError, match=DAMAGED):
         verify_bundle(tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize(
-    ("at", "value"), [(8, 1), (10, 99), (10, 14), (10, 12)]
-)  # encrypted; unknown; lzma; bz2
+    ("offset", "value"),
+    [
+        (8, 1),  # encrypted
+        (10, 99),  # an unknown compression
+        (10, 14),  # LZMA
+        (10, 12),  # bzip2
+    ],
+)
 def test_a_member_that_cannot_be_unpacked_is_refused_in_one_line(
-    at: int, value: int, tmp_path: Path
+    offset: int, value: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "b.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(METADATA, "{}")
     content = bytearray(path.read_bytes())
-    content[content.rfind(b"PK\x01\x02") + at] = content[at - 2] = (
-        value  # in the directory and in front of the member
-    )
+    # The field is in the archive's directory, and two bytes earlier in the member's header.
+    content[content.rfind(b"PK\x01\x02") + offset] = value
+    content[offset - 2] = value
     path.write_bytes(content)
-    with pytest.raises(
-        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+: [^\n]+\)$"
-    ):
+    message = r"b\.zip: damaged, or no bundle of a table \(\w+: [^\n]+\)$"
+    with pytest.raises(BundleError, match=message):
         verify_bundle(path)
 
 
-def test_a_member_more_or_less_and_no_bundle_are_refused(bundle: Path) -> None:
+def test_an_unlisted_member_and_a_text_file_are_refused(bundle: Path) -> None:
     with zipfile.ZipFile(bundle, "a") as archive:
         archive.writestr("more.txt", "")
     with pytest.raises(BundleError, match=f"more.txt: not listed in {METADATA}"):
         verify_bundle(bundle)
     bundle.write_text("text")
-    done = CliRunner().invoke(app, ["verify", str(bundle)])
-    assert done.exit_code != 0
+    result = CliRunner().invoke(app, ["verify", str(bundle)])
+    assert result.exit_code != 0

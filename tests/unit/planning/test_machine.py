@@ -1,4 +1,4 @@
-"""How many GPUs there are, which a run on CPUs hides from all its processes."""
+"""Number of visible GPUs, and runs on CPUs, which hide the GPUs from their processes."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from mcore_mas.planning import machine
 from mcore_mas.planning.machine import count_visible_gpus, hide_gpus_from_cpu_run
 
 
-def test_gpus_are_those_that_cuda_shows_to_a_torch_that_asks_for_them(
+def test_visible_gpus_are_counted_if_torch_is_built_for_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = tmp_path / "dev"
@@ -23,12 +23,11 @@ def test_gpus_are_those_that_cuda_shows_to_a_torch_that_asks_for_them(
         (devices / name).touch()
     torch = tmp_path / "torch"
     (torch / "lib").mkdir(parents=True)
-    found = SimpleNamespace(origin=str(torch / "__init__.py"))
-    monkeypatch.setattr(
-        machine.importlib.util, "find_spec", lambda name: found if name == "torch" else None
-    )
+    specs = {"torch": SimpleNamespace(origin=str(torch / "__init__.py"))}
+    monkeypatch.setattr(machine.importlib.util, "find_spec", specs.get)
     monkeypatch.setattr(machine, "Path", lambda path: devices if path == "/dev" else Path(path))
-    assert count_visible_gpus() == 0  # a torch for CPUs
+    assert count_visible_gpus() == 0  # torch is built for CPUs
+
     (torch / "lib" / "libtorch_cuda.so").touch()
     for visible, count in ((None, 3), ("", 0), ("-1", 0), ("1", 1), ("0,2", 2), ("0,1,2,3", 3)):
         if visible is None:
@@ -38,21 +37,21 @@ def test_gpus_are_those_that_cuda_shows_to_a_torch_that_asks_for_them(
         assert count_visible_gpus() == count
 
 
-@pytest.mark.parametrize(("device", "seen"), [("cpu", ""), ("auto", "3"), ("cuda", "3")])
-def test_a_run_on_cpus_shows_its_processes_no_gpu(
-    device: str, seen: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "3"), ("cuda", "3")])
+def test_a_run_on_cpus_hides_the_gpus_from_its_processes(
+    device: str, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     config = RunConfig.check(
         resolve(["experiment=demo_math", f"cluster.device={device}"]), "a test"
     )
     with hide_gpus_from_cpu_run(config):
-        child = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-        assert (
-            subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip() == seen
-        )
+        command = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+        child = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == visible
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with hide_gpus_from_cpu_run(config):
-        assert os.environ.get("CUDA_VISIBLE_DEVICES") == (None if seen else "")
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if device == "cpu" else None)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
