@@ -6,7 +6,7 @@ A `Dialect` translates between one API and these types. The dialects are in `com
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -41,6 +41,7 @@ class ChatRequest:
         previous_id: id of the reply that `messages` follow, "" for none.
         is_retry: True if the caller has sent the same call before and got no answer.
         text_tools: names of the tools that take free text, as their argument `TEXT_ARGUMENT`.
+        namespaces: namespace by the name of a tool that is in one; the name begins with it.
         must_call: name of the tool that the reply should call, `ANY_TOOL`, or None.
         parallel_calls: True if the reply may make several calls.
         reply_format: JSON format that the reply should have.
@@ -62,6 +63,7 @@ class ChatRequest:
     previous_id: str = ""
     is_retry: bool = False
     text_tools: frozenset[str] = frozenset()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     must_call: str | None = None
     parallel_calls: bool = True
     reply_format: ReplyFormat | None = None
@@ -124,7 +126,7 @@ class ChatReply:
         created: Unix time in seconds.
         finish: reason why the reply ended; None while it is sampled.
         stop_sequence: stop of the request that ended the text, or None.
-        text_tools: names of the tools that take free text.
+        text_tools, namespaces: see `ChatRequest`.
         logprobs: sampled tokens with those of thoughts and calls; None if the call does not ask for
             them, or the model returns none.
     """
@@ -140,6 +142,7 @@ class ChatReply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     text_tools: frozenset[str] = frozenset()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
@@ -357,6 +360,7 @@ class RequestBody(BaseModel):
             messages=_conversation(messages),
             tools=tuple(tools.schemas),
             text_tools=frozenset(tools.text_tools),
+            namespaces=tools.namespaces,
             must_call=tools.must_call if tools.schemas else None,
             parallel_calls=tools.parallel_calls,
             unheeded=tuple(dict.fromkeys([*self._unknown_fields(), *tools.unheeded, *unheeded])),

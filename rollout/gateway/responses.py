@@ -1,6 +1,8 @@
 """OpenAI's Responses API: requests, replies and streams."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -8,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
 from rollout.gateway.dialects import (
+    Block,
     BlockDelta,
     ChatReply,
     ChatRequest,
@@ -26,12 +29,14 @@ from rollout.gateway.tools import (
     TextToolSpec,
     ToolSpec,
     choose_openai_tools,
+    qualified_name,
     text_arguments,
     tool_arguments,
 )
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
+_TOOLS_ITEM = "additional_tools"  # item of the input with further tools
 _LOGPROBS = "message.output_text.logprobs"  # in `include`, with which a call asks for them
 
 # fields that are the same in every response
@@ -47,6 +52,17 @@ _CONSTANT_FIELDS: dict[str, Any] = {
 }
 
 
+class _Tool(BaseModel):
+    """A tool of the program, or one that OpenAI's servers run; its type decides on the fields."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: TextToolFormat | None = None
+    tools: list[_Tool] | None = None  # of a namespace
+
+
 class _Item(BaseModel):
     """An item of the input; its type decides which of these fields it has."""
 
@@ -56,19 +72,16 @@ class _Item(BaseModel):
     summary: Content = None
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = "{}"
     input: str = ""
     output: Content = None
+    tools: list[_Tool] | None = None
 
-
-class _Tool(BaseModel):
-    """A tool of the program, or one that OpenAI's servers run; its type decides on the fields."""
-
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    format: TextToolFormat | None = None
+    @property
+    def called_tool(self) -> str:
+        """Name of the tool of a call, as the model knows it."""
+        return qualified_name(self.namespace or "", self.name)
 
 
 class _TextOptions(BaseModel):
@@ -124,7 +137,7 @@ def _parse(body: bytes) -> ChatRequest:
     text_format = parsed.text.format if parsed.text is not None else None
     return parsed.chat_request(
         _parse_items(items, unheeded),
-        _parse_tools(parsed),
+        _parse_tools(parsed, items),
         system=parsed.instructions,
         unheeded=unheeded,
         reply_format=text_format and text_format.reply_format(),
@@ -135,23 +148,38 @@ def _parse(body: bytes) -> ChatRequest:
     )
 
 
-def _parse_tools(parsed: _ResponsesBody) -> RequestTools:
+def _parse_tools(parsed: _ResponsesBody, items: Sequence[_Item]) -> RequestTools:
+    """Return the tools of a request, and those that items of its input add."""
     tools = RequestTools()
-    for tool in parsed.tools or ():
-        if tool.type not in ("function", "custom"):
-            tools.leave_out(tool.type)
-        elif not tool.name:
-            raise GatewayError(400, f"a tool of type '{tool.type}' has no name")
-        elif tool.type == "custom":
-            spec = TextToolSpec(name=tool.name, description=tool.description, format=tool.format)
-            tools.add_text_tool(spec)
+    specs = list(parsed.tools or ())
+    for item in items:
+        if item.type == _TOOLS_ITEM:
+            specs += item.tools or ()
+    for spec in specs:
+        if spec.type == "namespace":
+            for tool in spec.tools or ():
+                _add_tool(tools, tool, spec.name)
         else:
-            function = ToolSpec(
-                name=tool.name, description=tool.description, parameters=tool.parameters
-            )
-            tools.schemas.append(function.tool_schema())
+            _add_tool(tools, spec, "")
     choose_openai_tools(tools, parsed.tool_choice, parsed.parallel_tool_calls)
     return tools
+
+
+def _add_tool(tools: RequestTools, tool: _Tool, namespace: str) -> None:
+    if tool.type not in ("function", "custom"):
+        tools.leave_out(tool.type)
+        return
+    if not tool.name:
+        raise GatewayError(400, f"a tool of type '{tool.type}' has no name")
+    name = qualified_name(namespace, tool.name)
+    if namespace:
+        tools.namespaces[name] = namespace
+    if tool.type == "custom":
+        spec = TextToolSpec(name=name, description=tool.description, format=tool.format)
+        tools.add_text_tool(spec)
+    else:
+        function = ToolSpec(name=name, description=tool.description, parameters=tool.parameters)
+        tools.schemas.append(function.tool_schema())
 
 
 def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
@@ -168,6 +196,8 @@ def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
     reply = _AssistantMessage()
 
     for item in items:
+        if item.type == _TOOLS_ITEM:
+            continue
         if item.type == "reasoning":
             parts = item.content or item.summary
             if isinstance(parts, list):
@@ -178,7 +208,7 @@ def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
                 arguments = text_arguments(item.input)
             else:
                 arguments = tool_arguments(item.arguments)
-            reply.calls.append(ToolUse(id=item.call_id, name=item.name, arguments=arguments))
+            reply.calls.append(ToolUse(id=item.call_id, name=item.called_tool, arguments=arguments))
             continue
 
         is_reply_text = item.type == "message" and item.role == "assistant"
@@ -234,24 +264,8 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
     """Return the reply's block of this index as an output item."""
     block = reply.blocks[index]
-    if block.call is not None and block.takes_text:
-        return {
-            "id": f"ctc_{reply.id}_{index}",
-            "type": "custom_tool_call",
-            "call_id": block.call.id,
-            "name": block.call.name,
-            "input": block.text,
-            "status": "completed",
-        }
     if block.call is not None:
-        return {
-            "id": f"fc_{reply.id}_{index}",
-            "type": "function_call",
-            "call_id": block.call.id,
-            "name": block.call.name,
-            "arguments": block.text,
-            "status": "completed",
-        }
+        return _render_call(reply, block, block.call, index)
     if block.kind == "reasoning":
         thought = {"type": "reasoning_text", "text": block.text}
         return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]}
@@ -265,6 +279,19 @@ def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
         "status": "completed",
         "content": [part],
     }
+
+
+def _render_call(reply: ChatReply, block: Block, call: ToolUse, index: int) -> dict[str, Any]:
+    """Return a tool call as an output item."""
+    if block.takes_text:
+        item = {"id": f"ctc_{reply.id}_{index}", "type": "custom_tool_call", "input": block.text}
+    else:
+        item = {"id": f"fc_{reply.id}_{index}", "type": "function_call", "arguments": block.text}
+    item |= {"call_id": call.id, "name": call.name, "status": "completed"}
+    namespace = reply.namespaces.get(call.name)
+    if namespace is not None:
+        item |= {"namespace": namespace, "name": call.name.removeprefix(f"{namespace}.")}
+    return item
 
 
 def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:

@@ -169,7 +169,12 @@ class GatewaySession:
             )
         reply_id = f"{self._id}_{self._calls_made}"
         self._calls_made += 1
-        partial_reply = ChatReply(id=reply_id, model=request.model, text_tools=request.text_tools)
+        partial_reply = ChatReply(
+            id=reply_id,
+            model=request.model,
+            text_tools=request.text_tools,
+            namespaces=request.namespaces,
+        )
         call = GatewayCall(partial_reply=partial_reply)
         call.start(self._reply(request, agent, match, call))
         call.task.add_done_callback(self._on_call_done)

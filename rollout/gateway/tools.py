@@ -76,12 +76,14 @@ class RequestTools:
     Attributes:
         schemas: tools that the agent may call.
         text_tools: names of those that take free text.
+        namespaces: namespace by the name of a tool that is in one; the name begins with it.
         unheeded: types of tools that the vendor's servers run, which are left out.
         must_call, parallel_calls: see `ChatRequest`.
     """
 
     schemas: list[ToolSchema] = field(default_factory=list)
     text_tools: set[str] = field(default_factory=set)
+    namespaces: dict[str, str] = field(default_factory=dict)
     unheeded: list[str] = field(default_factory=list)
     must_call: str | None = None
     parallel_calls: bool = True
@@ -174,3 +176,8 @@ def as_text_arguments(arguments: str) -> str:
     """
     text = json.loads(arguments).get(TEXT_ARGUMENT)
     return text_arguments(text if isinstance(text, str) else arguments)
+
+
+def qualified_name(namespace: str, name: str) -> str:
+    """Return the name by which a model calls a tool of a namespace; "" stands for none."""
+    return f"{namespace}.{name}" if namespace else name

@@ -7,6 +7,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,27 @@ from tests.support.gateway import scripted_team
 from tests.support.play import SEED, STEP, collect
 
 PACKAGES = ROOT / ".npm-frameworks"
-# names of the agents' tools that run a command in a shell, and of their argument
-SHELLS = {"codex": ("exec_command", "cmd"), "claude": ("Bash", "command")}
+AGENTS = ("codex", "codex-functions", "claude")
 
 pytestmark = pytest.mark.skipif(
     not (PACKAGES / "node_modules").exists(), reason="`make test-coding-agents` installs the agents"
 )
 
 
+def shell_call(agent: str, command: str) -> dict[str, Any]:
+    """Return the tool call with which an agent runs a command in a shell."""
+    if agent == "claude":
+        return {"name": "Bash", "arguments": {"command": command}}
+    if agent == "codex-functions":
+        return {"name": "exec_command", "arguments": {"cmd": command}}
+    script = f"await tools.exec_command({json.dumps({'cmd': command})})"
+    return {"name": "functions.exec", "arguments": {"input": script}}
+
+
 def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -> Group:
     """Play the sum 1+1 twice with a model that writes a program that prints a number."""
-    tool, argument = SHELLS[agent]
-    arguments = {argument: f"echo 'print({printed})' > answer.py"}
-    call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+    shell = f"echo 'print({printed})' > answer.py"
+    call = f"<tool_call>{json.dumps(shell_call(agent, shell))}</tool_call>"
 
     def reply(prompt: str, number: int) -> str:
         last_message = prompt.rpartition("<|im_start|>user")[2]
@@ -53,7 +62,7 @@ def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("printed", "outcome"), [(2, 1.0), (3, 0.0)])
-@pytest.mark.parametrize("agent", SHELLS)
+@pytest.mark.parametrize("agent", AGENTS)
 def test_a_coding_agents_program_decides_the_reward(
     agent: str, printed: int, outcome: float, tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """Have a command-line agent write a program in a fresh repository, and print what the program prints.
 
-code_agent.py codex|claude FOLDER      FOLDER has the agents' npm packages
+code_agent.py codex|codex-functions|claude FOLDER      FOLDER has the agents' npm packages
 """
 
 import os
@@ -9,6 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+# The models that Codex knows write JavaScript that calls its tools. One that it does not know gets
+# the tools themselves, as functions.
+MODELS = {"codex-functions": ("--model", "agent")}
 WANTED = "Write answer.py, a program that prints the answer and nothing else, and then stop. "
 
 
@@ -25,10 +28,10 @@ def command(agent: str, folder: Path, problem: str) -> list[str]:
     }
     settings = ", ".join(f'{key} = "{value}"' for key, value in provider.items())
     return [
-        # A model that Codex does not know gets functions as tools, which all models can call.
-        *(str(binaries / "codex"), "exec", problem, "--model", "agent"),
+        *(str(binaries / "codex"), "exec", problem),
         *("-c", 'model_provider="gateway"', "-c", f"model_providers.gateway={{{settings}}}"),
         *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+        *MODELS.get(agent, ()),
     ]
 
 

@@ -120,6 +120,45 @@ def test_a_tool_that_takes_free_text_in_chat_completions(tmp_path: Path) -> None
     assert "root" not in turns[1].scores
 
 
+def test_tools_of_namespaces_come_in_the_request_or_in_an_item(tmp_path: Path) -> None:
+    """Codex sends its tools as an item of the input; a call names its namespace."""
+    script = "await tools.look()"
+    replies = [
+        call_text("functions.exec", {"input": script}) + call_text("clock.look", {}),
+        "done",
+    ]
+    prompts: list[str] = []
+    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or replies[n])
+    tools = [
+        {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]},
+        {"type": "namespace", "name": "clock", "tools": [{"type": "function", **LOOK}]},
+    ]
+    added = {"type": "additional_tools", "role": "developer", "tools": tools[:1]}
+
+    def second_call(bodies: list[Any]) -> tuple[str, dict[str, Any]]:
+        results = [
+            {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}
+            for item in bodies[0]["output"]
+        ]
+        return responses(tools=tools[1:], input=[added, *HI, *bodies[0]["output"], *results])
+
+    (first, second), turns = exchange(
+        team, [responses(tools=tools[1:], input=[added, *HI]), second_call]
+    )
+    assert all(f'"name": "{name}"' in prompts[0] for name in ("functions.exec", "clock.look"))
+    calls = [
+        (item["type"], item["namespace"], item["name"], item.get("input", item.get("arguments")))
+        for item in first["output"]
+    ]
+    assert calls == [
+        ("custom_tool_call", "functions", "exec", script),
+        ("function_call", "clock", "look", "{}"),
+    ]
+    assert second["output"][0]["content"][0]["text"] == "done"
+    assert [turn.chat for turn in turns] == ["a/0", "a/0"]
+    assert "root" not in turns[1].scores
+
+
 def test_a_stream_of_a_free_text_call_has_the_vendors_events(tmp_path: Path) -> None:
     team, _ = scripted_team(tmp_path, lambda prompt, n: call_text("apply_patch", {"input": PATCH}))
     tool = {"type": "custom", "name": "apply_patch"}
