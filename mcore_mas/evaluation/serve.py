@@ -12,10 +12,12 @@ from mcore_mas.evaluation.converse import CHAT_STEP
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.evaluation.served_team import ServedTeam
+from retrieval.encoder import Encoder
 from rollout.base.files import ensure_writable
 from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import owned
 from rollout.base.processes import say
+from rollout.config.retriever import RetrieverConfig
 from rollout.gateway.app import GatewayHandlers, gateway_app
 from rollout.gateway.errors import GatewayError
 
@@ -62,7 +64,11 @@ def serve(
     folder = ensure_writable(config.folder / "served")
     with owned(folder), running_team(config, f"{folder}/", CHAT_STEP) as team:
         served = ServedTeam(
-            name=config.run, env=config.env.name, collector=team.collector, aliases=aliases
+            name=config.run,
+            env=config.env.name,
+            collector=team.collector,
+            aliases=aliases,
+            encoder=_load_encoder(config.retriever),
         )
 
         def find_backend(request: Request) -> ServedTeam:
@@ -77,6 +83,13 @@ def serve(
             server_config(app, drain_s=_DRAIN_S, lifespan=False, max_connections=max_connections)
         )
         team.runner.run(server.serve(sockets=[listener]))
+
+
+def _load_encoder(retriever: RetrieverConfig | None) -> Encoder | None:
+    """Return the encoder of a retriever; None if there is none, or it runs elsewhere."""
+    if retriever is None or retriever.urls or retriever.ranking == "bm25":
+        return None
+    return Encoder.of(retriever.encoder, retriever.encoder_folder)
 
 
 def check_aliases(aliases: Mapping[str, str], models: Sequence[str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from retrieval.encoder import Encoder
 from rollout.base.errors import EnvError, PromptTooLong
 from rollout.base.processes import say
 from rollout.environments.protocol import Env, Step
@@ -65,6 +69,7 @@ class ServedTeam:
     Attributes:
         name: model name of the whole team.
         aliases: agents, or the whole team, by further model names.
+        encoder: encoder of the run's retriever, or None.
         env: name of the environment.
         collector: its team, environment and orchestra play the calls.
     """
@@ -73,6 +78,8 @@ class ServedTeam:
     env: str
     collector: Collector
     aliases: Mapping[str, str] = field(default_factory=dict)
+    encoder: Encoder | None = None
+    _encoder_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _noted: set[str] = field(default_factory=set, init=False)
     _call_numbers: itertools.count[int] = field(default_factory=itertools.count, init=False)
 
@@ -119,6 +126,19 @@ class ServedTeam:
                 "for one of its agents",
             )
         return await self._gateway_session(None).count_tokens(request)
+
+    async def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the vectors of texts, encoded as passages.
+
+        Raises:
+            GatewayError: the run has no retriever with an encoder.
+        """
+        if self.encoder is None:
+            raise GatewayError(
+                404, f"'{self.name}' has no retriever with an encoder, so there are no embeddings"
+            )
+        async with self._encoder_lock:
+            return await asyncio.to_thread(self.encoder.encode_passages, texts)
 
     def stored_reply(self, reply_id: str) -> ChatReply:
         """Raise GatewayError, because no reply is stored."""

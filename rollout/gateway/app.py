@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -36,6 +37,7 @@ from rollout.gateway.dialects import (
     StreamEvent,
     StreamStep,
 )
+from rollout.gateway.embeddings import EMBEDDINGS_PATH, parse_embeddings, render_embeddings
 from rollout.gateway.errors import GatewayError
 from rollout.gateway.messages import MESSAGES, parse_count
 from rollout.gateway.responses import RESPONSES
@@ -69,6 +71,9 @@ class ChatBackend(Protocol):
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
+
+    async def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the vectors of texts; raise GatewayError if there is no encoder."""
 
     def stored_reply(self, reply_id: str) -> ChatReply:
         """Return an earlier reply; raise GatewayError if it was not stored."""
@@ -142,6 +147,12 @@ class GatewayHandlers:
         request = await self._read_call(parse_count, http_request)
         return JSONResponse({"input_tokens": await backend.count_tokens(request)})
 
+    async def embed(self, http_request: Request) -> Response:
+        """Return the vectors of texts by the encoder of the run's retriever."""
+        backend = self.find_backend(http_request)
+        request = parse_embeddings(await read_body(http_request, MAX_CALL_BYTES))
+        return JSONResponse(render_embeddings(request, await backend.embed(request.texts)))
+
     async def list_models(self, http_request: Request) -> Response:
         """Return the models that calls may use."""
         models = [_render_model(name) for name in self.find_backend(http_request).models]
@@ -161,7 +172,7 @@ class GatewayHandlers:
 
     async def refuse(self, http_request: Request) -> Response:
         """Refuse a request to a path that the gateway does not have."""
-        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT_PATH])
+        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT_PATH, EMBEDDINGS_PATH])
         path = http_request.url.path[:200]
         raise GatewayError(
             404, f"there is no endpoint {http_request.method} {path}; paths of the gateway: {paths}"
@@ -357,6 +368,7 @@ def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
             add_route(base + dialect.path, answer, dialect, ["POST"])
         add_route(base + _COUNT_PATH, handlers.count_tokens, MESSAGES, ["POST"])
         add_route(base + _RESPONSE_PATH, handlers.show_response, RESPONSES, ["GET"])
+        add_route(base + EMBEDDINGS_PATH, handlers.embed, COMPLETIONS, ["POST"])
         add_route(base + "/v1/models", handlers.list_models, None, ["GET"])
         add_route(base + "/v1/models/{model:path}", handlers.show_model, None, ["GET"])
     add_route("/{path:path}", handlers.refuse, None, _HTTP_METHODS)

@@ -21,6 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import jinja2
+import numpy as np
 
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import Defect, EngineError, PromptTooLong
@@ -181,6 +182,14 @@ class GatewaySession:
         self._running.add(call.task)
         equal_calls.append(call)
         return call
+
+    async def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Raise GatewayError, because a trajectory has no encoder."""
+        raise GatewayError(
+            404,
+            "there are no embeddings in a trajectory; `mcore-mas serve` has them for a run with a "
+            "retriever",
+        )
 
     def stored_reply(self, reply_id: str) -> ChatReply:
         """Return an earlier reply; raise GatewayError if it was not stored."""
