@@ -11,8 +11,9 @@ import torch
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
 from mcore_mas.planning.memory import engine_weight_bytes, kv_bytes_per_token
+from mcore_mas.planning.shared_pool import MEMORY_SHARE, STATIC_SHARE, memory_share
 from mcore_mas.planning.worker_groups import PlacementError, gpus_per_engine
-from mcore_mas.runtime.devices import MEMORY_SHARE, STATIC_SHARE, device_type_here, memory_share
+from mcore_mas.runtime.devices import device_type_here
 from rollout.base.nested import merged
 from rollout.engines import EngineConfig
 from rollout.models.architecture import read_architecture

@@ -16,6 +16,7 @@ from mcore_mas.pipeline.prompt_check import prompt_problems
 from mcore_mas.pipeline.sources import load_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.machine import count_visible_gpus
+from mcore_mas.planning.shared_pool import fit_pool
 from mcore_mas.planning.worker_groups import (
     PlacementError,
     check_fits,
@@ -373,6 +374,7 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
     if _submits_jobs() or config.cluster.address != "local":
         return
     if gpus:
+        config, _ = fit_pool(config, gpus - retriever_gpus)
         try:
             groups = list_worker_groups(config, "GPU")
             check_fits(groups, config.cluster.pool, "GPU", [gpus - retriever_gpus])

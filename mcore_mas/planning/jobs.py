@@ -26,6 +26,7 @@ from mcore_mas.planning.memory import (
     embedded_weight_bytes,
     engine_weight_bytes,
 )
+from mcore_mas.planning.shared_pool import fit_pool
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     count_devices,
@@ -139,6 +140,8 @@ def _device_type(config: RunConfig) -> DeviceType:
 
 
 def _train_needs(config: RunConfig, device_type: DeviceType, node_gpus: int) -> JobNeeds:
+    if device_type == "GPU" and node_gpus == 1:
+        config, _ = fit_pool(config, node_gpus)  # as the training will do
     worker_groups = list_worker_groups(config, device_type)
     processes = sum(workers.devices for workers in worker_groups)
     memory_mb = object_store_mb(config) + _routing_mb(config)

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import available_cores
+from mcore_mas.planning.shared_pool import (
+    MEMORY_SHARE,
+    STATIC_SHARE,
+    fit_pool,
+    memory_share,
+    started_servers,
+)
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     PlacementError,
@@ -19,12 +26,7 @@ from mcore_mas.planning.worker_groups import (
     list_worker_groups,
 )
 from mcore_mas.runtime.cluster import Node
-from rollout.engines import EngineConfig
 from rollout.engines.sglang.nccl import nccl_mismatch
-
-MEMORY_SHARE = "mem-fraction-static"  # argument of `sglang.launch_server`
-# the share of a GPU's memory that servers on it may hold together; they compute in the rest
-STATIC_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +147,28 @@ def device_type_here(config: RunConfig) -> DeviceType:
     return "GPU" if has_gpus and config.cluster.device != "cpu" else "CPU"
 
 
+def fit_to_machine(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return a run that fits the GPUs of this machine, and a line about what was changed, or "".
+
+    Raises:
+        PlacementError: the config wants GPUs, and there is none.
+    """
+    if device_type_here(config) == "CPU":
+        return config, ""
+    return fit_pool(config, _gpus_here(config))
+
+
+def _gpus_here(config: RunConfig) -> int:
+    """Return the number of GPUs of this machine for trainers and engines."""
+    return torch.cuda.device_count() - (config.retriever.gpus if config.retriever else 0)
+
+
 def _devices_here(
     config: RunConfig, device_type: DeviceType, worker_groups: Sequence[WorkerGroup]
 ) -> int:
     """Return the number of devices of this machine: GPUs without the retriever's, or as many CPUs as are needed."""
     if device_type == "GPU":
-        return torch.cuda.device_count() - (config.retriever.gpus if config.retriever else 0)
+        return _gpus_here(config)
     return config.cluster.cpus or count_devices(worker_groups, config.cluster.pool)
 
 
@@ -204,13 +222,7 @@ def _check_servers(config: RunConfig) -> None:
         PlacementError: servers that share GPUs have no shares of the memory, or a server has another version of NCCL
             than the trainers that are in a group with it.
     """
-    servers = {}
-    for policy in config.models:
-        engine = for_policy(config, policy).engine
-        is_started = engine.name == "sglang" and not engine.urls
-        if is_started and engine_holder(config, policy) == policy:
-            servers[policy] = engine
-
+    servers = started_servers(config)
     shares = {policy: memory_share(engine) for policy, engine in servers.items()}
     valid = all(shares.values()) and sum(shares.values()) <= 1
     if config.cluster.pool == "shared" and len(servers) > 1 and not valid:
@@ -228,9 +240,3 @@ def _check_servers(config: RunConfig) -> None:
                 raise PlacementError(
                     f"policies.{policy}: engine.transport: distributed: {mismatch}"
                 )
-
-
-def memory_share(engine: EngineConfig) -> float:
-    """Return the share of a GPU's memory that the server of an engine takes by its options; 0 if they do not say."""
-    share = engine.options.get(MEMORY_SHARE, engine.options.get(MEMORY_SHARE.replace("-", "_")))
-    return float(share) if isinstance(share, int | float) else 0.0

@@ -19,7 +19,7 @@ from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoint, Checkpoints
 from mcore_mas.runtime.cluster import joined_ray
-from mcore_mas.runtime.devices import RunDevices, find_devices
+from mcore_mas.runtime.devices import RunDevices, find_devices, fit_to_machine
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.local_ray import running_ray
@@ -92,11 +92,16 @@ def train(
     commit = code_commit()
     tasks = _load_tasks(config)
     make_renderers(config, config.models)
-    devices = find_devices(config) if address == "local" else None
+    devices = None
+    warnings: list[str] = []
+    if address == "local":
+        config, warning = fit_to_machine(config)
+        if warning:
+            warnings.append(warning)
+        devices = find_devices(config)
     _make_private(folder)
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         stack.enter_context(owned(folder))
-        warnings: list[str] = []
         checkpoints = _open_checkpoints(config)
         checkpoint = checkpoints.newest(warnings.append)
         if checkpoint is not None:
