@@ -14,7 +14,10 @@ from mcore_mas.megatron.main_grad import add_product
 
 
 def patch_fallbacks() -> None:
-    """Replace three of Megatron's fallbacks; do nothing without a GPU, or where Apex is installed.
+    """Replace three of Megatron's fallbacks on a GPU.
+
+    The first two also replace the kernels of Transformer Engine and Apex, so that installing one of
+    these changes no result.
 
     - Norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
     - Scaling of gradients: the fallback launches one kernel per parameter.
@@ -24,13 +27,11 @@ def patch_fallbacks() -> None:
     if not torch.cuda.is_available():
         return
 
-    utils = importlib.import_module("megatron.core.utils")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
-    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _multi_tensor_l2_norm
-        clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
-        optimizer.multi_tensor_scale_impl = _multi_tensor_scale
+    clip_grads.l2_norm_impl = _multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
+    optimizer.multi_tensor_scale_impl = _multi_tensor_scale
 
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
