@@ -10,6 +10,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
+# GPUs of this machine, by which `make setup` chooses its packages; `make setup GPUS=` ignores them.
+GPUS   := $(shell nvidia-smi --list-gpus 2>/dev/null)
 WORKERS ?= 3
 STORE  ?= sqlite:///results/mlflow.db
 # If this variable is set, every process compiles all modules that it imports, which takes two thirds
@@ -18,25 +20,32 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 (PYTHON=python3.11)
+setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 (PYTHON=python3.11); with GPUs also .venv-sglang
 
-# torch is installed first, so that its CPU build is chosen if an index offers one. The lock file is
+# On a machine with GPUs the second stage of environment.yml installs all packages.
+# On others torch is installed first, so that its CPU build is chosen if an index offers one. The lock file is
 # complete, so no dependencies are resolved, and modules are compiled when they are first imported.
 # A `.venv` that is a link belongs to another checkout and is not changed.
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) mcore_mas/runtime/project_path.py
 	$(PYTHON) -m venv $(VENV)
+ifneq ($(strip $(GPUS)),)
+	PATH="$(abspath $(BIN)):$$PATH" bash environment.post-deploy.sh
+else
 	$(PIP) $$(grep -E '^torch==' $(LOCK))
 	$(PIP) --no-deps --requirement $(LOCK)
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
+endif
 	@touch $@
+
+setup-sglang: $(STAMP) .venv-sglang/.stamp ## make .venv-sglang, the environment of SGLang's servers: for GPUs, or for CPUs without any
 
 demo: $(STAMP) ## run the whole pipeline on two CPU cores, from data to report
 	$(BIN)/snakemake
@@ -144,8 +153,8 @@ test-coding-agents: $(STAMP) .npm-frameworks/.stamp ## play Codex and Claude Cod
 	.venv-frameworks-2/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks-2.txt
 	@touch $@
 
-.venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py
-	tests/sglang/setup.sh $(PYTHON)
+.venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt requirements/sglang.sh tests/sglang/patch_cpu.py | $(STAMP)
+	requirements/sglang.sh $(PYTHON)
 
 lint: $(STAMP) ## check style, types and the workflow
 	$(BIN)/ruff check .
@@ -178,7 +187,9 @@ gpu-kit: $(STAMP) results/demo_math/bootstrap/bootstrap.json ## pack a whole tra
 gpu-run: $(STAMP) .gpu/demo/config.yaml ## train two policies and measure on this machine's GPU, in eight minutes (results/gpu-run)
 	$(BIN)/python -m benchmarks.gpu.whole_run --kit .gpu --out results/gpu-run
 
+# Without SGLang, whose wheels need CUDA 13, the sections that start its servers are skipped.
 gpu-acceptance: $(STAMP) ## check NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
+	-@$(MAKE) --no-print-directory setup-sglang
 	$(BIN)/python -m benchmarks.gpu.acceptance --out results/gpu-acceptance
 
 exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md

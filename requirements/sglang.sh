@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv-sglang, the environment of SGLang's own: as published where there is a GPU, otherwise what its server needs
-# to run dense decoders on a CPU. Interrupted, it goes on where it was; .venv-sglang/.stamp says that all is there.
+# Makes .venv-sglang, the environment of SGLang's servers: the published wheels on a machine with GPUs or with CUDA=13 set,
+# as in the build of an image; otherwise the packages with which a server runs dense decoders on a CPU. An interrupted
+# installation continues when this is run again. .venv-sglang/.stamp is written last.
 set -euo pipefail
 shopt -s nullglob
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 python=${1:-python3.11}
 home=.venv-sglang
 log=$home/setup.log
@@ -25,10 +26,15 @@ install() {
 
 "$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null ||
     fail "$python is no Python 3.11 or later with venv; install python3.11 and python3.11-venv, or say make PYTHON=..."
-if command -v nvidia-smi > /dev/null && nvidia-smi --list-gpus > /dev/null; then
-    device=GPU download=4 unpacked=10
-else
-    device=CPU download=1 unpacked=4
+cuda=${CUDA:-$({ nvidia-smi 2> /dev/null || true; } | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p')}
+case $cuda in
+    "") device=CPU download=1 unpacked=4 ;;
+    13) device=GPU download=4 unpacked=10 ;;
+    *) fail "SGLang's wheels need CUDA 13, and the driver has CUDA $cuda; update it to 580 or later, or sample with engine=embedded" ;;
+esac
+libc=$(getconf GNU_LIBC_VERSION 2> /dev/null || true)
+if [ $device = GPU ] && [ "$(printf '%s\n' "glibc 2.34" "$libc" | sort -V | head -n 1)" != "glibc 2.34" ]; then
+    fail "SGLang's wheels need glibc 2.34, and this system has ${libc:-another C library}; use containers/gpu.Dockerfile or gpu.def"
 fi
 room=$(($(df --output=avail -k . | tail -n 1) + $(du -sk "$home" 2> /dev/null | cut -f 1 || echo 0)))
 [ "$room" -ge $((unpacked << 20)) ] ||
@@ -44,6 +50,22 @@ done
 : > "$log"
 if [ $device = GPU ]; then
     install --requirement requirements/sglang.txt
+    # A server compiles kernels with the CUDA toolkit in CUDA_HOME. The wheels have its parts, but not under the names that
+    # a linker looks for.
+    for wheels in "$PWD/$home"/lib/python*/site-packages/nvidia/cu13; do
+        [ -x "$wheels/bin/nvcc" ] || continue
+        mkdir -p "$home/cuda/lib64/stubs"
+        for part in bin include nvvm; do
+            ln -sfn "$wheels/$part" "$home/cuda/$part"
+        done
+        for library in "$wheels"/lib/*.so*; do
+            name=${library##*/}
+            ln -sf "$library" "$home/cuda/lib64/$name"
+            ln -sf "$library" "$home/cuda/lib64/${name%%.so*}.so"
+        done
+        driver=$({ ldconfig -p 2> /dev/null || true; } | sed -n 's/.*libcuda\.so\.1.*=> //p' | head -n 1)
+        [ -z "$driver" ] || ln -sf "$driver" "$home/cuda/lib64/stubs/libcuda.so"
+    done
 else
     # torch alone and first, so that the CPU build is chosen where an index offers one
     install "$(grep -E '^torch==' requirements/sglang-cpu.txt)"

@@ -79,6 +79,8 @@ ENVIRONMENT_READERS = {
     "mcore_mas/runtime/slurm_ray.py": "Ray reads its authentication only from a variable",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are in its sandbox",
     "mcore_mas/cli/machine.py": "MLflow's server passes settings to its workers in variables",
+    "rollout/engines/sglang/toolkit.py": "SGLang finds its compilers by PATH and CUDA_HOME",
+    "mcore_mas/pipeline/config_cache.py": "an image names its SGLang in a variable, which a shipped config reads",
     "rollout/engines/sglang/server.py": "a server of another environment must not inherit PYTHONPATH",
     "rollout/orchestras/program.py": "a user's agent program gets this process's variables and its own",
     "rollout/engines/remote/keys.py": "an API key may be in a variable, which is removed for children",

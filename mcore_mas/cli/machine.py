@@ -17,6 +17,7 @@ import psutil
 import typer
 
 from mcore_mas.cli.arguments import UsageError
+from mcore_mas.planning.machine import count_visible_gpus
 from mcore_mas.runtime.project_path import path_problem
 from rollout.base.processes import start_group, stop_group
 
@@ -159,6 +160,20 @@ def _check_gpus() -> tuple[bool, str]:
     return True, f"{len(names)}: {', '.join(sorted(set(names)))}"
 
 
+def _check_sglang() -> tuple[bool, str]:
+    """Return what SGLang's servers would miss; teams with the embedded engine train without them."""
+    from rollout.engines.sglang.nccl import nccl_mismatch
+    from rollout.engines.sglang.toolkit import toolchain_problem
+
+    python = Path(os.environ.get("SGLANG_PYTHON", ".venv-sglang/bin/python"))
+    if not python.is_file():
+        return True, f"none: {python} is missing; `make setup-sglang` makes it (docs/engines.md)"
+    if not count_visible_gpus():
+        return True, f"{python}, on CPUs"
+    problem = toolchain_problem(python.absolute(), {}) or nccl_mismatch(python)
+    return not problem, problem or f"{python}, with nvcc and a C++ compiler"
+
+
 def _check_cores() -> tuple[bool, str]:
     return True, f"{len(os.sched_getaffinity(0))} usable"
 
@@ -200,6 +215,7 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "packages": _check_packages,
     "optional": _check_optional_packages,
     "gpus": _check_gpus,
+    "sglang": _check_sglang,
     "cores": _check_cores,
     "sandbox": _check_sandbox,
     "memory": _check_memory,

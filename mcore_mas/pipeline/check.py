@@ -31,6 +31,7 @@ from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.config import EngineConfig
 from rollout.engines.remote.keys import has_key
+from rollout.engines.sglang.toolkit import toolchain_problem
 from rollout.models.chat_template import chat_template_problem, has_chat_template
 from rollout.models.tensor_files import open_tensors, tensor_files
 from rollout.records.files import RecordError
@@ -403,7 +404,14 @@ def _engine_problems(engines: dict[str, EngineConfig]) -> Iterator[str]:
         if engine.device == "cuda" and not count_visible_gpus():
             yield f"{key}.device is cuda, but this machine has no GPU; set it to cpu"
         if engine.name == "sglang" and engine.python and not engine.python.is_file():
-            yield f"{key}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
+            yield (
+                f"{key}.python: {engine.python}: no such interpreter; `make setup-sglang` makes it "
+                "(docs/engines.md)"
+            )
+        elif engine.name == "sglang" and engine.python and count_visible_gpus():
+            problem = toolchain_problem(engine.python.absolute(), engine.environment)
+            if problem:
+                yield f"{key}.python: {problem}"
 
 
 def _api_key_problems(config: RunConfig, engines: dict[str, EngineConfig]) -> Iterator[str]:

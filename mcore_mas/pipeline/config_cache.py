@@ -18,6 +18,7 @@ from rollout.base.json_files import read_json
 
 # OmegaConf's resolver of an environment variable, which may change without any file.
 _ENVIRONMENT_RESOLVER = "oc.env"
+_SHIPPED_VARIABLE = "SGLANG_PYTHON"  # the one that a shipped config reads (engine/sglang.yaml)
 
 
 class ConfigCache:
@@ -46,7 +47,9 @@ class ConfigCache:
         ]
         modules = [file for folder in package_folders() for file in folder.rglob("*.py")]
         user_configs = sorted(configs.rglob("*.yaml")) if configs else []
-        self._common_digest = json_digest(_stamps([*shipped, *modules, *user_configs]))
+        self._common_digest = json_digest(
+            [_stamps([*shipped, *modules, *user_configs]), os.environ.get(_SHIPPED_VARIABLE)]
+        )
         self._disabled = any(
             _ENVIRONMENT_RESOLVER in file.read_text(encoding="utf-8", errors="replace")
             for file in user_configs

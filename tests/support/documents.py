@@ -116,9 +116,7 @@ RUN_BY: dict[str, Runner] = {
     r"mcore-mas train results/demo_math --adopt": Runner(
         "unit/training/test_fork.py", "needs a run with another recipe"
     ),
-    r"python3\.12 -m venv \.venv-sglang .*": Runner(
-        "make test-sglang", "installs 4 GB of wheels for GPUs; the target installs the CPU build"
-    ),
+    r"make setup-sglang": Runner("make test-sglang", "installs 4 GB of wheels, or 1 GB for CPUs"),
     r"export RAY_AUTH_MODE=token|ray .*": Runner(
         "make test-nodes", "needs nodes with addresses of their own"
     ),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,9 @@ def pip_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_program(
         tmp_path / "python",
         f'if [ "$2" = pip ]; then shift 2; echo "$@" >> {record}; '
+        # Transformer Engine and SGLang are installed by scripts with tests of their own
+        f'elif [ "$1" = -c ] && [ "$2" != "${{2#import torch}}" ]; then exit 1; '
+        f'elif [ "$2" = venv ]; then echo "venv $3" >> {record}; exit 1; '
         f'else exec {sys.executable} "$@"; fi',
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -61,12 +65,14 @@ def write_nvidia_smi(folder: Path, cuda: str) -> None:
     write_program(folder / "nvidia-smi", f"echo '{line}'")
 
 
-def run_post_deploy(**variables: str) -> subprocess.CompletedProcess[str]:
-    """Run environment.post-deploy.sh with these environment variables."""
-    command = ["bash", "environment.post-deploy.sh"]
+def run_post_deploy(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run environment.post-deploy.sh in a copy below a folder, with these environment variables."""
+    checkout = folder / "checkout"
+    shutil.copytree(REQUIREMENTS, checkout / "requirements")
+    shutil.copy(ROOT / "environment.post-deploy.sh", checkout)
     return subprocess.run(
-        command,
-        cwd=ROOT,
+        ["bash", "environment.post-deploy.sh"],
+        cwd=checkout,
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -91,20 +97,28 @@ def test_torch_and_nccl_match_the_drivers_cuda(
 ) -> None:
     if driver_cuda:
         write_nvidia_smi(pip_arguments.parent, driver_cuda)
-    done = run_post_deploy(CUDA=variable)
+    done = run_post_deploy(pip_arguments.parent, CUDA=variable)
     assert done.returncode == 0, done.stderr
     torch = f"torch=={pins(LOCK)['torch']}"
-    assert pip_arguments.read_text().splitlines() == [
+    assert pip_arguments.read_text().splitlines()[:4] == [
         f"install {index} {torch}" if index else f"install {torch}",
         f"install --requirement requirements/{LOCK} --requirement requirements/gpu.txt",
         f"install --no-deps {nccl}=={pins('nccl.txt')[nccl]}",
         "install --no-deps --no-build-isolation --editable .",
     ]
+    # What only some runs need may fail, with a line.
+    assert "continuing without Transformer Engine, which only layers: te needs" in done.stderr
+    made_sglang = "venv .venv-sglang" in pip_arguments.read_text()
+    assert made_sglang is nccl.endswith("cu13")
+    if made_sglang:
+        assert "make it later with: bash requirements/sglang.sh" in done.stderr
+    else:
+        assert "SGLang needs CUDA 13: here the embedded engine samples" in done.stderr
 
 
 def test_a_driver_that_no_torch_is_built_for_is_refused(pip_arguments: Path) -> None:
     write_nvidia_smi(pip_arguments.parent, "11.8")
-    done = run_post_deploy()
+    done = run_post_deploy(pip_arguments.parent)
     assert done.returncode == 1
     assert not pip_arguments.exists()
     assert done.stderr.startswith(
@@ -227,3 +241,110 @@ def dry_run_setup(venv: Path, **variables: str) -> str:
         check=True,
     )
     return done.stdout
+
+
+def test_setup_on_a_machine_with_gpus_is_the_second_stage_of_the_conda_environment(
+    tmp_path: Path,
+) -> None:
+    write_program(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3'")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    commands = dry_run_setup(tmp_path / "venv", PATH=path)
+    assert f'PATH="{tmp_path / "venv"}/bin:$PATH" bash environment.post-deploy.sh' in commands
+    assert "pip check" not in commands  # torch pins another NCCL than SGLang's
+    assert "post-deploy" not in dry_run_setup(tmp_path / "venv", PATH=path, MAKEFLAGS="GPUS=")
+
+
+# Fake `python` that makes a fake environment: its pip writes the files of the wheels of a GPU machine.
+FAKE_VENV = """
+case "$*" in
+  *ensurepip*) exit 0 ;;
+  *"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *"-m pip install"*)
+    echo "$@" >> "{record}"
+    wheels=.venv-sglang/lib/python3.12/site-packages/nvidia/cu13
+    mkdir -p $wheels/bin $wheels/include $wheels/nvvm $wheels/lib
+    touch $wheels/include/cuda.h $wheels/lib/libcudart.so.13 $wheels/lib/libnvrtc.so.13
+    printf '#!/bin/sh\\necho nvcc' > $wheels/bin/nvcc && chmod +x $wheels/bin/nvcc ;;
+  *) echo "$@" >> "{record}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the requirements, on a machine whose programs are stand-ins."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(REQUIREMENTS, folder / "requirements")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    write_program(programs / "python", FAKE_VENV.format(record=tmp_path / "record"))
+    write_program(programs / "getconf", "echo glibc 2.36")
+    write_program(programs / "df", "echo Avail; echo 99999999")
+    write_program(programs / "ldconfig", "echo 'libcuda.so.1 (libc6,x86-64) => /lib/libcuda.so.1'")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA", raising=False)
+    return folder
+
+
+def make_sglang(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "requirements/sglang.sh", "python"],
+        cwd=checkout,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_sglangs_environment_has_a_toolkit_that_a_linker_finds(
+    checkout: Path, tmp_path: Path, image: bool
+) -> None:
+    """With a driver of CUDA 13, or in the build of an image, which has none."""
+    if not image:
+        write_nvidia_smi(tmp_path / "programs", "13.0")
+    done = make_sglang(checkout, **({"CUDA": "13"} if image else {}))
+    assert done.returncode == 0, done.stderr
+    assert "--requirement requirements/sglang.txt" in (tmp_path / "record").read_text()
+    home = checkout / ".venv-sglang"
+    assert (home / ".stamp").is_file()
+    nvcc = subprocess.run([home / "cuda/bin/nvcc"], capture_output=True, text=True, check=True)
+    assert nvcc.stdout.strip() == "nvcc"
+    assert (home / "cuda/include/cuda.h").is_file()
+    for name in ("libcudart.so", "libcudart.so.13", "libnvrtc.so"):
+        assert (home / "cuda/lib64" / name).is_file()
+    assert (home / "cuda/lib64/stubs/libcuda.so").readlink() == Path("/lib/libcuda.so.1")
+
+
+def test_a_machine_that_cannot_run_sglangs_wheels_is_told_before_they_are_downloaded(
+    checkout: Path, tmp_path: Path
+) -> None:
+    write_nvidia_smi(tmp_path / "programs", "12.8")
+    done = make_sglang(checkout)
+    assert done.returncode == 1
+    assert "SGLang's wheels need CUDA 13, and the driver has CUDA 12" in done.stderr
+
+    write_program(tmp_path / "programs" / "getconf", "echo glibc 2.31")
+    done = make_sglang(checkout, CUDA="13")
+    assert done.returncode == 1
+    assert "SGLang's wheels need glibc 2.34, and this system has glibc 2.31" in done.stderr
+    assert not (checkout / ".venv-sglang").exists()
+
+
+def test_without_gpus_sglangs_packages_for_cpus_are_installed(
+    checkout: Path, tmp_path: Path
+) -> None:
+    done = make_sglang(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "--requirement requirements/sglang-cpu.txt" in (tmp_path / "record").read_text()
+    assert not (checkout / ".venv-sglang" / "cuda").exists()
+
+
+@pytest.mark.parametrize("file", ["gpu.Dockerfile", "gpu.def"])
+def test_an_image_names_its_sglang(file: str) -> None:
+    """The second stage makes it, because the build of an image sets CUDA."""
+    text = (ROOT / "containers" / file).read_text()
+    assert re.search(r"CUDA=.* bash environment\.post-deploy\.sh", text)
+    assert "SGLANG_PYTHON=/opt/mcore-mas/.venv-sglang/bin/python" in text

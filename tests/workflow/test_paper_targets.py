@@ -73,8 +73,8 @@ def test_missing_inputs_are_listed(tmp_path: Path) -> None:
         "  data/math/aime_2024.parquet: HuggingFaceH4/aime_2024 of the hub, 30 rows (for marti_single_ttrl and 1 more)",
         "  models/DeepScaleR-1.5B-Preview: agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit "
         "(for marti_single_ttrl and 1 more)",
-        "  run 'marti_single_ttrl' and 1 more: engine.python: .venv-sglang/bin/python: no such interpreter "
-        f"({ROOT}/docs/engines.md makes one)",
+        "  run 'marti_single_ttrl' and 1 more: engine.python: .venv-sglang/bin/python: no such interpreter; "
+        f"`make setup-sglang` makes it ({ROOT}/docs/engines.md)",
         f"`snakemake acquire_marti_ttrl` fetches them (7.1 GB where known; {ROOT}/docs/tables.md), or try "
         "--config scale=tiny, which makes its own",
     ]

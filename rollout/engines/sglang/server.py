@@ -14,6 +14,7 @@ from rollout.base.errors import EngineError
 from rollout.base.processes import free_port, interface_of, start_group, stop_group
 from rollout.base.urls import without_proxy
 from rollout.engines.sglang.settings import SGLangSettings
+from rollout.engines.sglang.toolkit import build_environment
 
 # Tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py).
 _EMPTY_CONTEXT_TOKENS = 6
@@ -93,9 +94,11 @@ class Server:
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         environment |= network | dict(self.environment)
+        # The path is not resolved: Python finds a virtual environment by the link's own path.
+        python = Path(self.python).absolute()
+        environment |= build_environment(python, environment)
         command = [
-            # The path is not resolved: Python finds a virtual environment by the link's own path.
-            str(Path(self.python).absolute()),
+            str(python),
             "-m",
             "sglang.launch_server",
             *self.arguments,
