@@ -39,6 +39,9 @@ GPUS = {
     "A100-40GB": GPU(memory=40, flops=312),
     "B200": GPU(memory=180, flops=2250),
     "L40S": GPU(memory=48, flops=362),
+    "L4": GPU(memory=24, flops=121),
+    "A10": GPU(memory=24, flops=125),
+    "RTX4090": GPU(memory=24, flops=165),
 }
 _SLOWER_CARDS = {"PCIe", "NVL"}  # variants of the H100 and the H200 with a lower power limit
 

@@ -24,6 +24,7 @@ PAGES = committed_pages()
 STORIES = {
     "quickstart.md": "workflow/test_quickstart.py",
     "own_team.md": "workflow/test_own_folder.py",
+    "one_gpu.md": "workflow/test_one_gpu_page.py",
     "own_reward.md": "unit/test_own_reward_page.py",
 }
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
