@@ -95,7 +95,12 @@ def main() -> None:
         with slotted_server(SLOTS, REPLY_S, reply_ids) as url:
             path = run / "config.yaml"
             config = yaml.safe_load(path.read_text())
-            config["engine"] |= {"name": "sglang", "urls": [url], "slots": SLOTS, "verify": False}
+            config["engine"] |= {
+                "name": "sglang",
+                "urls": [url],
+                "slots": SLOTS,
+                "compare_servers": False,
+            }
             path.write_text(yaml.safe_dump(config))
 
             rate_before = plain_rate(url)

@@ -257,7 +257,7 @@ def sglang(options: argparse.Namespace) -> None:
             max_length=128,
             python=str(python),
             log=Path(folder) / "server.log",
-            verify=False,
+            compare_servers=False,
         )
         began = time.perf_counter()
         engine = SGLangEngine(settings)

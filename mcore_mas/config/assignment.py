@@ -24,7 +24,7 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     partly = sections.pop("partly", None)
     defaults = sections.pop("policy_defaults", {})
     if not _are_mappings(sections["agents"]):
-        return sections  # pydantic reports the agents
+        return sections  # the validation of the config reports malformed agents
 
     policy_names = _policy_names(sharing, partly, list(sections["agents"]))
     agents = {

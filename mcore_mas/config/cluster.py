@@ -155,8 +155,8 @@ class ClusterConfig(Section):
             return
         if engine != holder_engine:
             raise ValueError(
-                f"policies.{policy}.own.engine: share_base puts it in the engine of '{holder}', whose settings are "
-                "others; give both the same ones, or leave share_base out"
+                f"policies.{policy}.overrides.engine: share_base puts the policy into the engine of '{holder}', whose "
+                "settings differ; give both policies the same engine settings, or leave share_base out"
             )
         if engine.name == "sglang":
             return

@@ -107,8 +107,8 @@ def expand_experiment(
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
     settings = content.get("settings", {})
     expansion = _expand_mapping(common, file, folders, bases)
-    for piece in _row_pieces(content["grid"], str(name)):
-        expansion = expansion.then(_expand_piece(piece, str(name), settings, file))
+    for value in _row_settings(content["grid"], str(name)):
+        expansion = expansion.then(_expand_settings(value, str(name), settings, file))
     return expansion.then(Expansion(settings={"run": name}))
 
 
@@ -201,29 +201,34 @@ def _unknown_config(group: str, name: object, folders: Sequence[Path]) -> Config
     return ConfigError(f"no {group} '{name}' in the configs; {hint}")
 
 
-def _row_pieces(grid: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the pieces of a row: the words in the braces of its name, and the value of its pattern in the grid."""
-    pieces: list[Any] = []
+def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the settings of a row of a grid, in the order in which they are merged.
+
+    For each pattern of the grid that yields the row's name, these are the words in the pattern's braces, which are
+    keys of the file's `settings`, and then the pattern's value: a key of `settings`, a mapping, a list of both, or
+    None.
+    """
+    row_settings: list[Any] = []
     for pattern, value in grid.items():
         for row, words in expand_braces(pattern):
             if row == name:
-                pieces += [*words, value]
-    return pieces
+                row_settings += [*words, value]
+    return row_settings
 
 
-def _expand_piece(piece: Any, row: str, settings: Mapping[str, Any], file: Path) -> Expansion:
-    """Expand a piece of a row: the name of an entry of `settings`, settings written out, or a list of both."""
-    if isinstance(piece, str):
-        if piece not in settings:
+def _expand_settings(value: Any, row: str, settings: Mapping[str, Any], file: Path) -> Expansion:
+    """Expand settings of a row: a key of `settings`, a mapping, a list of both, or None for no settings."""
+    if isinstance(value, str):
+        if value not in settings:
             names = ", ".join(settings)
-            raise ConfigError(f"{file}: '{row}' takes '{piece}'; expected one of settings: {names}")
-        return _expand_piece(settings[piece], row, settings, file)
-    if not isinstance(piece, list):
-        return _expand_mapping(piece or {}, file)
+            raise ConfigError(f"{file}: '{row}' takes '{value}'; expected one of settings: {names}")
+        return _expand_settings(settings[value], row, settings, file)
+    if not isinstance(value, list):
+        return _expand_mapping(value or {}, file)
 
     expansion = Expansion()
-    for part in piece:
-        expansion = expansion.then(_expand_piece(part, row, settings, file))
+    for entry in value:
+        expansion = expansion.then(_expand_settings(entry, row, settings, file))
     return expansion
 
 

@@ -45,7 +45,7 @@ def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> No
     if engine.router_replay and architecture.experts is None:
         raise ModelError(
             f"policies.{name}: engine.router_replay is for mixtures of experts, and {policy.model} is dense; "
-            f"set policies.{name}.own.engine.router_replay: false"
+            f"set policies.{name}.overrides.engine.router_replay: false"
         )
     if engine.max_length > architecture.positions:
         raise ModelError(

@@ -21,8 +21,8 @@ _ENGINE_CHOICE_SETTINGS = (
     "environment",
     "adapters",
 )
-# settings of the run's sections that a policy may replace under `own`
-_OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
+# settings of the run's sections that a policy may replace under `overrides`
+_OVERRIDABLE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "name",
         "slots",
@@ -82,15 +82,16 @@ class LoraConfig(Section):
 
 
 class CriticConfig(RateConfig):
-    """A value head on a copy of the policy's first model."""
+    """A critic: a value head on a copy of the model that the policy starts from."""
 
-    # Bound of a value's change in one step, in units of the reward.
+    # PPO's value clipping: distance from the value at the start of the training step at which the value loss is
+    # clipped, in units of the reward.
     clip: float = Field(0.2, gt=0)
     # Training steps in which the critic is trained and its policy is not yet.
     head_start: int = Field(0, ge=0)
 
 
-class OwnConfig(Section):
+class PolicyOverrides(Section):
     """Settings of a policy in place of the run's, by the run's sections; mappings are merged key by key."""
 
     engine: dict[str, JsonValue] = Field(default_factory=dict)
@@ -99,11 +100,11 @@ class OwnConfig(Section):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
-        for section, allowed in _OWN_SETTINGS.items():
+        for section, allowed in _OVERRIDABLE_SETTINGS.items():
             for key in getattr(self, section):
                 if key not in allowed:
                     raise ValueError(
-                        f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}"
+                        f"{section}.{key} cannot be overridden by a policy; expected {', '.join(allowed)}"
                     )
         return self
 
@@ -186,7 +187,7 @@ class PolicyConfig(RateConfig):
     # For agents whose advantage is gae.
     critic: CriticConfig | None = None
     # Settings of engine, loss and trainer in place of the run's.
-    own: OwnConfig = OwnConfig()
+    overrides: PolicyOverrides = PolicyOverrides()
 
     @property
     def ranks(self) -> int:
@@ -216,9 +217,9 @@ class PolicyConfig(RateConfig):
             raise ValueError(
                 "chat_template and chat_template_kwargs are of a model folder; leave them out for a remote"
             )
-        if self.own.engine.get("router_replay"):
+        if self.overrides.engine.get("router_replay"):
             raise ValueError(
-                "own.engine.router_replay: a remote model does not tell its experts; leave it out"
+                "overrides.engine.router_replay: a remote model does not tell its experts; leave it out"
             )
 
 

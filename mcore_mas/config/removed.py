@@ -3,7 +3,7 @@
 To remove or rename a key, take it out of its section and add a row to REMOVED_KEYS. The key of a row is the dotted
 name of the removed key; `*` stands for any one name, such as that of a policy. Write `KEY=VALUE` if only one value of a
 key was removed, or one entry of a list. The text of a row completes the sentence "KEY was removed: …", so it says what
-to write instead. A row for `engine`, `loss` or `trainer` also applies below `policies.*.own`.
+to write instead. A row for `engine`, `loss` or `trainer` also applies below `policies.*.overrides`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,17 @@ from typing import Any
 
 REMOVED_KEYS: Mapping[str, str] = {
     "agents.*.tools.search.filters": "a search covers all passages; leave it out",
+    "coach.answers_for": "write coach.judged_with_answer",
     "collection.journal": (
         "finished trajectories are always kept; those under way are sampled again after a restart"
     ),
     "engine.joining": ("start all actors with engine.replicas, or use SGLang with engine.members"),
+    "engine.verify": "write engine.compare_servers",
+    "policies.*.own": "write policies.NAME.overrides",
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",
     "retriever.members": "list the servers in retriever.urls",
-    "tracking.also=trackio": "use wandb or tensorboard, or MLflow alone",
+    "tracking.also": "write tracking.further_trackers, with wandb or tensorboard",
     "tracking.zeros": "leave it out; MLflow is sent every metric",
     "trainer.logprob_tolerance": "bound the figures under trainer.agreement",
 }
@@ -38,10 +41,10 @@ def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = RE
 
 
 def _find(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
-    """Yield the keys and the value of each setting that the pattern names, also below `policies.*.own`."""
+    """Yield the keys and the value of each setting that the pattern names, also below `policies.*.overrides`."""
     yield from _matches(values, pattern)
     if pattern[0] in ("engine", "loss", "trainer"):
-        yield from _matches(values, ["policies", "*", "own", *pattern])
+        yield from _matches(values, ["policies", "*", "overrides", *pattern])
 
 
 def _matches(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:

@@ -119,7 +119,11 @@ class RunConfig(Section):
 
     @classmethod
     def check(cls, values: Any, origin: str) -> RunConfig:
-        """Validate plain values; errors name their origin.
+        """Validate plain values, and return their config with the default correction filled in.
+
+        Args:
+            values: nested mappings, as YAML or JSON yields them.
+            origin: where the values come from, such as a file's path; error messages begin with it.
 
         Raises:
             ConfigError: the values do not validate.
@@ -194,7 +198,7 @@ class RunConfig(Section):
         return frozenset(sources)
 
     @property
-    def ahead(self) -> bool:
+    def collects_ahead(self) -> bool:
         """True if trajectories of later steps are collected while a step is trained."""
         turns = [self.trained]
         if self.trainer.alternate is not None:
@@ -229,7 +233,7 @@ class RunConfig(Section):
 
     def may_collect(self, step: int, trained: int) -> bool:
         """Return True if trajectories of `step` may be collected with the weights after `trained` steps."""
-        if step > trained and not self.ahead:
+        if step > trained and not self.collects_ahead:
             return False
         for policy in self.trained:
             syncs = sum(policy in self.in_turn(between) for between in range(trained, step))
@@ -244,26 +248,26 @@ class RunConfig(Section):
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:
-    """Return the run with a policy's own settings of engine, loss and trainer.
+    """Return the run with a policy's overrides of engine, loss and trainer.
 
     Raises:
         ValueError: the settings do not go with the run's.
     """
-    policy_sections = config.policies[policy].own
+    overrides = config.policies[policy].overrides
     sections: dict[str, Section] = {
         "engine": config.engine,
         "loss": config.loss,
         "trainer": config.trainer,
     }
     for name, section in sections.items():
-        if not getattr(policy_sections, name):
+        if not getattr(overrides, name):
             continue
-        values = policy_sections.merged_into(name, section)
+        values = overrides.merged_into(name, section)
         try:
             json = to_json(values, inf_nan_mode="constants")
             sections[name] = type(section).model_validate_json(json, strict=True)
         except ValidationError as error:
-            prefix = f"policies.{policy}.own.{name}"
+            prefix = f"policies.{policy}.overrides.{name}"
             line = error_line(error, type(section), values, prefix=prefix)
             raise ValueError(line) from None
 
@@ -271,9 +275,7 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
     tokens = policy_config.trainer.microbatch_tokens
     length = policy_config.engine.max_length
     if tokens < length:
-        key = (
-            f"policies.{policy}.own: " if policy_sections.engine or policy_sections.trainer else ""
-        )
+        key = f"policies.{policy}.overrides: " if overrides.engine or overrides.trainer else ""
         raise ValueError(
             f"{key}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
             f"use microbatch_tokens: {length}, or max_length: {tokens}"
@@ -288,10 +290,11 @@ def engine_holder(config: RunConfig, policy: str) -> str:
     return config.holder(policy) if holds_adapters else policy
 
 
-def updates_in_schedule(config: RunConfig, policy: str) -> int:
-    """Return the most updates that a trained policy can have in a run, which is the length of its schedule.
+def schedule_length(config: RunConfig, policy: str) -> int:
+    """Return the length of a policy's learning rate schedule.
 
-    With mini-batches, whose number is not known beforehand, these are the policy's training steps.
+    It is the number of the policy's updates in the whole run. With `trainer.minibatch`, this number is not known
+    beforehand, so the schedule counts training steps instead of updates.
     """
     trainer = for_policy(config, policy).trainer
     steps = trainer.steps if policy in config.trained else 0
@@ -379,7 +382,7 @@ def _check_team(config: RunConfig) -> None:
     if config.reward.name == "coach" and config.coach is None:
         raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
     if config.coach is not None:
-        named = config.coach.model_dump(include={"agents", "answers_for", "metrics_for"})
+        named = config.coach.model_dump(include={"agents", "judged_with_answer", "metrics_for"})
         check_named("coach", named, config.agents)
     if "retriever" in config.env.needs and config.retriever is None:
         raise ValueError(
@@ -469,7 +472,7 @@ def _check_schedules(config: RunConfig) -> None:
         for key, rate in ((name, policy), (f"{name}.critic", policy.critic)):
             if rate is None or rate.schedule == "constant":
                 continue
-            last = rate.decay_steps or updates_in_schedule(config, name)
+            last = rate.decay_steps or schedule_length(config, name)
             if last <= rate.warmup_steps:
                 raise ValueError(
                     f"policies.{key}: schedule '{rate.schedule}' ends with update {last}, but warmup_steps is "
@@ -515,7 +518,7 @@ def _check_collection_ahead(config: RunConfig) -> None:
     for name, policy in config.policies.items():
         if policy.staleness is not None and name not in config.trained:
             raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
-    if not config.ahead:
+    if not config.collects_ahead:
         return
     staleness = max(config.staleness_of(name) for name in config.trained)
     if config.engine.sleep:

@@ -61,9 +61,9 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def _project_of(folder: Path, written_folder: Path) -> Path | None:
-    """Return the directory relative to which `written_folder` names `folder`.
+    """Return the directory for which `directory / written_folder` is `folder`.
 
-    None if there is none, because the run was moved or its path is absolute.
+    Return None if there is none, because the run was moved or `written_folder` is absolute.
     """
     depth = len(written_folder.parts)
     if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:

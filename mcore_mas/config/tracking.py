@@ -38,8 +38,8 @@ class TrackingConfig(Section):
     traces: int = Field(2, ge=0)
     # Tags of MLflow's runs; a suite adds its name, and a paper's tables.
     tags: dict[_TagName, str] = Field(default_factory=dict)
-    # Further trackers of the training metrics.
-    also: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    # Trackers that get the training metrics in addition to MLflow.
+    further_trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     @field_validator("uri")
     @classmethod

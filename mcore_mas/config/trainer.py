@@ -12,9 +12,9 @@ from rollout.teams.tree import Branching
 class AlternateConfig(Section):
     """Training of policies in turn; the others play with the weights that they have."""
 
-    # Policies, each of which is trained in its turn.
+    # Policies in the order in which they are trained; after the last one the first one comes again.
     order: tuple[str, ...] = Field(min_length=2)
-    # Training steps of a policy before the next one's turn.
+    # Training steps of a policy in a row.
     steps: int = Field(1, ge=1)
 
 

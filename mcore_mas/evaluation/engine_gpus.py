@@ -83,10 +83,10 @@ def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
     for policy, engine in engines.items():
         if engine.name != "sglang":
             continue
-        overrides = config.policies[policy].own
+        overrides = config.policies[policy].overrides
         options = merged(overrides.engine, {"options": {MEMORY_SHARE: round(shares[policy], 3)}})
         overrides = overrides.model_copy(update={"engine": options})
-        changed[policy] = config.policies[policy].model_copy(update={"own": overrides})
+        changed[policy] = config.policies[policy].model_copy(update={"overrides": overrides})
     return config.model_copy(update={"policies": changed})
 
 

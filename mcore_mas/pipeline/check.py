@@ -352,8 +352,8 @@ def _engines_by_key(config: RunConfig) -> dict[str, EngineConfig]:
     """Return the engine of the run, and the engines of policies that have separate settings."""
     engines = {"engine": config.engine}
     for policy in config.models:
-        if config.policies[policy].own.engine:
-            engines[f"policies.{policy}.own.engine"] = for_policy(config, policy).engine
+        if config.policies[policy].overrides.engine:
+            engines[f"policies.{policy}.overrides.engine"] = for_policy(config, policy).engine
     return engines
 
 

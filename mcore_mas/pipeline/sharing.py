@@ -115,7 +115,7 @@ def _evaluation_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _untrained_policy(policy: Mapping[str, Any]) -> list[Any]:
     """Return the settings that decide the replies of an untrained policy."""
     adapter = (policy["lora"] or {}).get("adapter")
-    return [*(policy[key] for key in _POLICY_KEYS), adapter, policy["own"]["engine"]]
+    return [*(policy[key] for key in _POLICY_KEYS), adapter, policy["overrides"]["engine"]]
 
 
 def _untrained_agents(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -78,11 +78,11 @@ def check_plannable(config: RunConfig) -> None:
             "and engine.name: sglang without urls, or one embedded engine with device: cuda"
         )
     for policy in config.models:
-        engine_settings = config.policies[policy].own.engine.keys()
+        engine_settings = config.policies[policy].overrides.engine.keys()
         refused = engine_settings & {"name", "tp", "replicas", "urls"}
         if refused:
             raise PlanError(
-                f"{config.run}: policies.{policy}.own.engine.{min(refused)}: a plan gives all "
+                f"{config.run}: policies.{policy}.overrides.engine.{min(refused)}: a plan gives all "
                 "engines the same tensor parallelism; leave it out, or place the run by hand "
                 "without cluster.gpus"
             )
@@ -128,7 +128,7 @@ def _smallest_that_fits(config: RunConfig, models: Models, cluster: Cluster) -> 
 def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[RunConfig]:
     """Yield the placements in the order in which they are tried."""
     sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
-    for one_by_one in (False,) if config.ahead else (False, True):
+    for one_by_one in (False,) if config.collects_ahead else (False, True):
         for tp in sizes:
             placed = _with_tensor_parallelism(config, cluster, tp, one_by_one=one_by_one)
             yield _with_slots_that_fit(placed, models, cluster)
@@ -155,7 +155,7 @@ def _with_tensor_parallelism(
     config: RunConfig, cluster: Cluster, tp: int, *, one_by_one: bool
 ) -> RunConfig:
     """Return the config with this placement; it is not validated."""
-    take_turns = not config.ahead
+    take_turns = not config.collects_ahead
     trainer: dict[str, Any] = {
         "tp": tp,
         "sp": tp > 1,

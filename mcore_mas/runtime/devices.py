@@ -75,7 +75,7 @@ class RunDevices:
 
         engines = sum(group.devices for group in self.worker_groups if group.part == "engine")
         trainers = sum(group.devices for group in self.worker_groups if group.part != "engine")
-        at_work = engines + trainers if config.ahead else max(engines, trainers)
+        at_work = engines + trainers if config.collects_ahead else max(engines, trainers)
         return max(1, available_cores() // max(1, at_work))
 
     def describe(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig, for_policy, updates_in_schedule
+from mcore_mas.config.run import RunConfig, for_policy, schedule_length
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import nccl_cumem
@@ -56,7 +56,7 @@ def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any)
     settings |= {field: getattr(rate, field) for field in _RATE_FIELDS}
     settings["deterministic"] = config.engine.deterministic
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
-    settings["decay_steps"] = rate.decay_steps or updates_in_schedule(config, name)
+    settings["decay_steps"] = rate.decay_steps or schedule_length(config, name)
     if engine.transport == "distributed":  # NCCL needs the same setting in all ranks of a group
         settings["cumem"] = nccl_cumem(engine.options, engine.environment)
     return TrainerSpec(**{**settings, **overrides})

@@ -130,7 +130,7 @@ def _mlflow_sender(
 def _other_senders(
     config: RunConfig, first_step: int, path: Path, warn: Callable[[str], None]
 ) -> list[MetricsSender]:
-    """Start the trackers of `tracking.also`; they skip the rows that earlier starts have sent.
+    """Start the trackers of `tracking.further_trackers`; they skip the rows that earlier starts have sent.
 
     Raises:
         ConfigError: the library of a tracker is not installed.
@@ -140,5 +140,5 @@ def _other_senders(
     offset = path.stat().st_size
     return [
         MetricsSender(name, partial(WRITERS[name], config, first_step), path, warn, offset=offset)
-        for name in config.tracking.also
+        for name in config.tracking.further_trackers
     ]

@@ -72,11 +72,11 @@ WRITERS: Mapping[str, Callable[[RunConfig, int], MetricsWriter]] = {
 
 
 def missing_libraries(config: RunConfig) -> Iterator[str]:
-    """Yield one line for each tracker in `tracking.also` whose library is not installed."""
-    for name in config.tracking.also:
+    """Yield one line for each tracker in `tracking.further_trackers` whose library is not installed."""
+    for name in config.tracking.further_trackers:
         if find_spec(name) is None:
             yield (
-                f"tracking.also: {name} is not installed; pip install {name}, or remove it from "
+                f"tracking.further_trackers: {name} is not installed; pip install {name}, or remove it from "
                 "the list"
             )
 

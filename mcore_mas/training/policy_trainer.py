@@ -331,9 +331,10 @@ class PolicyTrainer:
         if disagreement:
             raise TrainingError(
                 f"policy {self._policy}, {disagreement}, which is more than the rounding error of "
-                f"{self._precision}; engine and trainer do not hold the same weights: keep "
-                "engine.verify on to find the tensor, or, if their kernels are known to differ by as "
-                "much, widen trainer.agreement"
+                f"{self._precision}; engine and trainer do not hold the same weights: try "
+                "engine.transport: disk, and check the model; with several SGLang servers, "
+                "engine.compare_servers finds a tensor in which they differ. If the kernels of engine "
+                "and trainer are known to differ by as much, widen trainer.agreement"
             )
 
 

@@ -208,7 +208,7 @@ def _step_metrics(
     """Merge the metrics of the rollout, the credit and the updates."""
     metrics = rollout_metrics(rollouts.groups) | credit_metrics(credited)
     metrics |= {f"policy/{policy}/updates": 0.0 for policy in session.trainers}
-    if session.config.ahead:
+    if session.config.collects_ahead:
         metrics |= staleness_metrics([sample for sample in credited if sample.policy in updates])
     for policy, update_metrics in updates.items():
         for name, value in update_metrics.items():

@@ -77,8 +77,8 @@ class EngineConfig(Section):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     # Environment variables of the servers.
     environment: dict[str, str] = Field(default_factory=dict)
-    # Compare the servers' checksums with each other after every update.
-    verify: bool = True
+    # Compare the weights of a policy's servers with each other after every update, by checksums.
+    compare_servers: bool = True
     # Deadline of a request in seconds; None: computed from slots and max_length.
     timeout_s: float | None = Field(None, gt=0)
     # Deadline of a server's first answer in seconds; None: computed from the model's size.

@@ -15,7 +15,7 @@ class CoachConfig(RemoteConfig):
     # Agents whose turns are scored; empty: all agents.
     agents: tuple[str, ...] = ()
     # Agents whose turns are judged with the ground truth in the prompt.
-    answers_for: tuple[str, ...] = ()
+    judged_with_answer: tuple[str, ...] = ()
     # Agents whose turns are judged with the outcome and the final metrics in the prompt.
     metrics_for: tuple[str, ...] = ()
     # Request an outcome score in addition to the process score.

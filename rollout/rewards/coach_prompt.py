@@ -22,7 +22,7 @@ def coach_messages(
     requests = [_TEXTS["verdict"]]
     if config.outcome:
         requests.append(_TEXTS["outcome"])
-    if turn.agent in config.answers_for:
+    if turn.agent in config.judged_with_answer:
         requests.append(_TEXTS["correct"])
     form = "\n".join(requests)
     return (
@@ -84,7 +84,7 @@ def _sections(
     if files_after and files_after != files_before:
         listing = clip_middle(files_after, config.observation_chars)
         sections.append(("files after the action", listing))
-    if turn.agent in config.answers_for:
+    if turn.agent in config.judged_with_answer:
         answers = "\n".join(task.answers)
         sections.append(("ground truth", clip_middle(answers, config.text_chars)))
     if turn.agent in config.metrics_for:

@@ -86,12 +86,13 @@ def test_problems_of_layout_length_and_machine_are_reported_together(
     [
         (1, [], None),  # the demo runs on CPUs
         (0, ["cluster.device=auto"], None),
-        (3, ["cluster.device=auto"], None),
+        (5, ["cluster.device=auto"], None),
         (
             2,
             ["cluster.device=auto"],
-            "cluster.pool: split needs 3 GPUs and there are 2 (solver: trainer 2; verifier: trainer 1); use "
-            "cluster.pool: shared, which needs 2, or compute on CPUs: cluster.device: cpu, or more GPUs",
+            "cluster.pool: split needs 5 GPUs and there are 2 (solver: trainer 2, engine 1; verifier: "
+            "trainer 1, engine 1); use cluster.pool: shared, which needs 2, or compute on CPUs: "
+            "cluster.device: cpu, or more GPUs",
         ),
         (2, ["cluster.device=auto", "cluster.pool=shared"], None),
         (
@@ -106,7 +107,7 @@ def test_problems_of_layout_length_and_machine_are_reported_together(
         ),
         (
             8,
-            [*SGLANG, "policies.verifier.own.engine.options={device: cpu}"],
+            [*SGLANG, "policies.verifier.overrides.engine.options={device: cpu}"],
             "policies.solver: cluster.device: cpu hides the GPUs from SGLang's servers; set it to "
             "auto or cuda",
         ),
@@ -272,7 +273,7 @@ def test_missing_programs_are_reported() -> None:
 def test_a_missing_tracking_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.tracking.writers.find_spec", lambda name: None)
     assert demo_problems("tracking=wandb") == [
-        "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or remove it "
+        "run 'demo_math': tracking.further_trackers: wandb is not installed; pip install wandb, or remove it "
         "from the list"
     ]
 

@@ -98,9 +98,9 @@ CREDIT = {
     ],
     # The verifier has its own engine, loss, micro-batches, mini-batches and passes.
     "own": [
-        "policies.verifier.own.engine={max_length: 300, slots: 3}",
-        "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}}",
-        "policies.verifier.own.trainer={microbatch_tokens: 300, minibatch: 2, passes: 2}",
+        "policies.verifier.overrides.engine={max_length: 300, slots: 3}",
+        "policies.verifier.overrides.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}}",
+        "policies.verifier.overrides.trainer={microbatch_tokens: 300, minibatch: 2, passes: 2}",
         "+policies.verifier.schedule=linear",
         "policies.verifier.warmup_steps=0",
         "policies.solver.warmup_steps=0",

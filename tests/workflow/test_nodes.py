@@ -300,7 +300,7 @@ def test_trainers_run_on_nodes_with_their_label_and_engines_beside_the_driver(
         "+cluster.nodes.solver.train=big",
         "+cluster.nodes.verifier.train=big",
         "+cluster.address=auto",
-        "+policies.solver.own.engine.replicas=2",
+        "+policies.solver.overrides.engine.replicas=2",
         "+engine.deterministic=true",
         "policies.solver.tp=1",
         "trainer.steps=3",
@@ -374,7 +374,7 @@ def test_servers_on_other_nodes_get_weights_and_a_lost_one_is_started_elsewhere(
         "+cluster.nodes.verifier={train: big, rollout: small}",
         "+cluster.address=auto",
         "policies.solver.tp=1",
-        "+policies.solver.own.engine.replicas=2",
+        "+policies.solver.overrides.engine.replicas=2",
         # Every policy learns, whatever the fake server replies.
         "reward.name=tests.support.rewards:by_number",
         # The log-probabilities of the fake server are of no model.

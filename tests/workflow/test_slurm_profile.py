@@ -179,7 +179,7 @@ def test_resources_of_the_command_line_do_not_replace_the_signal_to_save(tmp_pat
 def test_an_evaluation_that_needs_more_gpus_than_a_node_has_is_refused(
     tmp_path: Path, gpu_settings: list[str]
 ) -> None:
-    runs = {"big": [*gpu_settings, "policies.solver.own.engine.tp=2"]}
+    runs = {"big": [*gpu_settings, "policies.solver.overrides.engine.tp=2"]}
     message = (
         "error: run 'big': an evaluation needs 2 GPUs of one machine for a server of solver (engine.tp 2), and "
         "node_gpus is 1; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines "

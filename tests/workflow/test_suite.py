@@ -166,14 +166,14 @@ def test_the_evaluation_of_an_untrained_team_depends_on_settings_that_decide_rep
     training_settings = {
         "lr": 1.0,
         "lora": {"rank": 4, "adapter": None},
-        "own": {"engine": {}, "trainer": {"passes": 2}},
+        "overrides": {"engine": {}, "trainer": {"passes": 2}},
     }
     assert digest_with(**training_settings) == digest_with()
     digests = (
         digest_with(),
         digest_with(model="m"),
         digest_with(lora={"adapter": "a"}),
-        digest_with(own={"engine": {"max_length": 64}}),
+        digest_with(overrides={"engine": {"max_length": 64}}),
     )
     assert len(set(digests)) == 4
 

@@ -49,7 +49,7 @@ def sglang_settings(request: EngineRequest) -> SGLangSettings:
         shares_gpus=request.shares_gpus,
         options=options,
         environment=config.environment,
-        verify=config.verify,
+        compare_servers=config.compare_servers,
         routing=request.trained and config.router_replay,
         adapters=request.adapters,
         restarts=config.restarts,

@@ -296,7 +296,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 raise
         await client.call("/continue_generation", {})
         replica.stale = False
-        if self.settings.verify:
+        if self.settings.compare_servers:
             await self._weight_check.check(replica, update.version)
 
     def abort_update(self, error: Exception) -> None:

@@ -49,7 +49,7 @@ class SGLangSettings:
         shares_gpus: True if other servers are on the same GPUs. They start one after another.
         options: further arguments of sglang.launch_server.
         environment: variables of the servers.
-        verify: compare the servers' checksums with each other after every update.
+        compare_servers: compare the servers' checksums with each other after every update.
         routing: completions name the experts of each token.
         adapters: adapters that the servers hold beside the model, which then stays as it is.
         restarts: per hour.
@@ -81,7 +81,7 @@ class SGLangSettings:
     shares_gpus: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    verify: bool = True
+    compare_servers: bool = True
     routing: bool = False
     adapters: Sequence[AdapterShape] = ()
     restarts: int = 2

@@ -62,5 +62,5 @@ class WeightCheck:
                 raise EngineError(
                     f"SGLang: tensor '{differ[0]}'{more} of rank {rank} at version {version} is "
                     f"not the same in the servers at {self._url} and {replica.client.url}; the "
-                    "weight sync is broken (engine.verify: false skips this comparison)"
+                    "weight sync is broken (engine.compare_servers: false skips this comparison)"
                 )

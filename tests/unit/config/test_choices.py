@@ -235,7 +235,7 @@ WRONG = [
     (MATH, "policies.solver.lr", "fast", NUMBER),
     (MATH, "policies.solver.lr", math.inf, FINITE),
     (MATH, "policies.solver.clip_grad", math.inf, FINITE),
-    (MATH, "policies.solver.own.loss", {"entropy": math.inf}, FINITE),
+    (MATH, "policies.solver.overrides.loss", {"entropy": math.inf}, FINITE),
     (MATH, "policies.solver.betas", [0.9, 1.0], "less than 1 (got 1.0)"),
     (MATH, "policies.solver.betas", [-0.9, 0.5], "greater than or equal to 0 (got -0.9)"),
 ]

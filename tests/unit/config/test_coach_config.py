@@ -11,7 +11,9 @@ def test_no_coach_unless_chosen() -> None:
 
 
 def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
-    values = resolve(["experiment=demo_math", "coach=mappa", "+coach.answers_for=[verifier]"])
+    values = resolve(
+        ["experiment=demo_math", "coach=mappa", "+coach.judged_with_answer=[verifier]"]
+    )
     coach = RunConfig.check(values, "here").coach
     assert coach is not None
     assert (coach.provider, coach.model, coach.fallback, coach.retries) == (
@@ -21,7 +23,7 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
         300,
     )
     assert (coach.temperature, coach.observation_chars, coach.earlier_chars) == (0.0, 2000, 500)
-    assert coach.answers_for == ("verifier",)
+    assert coach.judged_with_answer == ("verifier",)
 
 
 @pytest.mark.parametrize(

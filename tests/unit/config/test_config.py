@@ -12,7 +12,7 @@ import yaml
 from docs.writers.settings import MEANINGS, SETTINGS, pages
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, GROUPS, config_names, experiments
-from mcore_mas.config.run import ConfigError, RunConfig, updates_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, schedule_length
 from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.section import Section
 from tests.support.shipped import TEAMS, sharings
@@ -570,13 +570,13 @@ def test_policies_in_turn_share_the_updates_of_a_run() -> None:
         *[("verifier",)] * 2,
         ("solver",),
     ]
-    assert (updates_in_schedule(config, "verifier"), updates_in_schedule(config, "solver")) == (
+    assert (schedule_length(config, "verifier"), schedule_length(config, "solver")) == (
         4 * 3,
         3 * 3,
     )
     together = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
     assert together.in_turn(3) == ("solver", "verifier")
-    assert updates_in_schedule(together, "solver") == 7
+    assert schedule_length(together, "solver") == 7
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, for_policy, updates_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy, schedule_length
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.worker_groups import list_worker_groups
@@ -19,9 +19,9 @@ from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.engines.sglang.build import sglang_settings
 
 OWN = [
-    "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
-    "policies.verifier.own.engine={max_length: 256, slots: 8}",
-    "policies.verifier.own.trainer={microbatch_tokens: 1024, updates_per_step: 4}",
+    "policies.verifier.overrides.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
+    "policies.verifier.overrides.engine={max_length: 256, slots: 8}",
+    "policies.verifier.overrides.trainer={microbatch_tokens: 1024, updates_per_step: 4}",
 ]
 
 
@@ -45,8 +45,8 @@ def test_settings_of_a_policy_replace_those_of_the_run() -> None:
     assert verifier.engine.name == "embedded"
     assert verifier.trainer.microbatch_tokens == 1024
     assert verifier.trainer.steps == run.trainer.steps
-    assert updates_in_schedule(run, "solver") == 100
-    assert updates_in_schedule(run, "verifier") == 400
+    assert schedule_length(run, "solver") == 100
+    assert schedule_length(run, "verifier") == 400
     specs = {name: policy_spec(name, run) for name in ("solver", "verifier")}
     assert {name: spec.objective.options["clip_high"] for name, spec in specs.items()} == {  # type: ignore[union-attr]
         "solver": 0.2,
@@ -77,7 +77,7 @@ def test_a_trainer_that_broadcasts_to_servers_has_their_nccl_setting() -> None:
     settings = [
         "engine=sglang",
         "cluster.pool=split",
-        "+policies.verifier.own.engine.transport=disk",
+        "+policies.verifier.overrides.engine.transport=disk",
         "+engine.transport=distributed",
     ]
     run = config(*settings)
@@ -115,8 +115,9 @@ def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None
     """The ranks and the policy trainer of each of two policies get the policy's settings."""
     run = config(
         OWN[1],
-        "policies.verifier.own.loss={name: gspo, aggregation: seq_mean_token_mean, kl: {coef: 0.1, estimate: k3}}",
-        "policies.verifier.own.trainer={microbatch_tokens: 1024, minibatch: 4, passes: 2}",
+        "policies.verifier.overrides.loss={name: gspo, aggregation: seq_mean_token_mean, "
+        "kl: {coef: 0.1, estimate: k3}}",
+        "policies.verifier.overrides.trainer={microbatch_tokens: 1024, minibatch: 4, passes: 2}",
         "policies.verifier.clip_grad=0.5",
         "policies.verifier.schedule=constant",
     )
@@ -143,7 +144,7 @@ def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None
 
 
 def test_another_loss_does_not_get_the_options_of_the_runs_loss() -> None:
-    run = config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}")
+    run = config("policies.solver.overrides.loss={name: gspo, aggregation: seq_mean_token_mean}")
     loss = for_policy(run, "solver").loss
     assert loss.name == "gspo"
     assert loss.options == {}
@@ -181,14 +182,14 @@ def test_each_policy_has_its_own_engine() -> None:
     servers = config(
         "engine.name=sglang",
         "engine.python=python",
-        "policies.verifier.own.engine={tp: 2, replicas: 3}",
+        "policies.verifier.overrides.engine={tp: 2, replicas: 3}",
     )
     assert engine_devices(servers) == [("solver", 1), ("verifier", 6)]
 
 
 def test_a_policy_may_have_another_engine_than_the_run() -> None:
     run = config(
-        "policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}"
+        "policies.verifier.overrides.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}"
     )
     models = {policy: policy for policy in run.policies}
     requests = engine_requests(run, models, Path("log"), trained=False)
@@ -207,7 +208,7 @@ def test_an_embedded_engine_does_not_get_the_settings_of_the_runs_servers() -> N
         "engine.options={dtype: half}",
         "engine.transport=disk",
         "cluster.device=auto",
-        "policies.verifier.own.engine={name: embedded, device: cuda}",
+        "policies.verifier.overrides.engine={name: embedded, device: cuda}",
     )
     engine = for_policy(run, "verifier").engine
     assert engine.name == "embedded"
@@ -221,7 +222,7 @@ def test_a_policys_transport_is_checked_against_the_pool() -> None:
     settings = ["engine.name=sglang", "engine.python=python", "cluster.pool=shared"]
     message = r"engine\.transport: distributed joins trainer and engine in an NCCL group"
     with pytest.raises(ConfigError, match=message):
-        config(*settings, "policies.verifier.own.engine={transport: distributed}")
+        config(*settings, "policies.verifier.overrides.engine={transport: distributed}")
 
 
 @pytest.mark.parametrize(
@@ -229,18 +230,18 @@ def test_a_policys_transport_is_checked_against_the_pool() -> None:
     [
         (
             "trainer={steps: 3}",
-            "trainer.steps is the run's; a policy's own can be microbatch_tokens, updates_per_step, ",
+            "trainer.steps cannot be overridden by a policy; expected microbatch_tokens, updates_per_step, ",
         ),
-        ("engine={sleep: true}", "engine.sleep is the run's"),
-        ("engine={name: sglang}", "policies.verifier.own.engine: sglang needs python"),
+        ("engine={sleep: true}", "engine.sleep cannot be overridden by a policy"),
+        ("engine={name: sglang}", "policies.verifier.overrides.engine: sglang needs python"),
         (
             "engine={name: sglang, urls: ['http://127.0.0.1:1'], transport: nope}",
             "sglang has no transport 'nope'",
         ),
-        ("loss={clip: 0.1}", "loss.clip is the run's"),
+        ("loss={clip: 0.1}", "loss.clip cannot be overridden by a policy"),
         (
             "loss={entropy: -1}",
-            "policies.verifier.own.loss.entropy: Input should be greater than or equal to 0",
+            "policies.verifier.overrides.loss.entropy: Input should be greater than or equal to 0",
         ),
         (
             "engine={max_length: 24}",
@@ -248,12 +249,12 @@ def test_a_policys_transport_is_checked_against_the_pool() -> None:
         ),
         (
             "engine={max_length: 8192}",
-            "policies.verifier.own: trainer.microbatch_tokens 4096 has no room for one",
+            "policies.verifier.overrides: trainer.microbatch_tokens 4096 has no room for one",
         ),
     ],
 )
 def test_settings_that_a_policy_cannot_have_are_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        config(f"policies.verifier.own.{setting}")
+        config(f"policies.verifier.overrides.{setting}")
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)

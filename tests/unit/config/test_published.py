@@ -305,7 +305,7 @@ PAPERS = {
         "coach.model": "gemini-2.5-flash",
         "coach.fallback": 5.0,
         "coach.retries": 300,
-        "coach.answers_for": ["verifier"],
+        "coach.judged_with_answer": ["verifier"],
     },
     "mappa_dsbench": {
         "seed": 42,

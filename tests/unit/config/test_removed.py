@@ -12,7 +12,7 @@ REMOVED = {
     "trainer.pace": "use trainer.staleness",
     "policies.*.shape": "use tp and dp",
     "engine.transport=morse": "use engine.transport: disk",
-    "tracking.also=pigeon": "use wandb",
+    "tracking.further_trackers=pigeon": "use wandb",
 }
 
 
@@ -29,12 +29,12 @@ REMOVED = {
             "engine.transport: morse was removed: use engine.transport: disk",
         ),
         (
-            {"policies": {"a": {"own": {"engine": {"transport": "morse"}}}}},
-            "policies.a.own.engine.transport: morse was removed: use engine.transport: disk",
+            {"policies": {"a": {"overrides": {"engine": {"transport": "morse"}}}}},
+            "policies.a.overrides.engine.transport: morse was removed: use engine.transport: disk",
         ),
         (
-            {"tracking": {"also": ["wandb", "pigeon"]}},
-            "tracking.also: pigeon was removed: use wandb",
+            {"tracking": {"further_trackers": ["wandb", "pigeon"]}},
+            "tracking.further_trackers: pigeon was removed: use wandb",
         ),
         ({"engine": {"transport": "disk"}, "policies": {"a": None}, "tracking": 3}, ""),
     ],

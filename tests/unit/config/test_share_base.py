@@ -115,8 +115,9 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
             "cluster.nodes.verifier: share_base puts it on the nodes of 'solver'; give both the same ones",
         ),
         (
-            [*LORA, *SHARED, "+policies.verifier.own.engine={slots: 3}"],
-            "policies.verifier.own.engine: share_base puts it in the engine of 'solver', whose settings are others",
+            [*LORA, *SHARED, "+policies.verifier.overrides.engine={slots: 3}"],
+            "policies.verifier.overrides.engine: share_base puts the policy into the engine of 'solver', "
+            "whose settings differ",
         ),
         (
             [*LORA, *SHARED, "+engine.replicas=2"],

@@ -59,7 +59,7 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             "start_s": 60.0,
             "weights_folder": tmp_path / "weights",
             "log": tmp_path / "server.log",
-            "verify": False,  # fake servers have no weights
+            "compare_servers": False,  # fake servers have no weights
         }
         engine = SGLangEngine(
             SGLangSettings(**(defaults | settings)), restart_guard=restart_guard, tell=tell

@@ -201,7 +201,7 @@ def test_completions_of_sglang_have_experts(tmp_path: Path) -> None:
             routing=True,
             weights_folder=tmp_path / "weights",
             log=tmp_path / "server.log",
-            verify=False,
+            compare_servers=False,
         )
     )
 

@@ -214,7 +214,7 @@ def test_a_server_without_adapters_refuses_them(make: Make, folder: Path, tmp_pa
             folder=folder,
             max_length=64,
             python=str(FAKE),
-            verify=False,
+            compare_servers=False,
             log=tmp_path / "plain.log",
             start_s=60.0,
         )
@@ -365,8 +365,8 @@ def test_policies_that_share_their_base_share_servers_too() -> None:
         (["+engine.transport=tensor"], "adapters: slots needs name: sglang and transport: disk"),
         (["engine.adapters=slot"], r"engine.adapters.*merged"),
         (
-            ["+policies.verifier.own.engine.adapters=merged"],
-            "policies.verifier.own.engine: share_base puts it in the engine of",
+            ["+policies.verifier.overrides.engine.adapters=merged"],
+            "policies.verifier.overrides.engine: share_base puts the policy into the engine of",
         ),
     ],
 )

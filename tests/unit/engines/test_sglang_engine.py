@@ -92,7 +92,7 @@ def test_a_session_goes_elsewhere_when_its_replica_has_no_free_row(folder: Path)
     with slotted_server(4, 0.2, [7]) as first, slotted_server(4, 0.2, [8]) as second:
         urls = [first, second]
         engine = SGLangEngine(
-            SGLangSettings(folder=folder, max_length=64, rows=4, urls=urls, verify=False)
+            SGLangSettings(folder=folder, max_length=64, rows=4, urls=urls, compare_servers=False)
         )
 
         async def play() -> list[Completion]:
@@ -109,7 +109,12 @@ def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
     with slotted_server(8, 0.2) as url:
         engine = SGLangEngine(
             SGLangSettings(
-                folder=folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=3.0
+                folder=folder,
+                max_length=64,
+                rows=8,
+                urls=[url],
+                compare_servers=False,
+                timeout_s=3.0,
             )
         )
 

@@ -124,7 +124,7 @@ def test_an_engine_without_a_device_follows_the_machine(
 
 def test_with_fewer_gpus_than_engines_need_they_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    config = make_config("policies.solver.own.engine.tp=2")
+    config = make_config("policies.solver.overrides.engine.tp=2")
     assert assign_engine_gpus(config) == {"solver": [["8", "9"]], "verifier": [["8"]]}
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

@@ -44,7 +44,7 @@ def use_server(run: Path, url: str) -> Path:
         "name": "sglang",
         "urls": [url],
         "slots": 8,
-        "verify": False,
+        "compare_servers": False,
         "transport": None,
         "start_s": 0.5,
     }

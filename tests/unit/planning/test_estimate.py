@@ -75,7 +75,7 @@ def test_a_shared_pool_in_turn() -> None:
 def test_the_kv_cache_is_bounded_by_the_slots_and_by_the_usable_memory() -> None:
     experiment = "drmas_t1_4b_separate_drmas"
     settings = [
-        f"policies.{policy}.own.engine={{max_length: 12288, slots: 1}}"
+        f"policies.{policy}.overrides.engine={{max_length: 12288, slots: 1}}"
         for policy in ("solver", "verifier")
     ]
     run = config(experiment, *settings)
@@ -87,7 +87,7 @@ def test_the_kv_cache_is_bounded_by_the_slots_and_by_the_usable_memory() -> None
 
 def test_a_small_kv_cache_has_two_gigabytes() -> None:
     small = [
-        f"policies.{policy}.own.engine={{max_length: 4100, slots: 2}}"
+        f"policies.{policy}.overrides.engine={{max_length: 4100, slots: 2}}"
         for policy in ("solver", "verifier")
     ]
     run = config("drmas_t1_4b_separate_drmas", *small)
@@ -151,7 +151,7 @@ def test_the_largest_trainer_counts_if_trainers_take_turns(
 def test_micro_batches_of_a_policy() -> None:
     experiment = "drmas_t1_4b_separate_drmas"
     plain = config(experiment)
-    longer = config(experiment, "policies.verifier.own.trainer={microbatch_tokens: 32768}")
+    longer = config(experiment, "policies.verifier.overrides.trainer={microbatch_tokens: 32768}")
     models = load_architectures(plain)
     before = estimate_trainers(plain, models)
     after = estimate_trainers(longer, models)

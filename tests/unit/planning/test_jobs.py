@@ -104,7 +104,7 @@ def test_a_model_that_is_too_large_for_cpus_gets_gpus() -> None:
 
 @pytest.mark.parametrize("device_type", ["CPU", "GPU"])
 def test_every_server_of_an_engine_has_devices_of_its_own(device_type: str) -> None:
-    overrides = ["engine=sglang", "engine.replicas=3", "+policies.solver.own.engine.tp=2"]
+    overrides = ["engine=sglang", "engine.replicas=3", "+policies.solver.overrides.engine.tp=2"]
     engines = [
         (workers.policy, workers.devices, workers.tp)
         for workers in list_worker_groups(config("demo_math", *overrides), device_type)

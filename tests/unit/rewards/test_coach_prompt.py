@@ -69,7 +69,7 @@ def test_a_clipped_text_keeps_both_ends() -> None:
 
 def test_ground_truth_only_for_the_agents_named() -> None:
     played = trajectory(turn(0, "solver", "x"), turn(1, "verifier", "y"))
-    shown = config("http://127.0.0.1:9/v1", answers_for=("verifier",), outcome=True)
+    shown = config("http://127.0.0.1:9/v1", judged_with_answer=("verifier",), outcome=True)
     assert bodies(user(played, 0, shown), "ground truth") == []
     assert "ANSWER_CORRECT" not in user(played, 0, shown)
     assert bodies(user(played, 1, shown), "ground truth") == ["42"]

@@ -308,7 +308,7 @@ def test_groups_with_a_label_need_nodes_that_have_it() -> None:
 
     together = [*one_rank, *servers, "+cluster.nodes.solver={train: a, rollout: a}"]
     assert find_devices(config(*together), nodes).labels == {"n1": None, "n2": "a"}
-    too_many = config(*together, "+policies.solver.own.engine.replicas=3")
+    too_many = config(*together, "+policies.solver.overrides.engine.replicas=3")
     with pytest.raises(
         PlacementError,
         match=r"^nodes with the label pool=a: cluster.pool: split needs 5 CPUs and there",

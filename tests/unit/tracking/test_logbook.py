@@ -28,7 +28,7 @@ def test_steps_traces_and_status_come_to_mlflow_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = write_database(tmp_path / "mlflow.db")
-    config = write_run(tmp_path, uri, "trainer.steps=3", "tracking.also=[tensorboard]")
+    config = write_run(tmp_path, uri, "trainer.steps=3", "tracking.further_trackers=[tensorboard]")
     path = config_path_of(config)
     write_tasks(config.folder / "tasks" / "train.parquet", [TASK])
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -107,7 +107,7 @@ def test_a_tracker_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "find_spec", lambda name: None)
-    config = write_run(tmp_path, "http://127.0.0.1:1", "tracking.also=[wandb]")
+    config = write_run(tmp_path, "http://127.0.0.1:1", "tracking.further_trackers=[wandb]")
     with (
         pytest.raises(ConfigError, match="wandb is not installed"),
         open_logbook(config, config_path_of(config), 0),

@@ -21,7 +21,7 @@ def config_of(tmp_path: Path, *names: str) -> RunConfig:
     overrides = [
         "experiment=demo_math",
         f"results={tmp_path}",
-        f"tracking.also=[{','.join(names)}]",
+        f"tracking.further_trackers=[{','.join(names)}]",
     ]
     config = RunConfig.model_validate(resolve(overrides))
     (config.folder / "train").mkdir(parents=True, exist_ok=True)
@@ -96,21 +96,24 @@ def test_a_library_that_is_not_installed_is_named(
     config = config_of(tmp_path, "wandb")
     monkeypatch.setattr(writers, "find_spec", lambda name: None)
     assert list(missing_libraries(config)) == [
-        "tracking.also: wandb is not installed; pip install wandb, or remove it from the list"
+        "tracking.further_trackers: wandb is not installed; pip install wandb, or remove it from the list"
     ]
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_tracker_is_chosen_by_its_name_beside_mlflow(name: str) -> None:
     chosen = resolve(["experiment=demo_math", f"tracking={name}"])["tracking"]
-    assert chosen == resolve(["experiment=demo_math"])["tracking"] | {"also": [name]}
+    assert chosen == resolve(["experiment=demo_math"])["tracking"] | {"further_trackers": [name]}
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tracking.also=[tensorbord]", "tracking.also.0: Input should be 'tensorboard' or 'wandb'"),
-        ("tracking.also=[trackio]", "tracking.also: trackio was removed: use wandb or tensorboard"),
+        (
+            "tracking.further_trackers=[tensorbord]",
+            "tracking.further_trackers.0: Input should be 'tensorboard' or 'wandb'",
+        ),
+        ("tracking.also=[wandb]", "tracking.also was removed: write tracking.further_trackers"),
         ("tracking=trackio", "no tracking 'trackio'.*there are: local, tensorboard, wandb"),
         ("+tracking.zeros=true", "tracking.zeros was removed: leave it out"),
     ],

@@ -35,9 +35,9 @@ def check_layouts(config: RunConfig) -> None:
     ("overrides", "line"),
     [
         (
-            ["+policies.solver.own.engine.router_replay=true"],
-            "engine.router_replay is for mixtures of experts, and {model} is dense; set policies.solver.own.engine."
-            "router_replay: false",
+            ["+policies.solver.overrides.engine.router_replay=true"],
+            "engine.router_replay is for mixtures of experts, and {model} is dense; set policies.solver."
+            "overrides.engine.router_replay: false",
         ),
         (
             ["policies.solver.tp=3"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, updates_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, schedule_length
 from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack
@@ -172,7 +172,7 @@ class TestSchedule:
         config = make_config(*settings, linear, "policies.solver.warmup_steps=2")
         # the solver is trained in the steps 2, 3 and 6
         assert policy_spec("solver", config).decay_steps == 3
-        assert updates_in_schedule(config, "solver") == 3
+        assert schedule_length(config, "solver") == 3
         positions = schedule_positions(config, "solver")
         assert positions is not None
         assert [positions[step] for step in (2, 3, 6)] == [0, 1, 2]
@@ -213,8 +213,9 @@ class TestAgreement:
             "policy solver, agent/solver: the trainer's log-probabilities differ from the engine's "
             "by mean 0.04 (bound 0.03), k3 0.002 (bound 0.005), p99 0.2 (bound 0.3), max 0.5 nats "
             "over 5000 tokens, which is more than the rounding error of bfloat16; engine and trainer "
-            "do not hold the same weights: keep engine.verify on to find the tensor, or, if their "
-            "kernels are known to differ by as much, widen trainer.agreement"
+            "do not hold the same weights: try engine.transport: disk, and check the model; with "
+            "several SGLang servers, engine.compare_servers finds a tensor in which they differ. If "
+            "the kernels of engine and trainer are known to differ by as much, widen trainer.agreement"
         )
 
     def test_bounds_are_those_of_the_precision_or_of_the_config(self) -> None:

@@ -124,10 +124,11 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
     overrides = (
         "~policies.verifier",
         "+policies.verifier.remote={provider: openai, model: m}",
-        "+policies.verifier.own.engine.router_replay=true",
+        "+policies.verifier.overrides.engine.router_replay=true",
     )
     with pytest.raises(
-        ConfigError, match=r"own.engine.router_replay: a remote model does not tell its experts"
+        ConfigError,
+        match=r"overrides.engine.router_replay: a remote model does not tell its experts",
     ):
         run_config(tmp_path, tmp_path, *overrides)
     remotes = [
