@@ -29,7 +29,7 @@ from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.tasks import split_tasks
 from mcore_mas.api.training_thread import StepRow, TrainingThread
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import MAX_NAME_CHARS, RunConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, task_count_problems
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import write_text
@@ -95,6 +95,11 @@ class Run:
         check_given("tasks", tasks)
         check_given("policies", policies)
         self.folder = Path(folder).expanduser()
+        if len(self.folder.name) > MAX_NAME_CHARS:
+            raise ArgumentError(
+                f"folder: {self.folder.name:.80}… has {len(self.folder.name)} characters; the name of "
+                f"a run has at most {MAX_NAME_CHARS}"
+            )
         if self.folder.exists() and not self.folder.is_dir():
             raise ArgumentError(f"folder: {self.folder} is a file; name the folder of the run")
         name = self.folder.name

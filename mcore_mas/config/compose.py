@@ -33,7 +33,7 @@ from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import at_scale
 from rollout.base.nested import merged
-from rollout.base.text import nearest_hint
+from rollout.base.text import escape_line, nearest_hint
 
 DEFAULT_EXPERIMENT = "demo_math"
 
@@ -72,7 +72,7 @@ def resolve(
     folders = (CONFIGS,) if folder is None else (folder.resolve(), CONFIGS)
     origin = f"configs/ with {' '.join(overrides) or 'no overrides'}"
     if sections:
-        origin = f"run '{sections['run']}'"
+        origin = f"run '{escape_line(str(sections['run']))}'"
     try:
         parsed = [_parse(override) for override in overrides]
         values = _compose(parsed, folders)

@@ -61,7 +61,10 @@ class ConfigError(ValueError):
 
 
 # Folders, metrics and tags are named after runs, policies and agents.
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+MAX_NAME_CHARS = 100
+FolderName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=MAX_NAME_CHARS)
+]
 
 
 class RunConfig(Section):

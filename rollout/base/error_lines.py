@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rollout.base.text import nearest_hint
+from rollout.base.text import escape_line, nearest_hint
 
 _SHOWN_CHARS = 120  # length of a shown value or key
 _SHOWN_KEYS = 10  # number of wrong keys that a line describes
@@ -32,7 +32,8 @@ def error_line(
     other_keys: set[str] = set()
     for details in error.errors(include_url=False):
         keys = _keys(details, values)
-        key = _shortened(".".join(map(str, [prefix, *keys] if prefix else keys)))
+        path = ".".join(map(str, [prefix, *keys] if prefix else keys))
+        key = escape_line(_shortened(path))
         if key not in messages and len(messages) == _SHOWN_KEYS:
             other_keys.add(key)
             continue

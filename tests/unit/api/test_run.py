@@ -241,6 +241,12 @@ def test_numbers_of_numpy_and_paths_from_home(
             "tasks has keys test; expected train, validation, test",
         ),
         ({"folder": "results/a b"}, ConfigError, "run"),
+        ({"folder": "a\nb"}, ConfigError, r"^run 'a\\nb': run: String should match"),
+        (
+            {"folder": "x" * 300},
+            ArgumentError,
+            "^folder: x{80}… has 300 characters; .* at most 100$",
+        ),
         (
             {"agents": AGENTS[0]},
             ArgumentError,

@@ -131,9 +131,9 @@ def test_a_long_value_is_cut() -> None:
 
 def test_of_many_wrong_keys_ten_are_named_in_a_moment() -> None:
     values = {f"k{number}": 1 for number in range(100_000)}
-    started = time.monotonic()
+    started = time.process_time()
     text = line({"trainer": {"steps": 1, **values}})
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     assert text.startswith("trainer.k0: unknown key")
     assert text.endswith("; and 99990 other keys are wrong")
     assert text.count("unknown key") == 10
@@ -143,11 +143,15 @@ def test_many_wrong_keys_of_a_part_take_a_moment() -> None:
     values = {f"k{number}": 1 for number in range(100_000)}
     with pytest.raises(ValidationError) as refused:
         Trainer.model_validate({"steps": 1, **values})
-    started = time.monotonic()
+    started = time.process_time()
     moved = error_below(refused.value, Trainer, ("trainer",))
     text = error_line(moved, Run, {"trainer": values})
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     assert text.endswith("; and 99990 other keys are wrong")
+
+
+def test_a_key_with_a_line_break_is_one_line() -> None:
+    assert "trainer.a\\nb: unknown key" in line({"trainer": {"a\nb": 1}})
 
 
 def test_a_long_key_is_cut() -> None:
