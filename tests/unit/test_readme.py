@@ -1,4 +1,4 @@
-"""The README's results have the numbers of the tables, and its picture the curves of the demo's runs."""
+"""Writers of the README: its table has the numbers of the tables, its picture the curves of the demo's runs."""
 
 from __future__ import annotations
 
@@ -60,12 +60,10 @@ def page(folder: Path, text: str) -> Path:
     return path
 
 
-def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> None:
+def test_each_experiment_has_one_row_from_the_rows_of_all_data(tmp_path: Path) -> None:
     lines = lines_of(results_block([table(tmp_path, "demo", TWO_SOURCES + ONE_SOURCE)]))
-    assert (
-        lines[0]
-        == "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
-    )
+    header = "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
+    assert lines[0] == header
     assert lines[1] == "|---|---|---:|---:|---:|---:|---:|---:|"
     assert lines[2] == "| team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
     assert lines[3] == "| solo | avg@2 | 50.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
@@ -74,11 +72,13 @@ def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> N
     assert len(lines) == 6
 
 
-def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
+def test_rows_of_other_tables_stay(tmp_path: Path) -> None:
     readme = page(tmp_path, f"{BEGIN}\n{END}\n")
-    demo, other = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "other", TWO_SOURCES)
-    write_results(readme, demo, other)
-    write_results(readme, table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000")))
+    demo = table(tmp_path, "demo", ONE_SOURCE)
+    other_table = table(tmp_path, "other", TWO_SOURCES)
+    write_results(readme, demo, other_table)
+    changed_demo = table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000"))
+    write_results(readme, changed_demo)
     lines = lines_of(readme.read_text())
     assert lines[3] == "| demo | solo | avg@2 | 60.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
     assert lines[4] == "| other | team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
@@ -86,7 +86,8 @@ def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
 
 
 def test_with_several_tables_a_row_names_its_suite(tmp_path: Path) -> None:
-    first, second = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "seed_2", ONE_SOURCE)
+    first = table(tmp_path, "demo", ONE_SOURCE)
+    second = table(tmp_path, "seed_2", ONE_SOURCE)
     lines = lines_of(results_block([second, first]))
     assert lines[0].startswith("| suite | experiment | metric |")
     assert lines[1] == "|---|---|---|---:|---:|---:|---:|---:|---:|"
@@ -94,7 +95,7 @@ def test_with_several_tables_a_row_names_its_suite(tmp_path: Path) -> None:
     assert lines[5].endswith("from the tables of the suites.")
 
 
-def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
+def test_only_the_block_changes_and_a_second_write_changes_nothing(tmp_path: Path) -> None:
     readme = page(tmp_path, f"# Title\n\n{BEGIN}\nnot generated yet\n{END}\n\nAfter.\n")
     source = table(tmp_path, "demo", ONE_SOURCE)
     write_results(readme, source)
@@ -104,17 +105,15 @@ def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
     assert readme.read_text() == written
 
 
-def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
+def test_tables_of_make_table_can_be_read(tmp_path: Path) -> None:
     files = [
-        evaluation(
-            tmp_path / "b.json", "e", "base", {"math-1": [0.0, 0.5]}
-        ),  # one task: the interval is the value
+        evaluation(tmp_path / "b.json", "e", "base", {"math-1": [0.0, 0.5]}),
         evaluation(tmp_path / "t.json", "e", "trained", {"math-1": [1.0, 0.5]}),
     ]
     make_table(files, {"e": "e"}, [tmp_path / "t.csv"])
-    assert "| e | avg@2 | 25.0 | 75.0 | +50.0 | [+50.0, +50.0] | 1 | 1 |" in lines_of(
-        results_block([tmp_path / "t.csv"])
-    )
+    lines = lines_of(results_block([tmp_path / "t.csv"]))
+    # With one task, the interval has no width.
+    assert "| e | avg@2 | 25.0 | 75.0 | +50.0 | [+50.0, +50.0] | 1 | 1 |" in lines
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
         f"{BEGIN}{END}{END}",
     ],
 )
-def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_page_without_exactly_one_block_is_not_changed(tmp_path: Path, text: str) -> None:
     readme = page(tmp_path, text)
     with pytest.raises(TableError, match="expected one <!-- results:begin -->"):
         write_results(readme, table(tmp_path, "demo", ONE_SOURCE))
@@ -143,26 +142,26 @@ def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> N
         (ONE_SOURCE.replace("0.250000", "soon"), HEAD, "experiment solo: not a number .*'soon'"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_line(
+def test_a_bad_table_is_reported_in_one_line(
     tmp_path: Path, rows: str, head: str, message: str
 ) -> None:
-    with pytest.raises(TableError, match=rf"bad\.csv.*{message}") as refused:
-        write_results(
-            page(tmp_path, f"{BEGIN}\nas before\n{END}\n"), table(tmp_path, "bad", rows, head)
-        )
-    assert "\n" not in str(refused.value)
+    readme = page(tmp_path, f"{BEGIN}\nas before\n{END}\n")
+    bad_table = table(tmp_path, "bad", rows, head)
+    with pytest.raises(TableError, match=rf"bad\.csv.*{message}") as refusal:
+        write_results(readme, bad_table)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_command_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writers_have_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["docs.writers", "results", "nowhere.csv"])
-    with pytest.raises(
-        SystemExit, match=r"error: nowhere\.csv: no such file; expected a table of scores"
-    ):
+    message = r"error: nowhere\.csv: no such file; expected a table of scores"
+    with pytest.raises(SystemExit, match=message):
         main()
-    assert all(callable(import_module(writer.module).pages) for writer in WRITERS.values())
+    for writer in WRITERS.values():
+        assert callable(import_module(writer.module).pages)
 
 
-def test_a_missing_table_or_page_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_table_or_page_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"nowhere\.csv: no such file; expected a table of scores"):
         results_block([tmp_path / "nowhere.csv"])
     with pytest.raises(TableError, match=r"no\.md: no such file"):
@@ -171,9 +170,10 @@ def test_a_missing_table_or_page_says_what_to_do(tmp_path: Path) -> None:
         write_results(README)
 
 
-def test_this_projects_page_has_its_block() -> None:
+def test_the_readme_has_one_block() -> None:
     text = README.read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+    assert text.count(BEGIN) == 1
+    assert text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
 
 
@@ -185,7 +185,9 @@ def test_the_picture_has_the_curves_of_both_runs(tmp_path: Path) -> None:
         metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ((file, picture),) = curves.pages(tmp_path / "sums", tmp_path / "questions").items()
     assert file == curves.PICTURE
-    assert picture.lstrip().startswith("<svg") and ">sums<" in picture and ">questions<" in picture
+    assert picture.lstrip().startswith("<svg")
+    assert ">sums<" in picture
+    assert ">questions<" in picture
     with pytest.raises(MetricsError, match=r"metrics\.jsonl: no such file"):
         curves.pages(tmp_path / "gone")
 
