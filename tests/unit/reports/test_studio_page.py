@@ -308,3 +308,19 @@ def test_agents_of_another_team_have_colours_of_their_own(page: Browser, tmp_pat
         "coder var(--c2)",
         "judge var(--c3)",
     ]
+
+
+def test_hostile_names_are_text_in_charts_and_tooltips(page: Browser, tmp_path: Path) -> None:
+    """Names of agents and sources come from files; Vega gets them as values, never as code."""
+    name = "<img src=x onerror=\"document.title='owned'\"> ']}); document.title='owned'; ({['"
+    row = {f"agent/{name}/reward_mean": 0.5, f"validation/{name}/accuracy": 0.25}
+    with (tmp_path / "results/a/train/metrics.jsonl").open("a") as file:
+        for step in (3, 4):
+            file.write(json.dumps({"step": step, **row}) + "\n")
+    drawn(page, "agent/*/reward_mean", 4)
+    assert name in page.value(
+        "charts.get('agent/*/reward_mean').figure.querySelector('.legend').textContent"
+    )
+    assert name in page.value(HOVER.format("right", "agent/*/reward_mean"))
+    assert page.value("document.querySelectorAll('main img, #tooltip img').length") == 0
+    assert page.value("document.title") == "mcore-mas studio"
