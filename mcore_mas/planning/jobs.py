@@ -69,7 +69,7 @@ _ENCODER_DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}
 _TASKS_MB = 1_000
 _TASKS_PER_FILE_SIZE = 10  # DeepCoder's tasks take 4.3 times its file; in others tests are packed
 
-_TOKEN_BYTES = 72  # in a micro-batch: ids, positions, labels and the inputs of the loss
+TOKEN_BYTES = 72  # in a micro-batch: ids, positions, labels and the inputs of the loss
 _LEAST_OBJECT_STORE_MB = 256
 
 
@@ -269,7 +269,7 @@ def object_store_mb(config: RunConfig) -> int:
     workloads = estimate_workloads(config)
     samples = 0.0
     for policy in config.trained:
-        token_bytes = _TOKEN_BYTES + _routing_bytes_per_token(config, policy)
+        token_bytes = TOKEN_BYTES + _routing_bytes_per_token(config, policy)
         samples += workloads[policy].tokens * token_bytes
     return max(_LEAST_OBJECT_STORE_MB, int(2 * samples / 2**20))
 

@@ -1,8 +1,11 @@
 """The memory formulas match published parameter counts and counts by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from mcore_mas.config.policy import LoraConfig
+from mcore_mas.planning import jobs
 from mcore_mas.planning.memory import (
     TrainerMemory,
     TrainerSettings,
@@ -222,3 +225,17 @@ def test_checkpoints_engines_and_kv_cache() -> None:
     assert kv_bytes_per_token(tiny(), tp=2) == 2 * 2 * 2 * 4
     # Qwen3-8B: 36 layers with eight heads of 128
     assert kv_bytes_per_token(planned_architecture("Qwen3-8B"), tp=1) == 147_456
+
+
+def test_the_page_counts_a_team_of_two_large_policies() -> None:
+    """docs/plan.md, on what limits a large team: 10 M tokens a policy, eight ranks a node, 5 GB/s."""
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
+    model = planned_architecture("Qwen2.5-32B")
+    settings = TrainerSettings(
+        bf16=True, distributed_optimizer=True, recompute="full", microbatch_tokens=16384
+    )
+    checkpoints = 2 * checkpoint_bytes(model, [settings]) / 1e9
+    assert f"| {checkpoints:.0f} GB: {checkpoints / 5:.0f} s at 5 GB/s |" in page
+    rank = jobs.TOKEN_BYTES * 10e6 / 1e9
+    assert f"| {rank:.1f} GB a rank, {8 * rank:.1f} GB a node |" in page
+    assert f"| {engine_weight_bytes(model, tp=1) / 1e9:.0f} GB a policy |" in page
