@@ -50,7 +50,7 @@ def fit_pool(config: RunConfig, gpus: int) -> tuple[RunConfig, str]:
     except ConfigError:  # such as several actors of an embedded engine, which cannot share a GPU
         return config, ""
 
-    turns = "" if config.ahead else " and take turns"
+    turns = "" if config.collects_ahead else " and take turns"
     number = "there is 1" if gpus == 1 else f"there are {gpus}"
     line = (
         f"cluster.pool: split needs {needed} GPUs and {number}: trainers and engines share "
@@ -62,7 +62,7 @@ def fit_pool(config: RunConfig, gpus: int) -> tuple[RunConfig, str]:
 def _values_of_shared_pool(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     values["cluster"]["pool"] = "shared"
-    if not config.ahead:
+    if not config.collects_ahead:
         values["engine"]["sleep"] = config.engine.adapters != "slots"
         for policy in config.trained:
             values["policies"][policy]["offload"] = True
