@@ -32,7 +32,7 @@ def make_turns(n: int) -> Turns:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((n,), _TOKENS_PER_TURN)
     return Turns(
-        scores=torch.rand(n, dtype=torch.float64, generator=generator),
+        rewards=torch.rand(n, dtype=torch.float64, generator=generator),
         keys={
             "policy": torch.zeros(n, dtype=torch.int64),
             "task": task,
@@ -45,8 +45,8 @@ def make_turns(n: int) -> Turns:
             "parent": torch.where(turn > 0, index - 1, -1),
         },
         lengths=lengths,
-        steps=torch.rand(n, 4, dtype=torch.float64, generator=generator),
-        greedy=torch.rand(n, dtype=torch.float64, generator=generator),
+        step_rewards=torch.rand(n, 4, dtype=torch.float64, generator=generator),
+        greedy_rewards=torch.rand(n, dtype=torch.float64, generator=generator),
         values=torch.rand(int(lengths.sum()), dtype=torch.float64, generator=generator),
     )
 

@@ -137,7 +137,7 @@ def make_batch(
     return Microbatch(
         agent=agent,
         segments=segments,
-        unshared=int(starts[-1]),
+        tokens_without_sharing=int(starts[-1]),
         token_ids=torch.randint(vocab, (int(starts[-1]),), generator=draw),
         position_ids=torch.cat(positions),
         predictors=predictors,

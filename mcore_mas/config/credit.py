@@ -21,7 +21,7 @@ class AdvantageConfig(Choice):
 
     registry = Registry(kind="advantage", registered=ESTIMATORS, takes=("turns",))
 
-    # Turns per task and agent that train; further ones are dropped, missing ones repeated (M-GRPO).
+    # Number of turns per task that train of each agent; further ones are dropped, missing ones repeated (M-GRPO).
     align: int | None = Field(None, ge=1)
 
 
@@ -119,7 +119,7 @@ def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str
 
 
 def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
-    """Refuse an estimator or filter whose groups have one vote each in a run, so that nothing can be learned.
+    """Refuse an estimator or filter whose groups have one vote each in a run, from which nothing can be learned.
 
     Args:
         name: the estimator or filter, as the error names it.
@@ -138,6 +138,7 @@ def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset
     }
     ways_out = [*(remedies[source] for source in sorted(grouping.vote_sources)), "choose another"]
     raise ValueError(
-        f"{name} compares turns alike in {', '.join(grouping.peers)}, and a vote is {', '.join(grouping.vote)}: "
+        f"{name} compares turns alike in {', '.join(grouping.peer_columns)}, and a vote is "
+        f"{', '.join(grouping.vote_columns)}: "
         f"this run makes one vote of each, from which nothing can be learned; {', or '.join(ways_out)}"
     )

@@ -60,15 +60,15 @@ def columns(samples: Sequence[Sample]) -> Turns:
     has_trees = any(sample.node for sample in samples)
     penalties = None
     if any(sample.penalties is not None for sample in samples):
-        penalties = _token_column([s.penalties or (0.0,) * s.tokens for s in samples])
-    scores = [sample.reward - sum(sample.penalties or ()) for sample in samples]
+        penalties = _token_column([s.penalties or (0.0,) * s.trained_tokens for s in samples])
+    rewards = [sample.reward - sum(sample.penalties or ()) for sample in samples]
     return Turns(
-        scores=torch.tensor(scores, dtype=torch.float64),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
         keys=_key_columns(samples),
-        lengths=torch.tensor([sample.tokens for sample in samples]),
+        lengths=torch.tensor([sample.trained_tokens for sample in samples]),
         # The rounds of a tree do not follow one another in time.
-        steps=None if has_trees else _step_rewards(samples),
-        greedy=_score_column(samples, "greedy"),
+        step_rewards=None if has_trees else _step_rewards(samples),
+        greedy_rewards=_score_column(samples, "greedy"),
         penalties=penalties,
         values=_token_column([sample.values for sample in samples]),
         cluster_states=partial(_cluster_states, samples),
@@ -76,8 +76,8 @@ def columns(samples: Sequence[Sample]) -> Turns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimatorRun:
-    """One run of an estimator on the samples of a step.
+class AppliedEstimator:
+    """An estimator and its result for the samples of a step.
 
     Attributes:
         estimator: config of the estimator.
@@ -107,7 +107,7 @@ def add_advantages(
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
     """
     result = list(samples)
-    for run in run_estimators(samples, estimators):
+    for run in apply_estimators(samples, estimators):
         is_by_token = run.estimator.name in TOKEN_LEVEL_ESTIMATORS
         advantages = _token_rows(run.turns, run.advantages.values, by_token=is_by_token)
         returns: list[tuple[float, ...]] | list[None] = [None] * len(run.indices)
@@ -121,23 +121,25 @@ def add_advantages(
     return result
 
 
-def run_estimators(
+def apply_estimators(
     samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
-) -> Iterator[EstimatorRun]:
-    """Run every distinct estimator of the samples' agents once; the arguments are those of `add_advantages`."""
+) -> Iterator[AppliedEstimator]:
+    """Apply every distinct estimator of the samples' agents once; the arguments are those of `add_advantages`."""
     for estimator in _distinct_estimators(samples, estimators):
         indices = list(range(len(samples)))
         if estimator.name in AGENT_LOCAL_ESTIMATORS:
             indices = [
                 i
                 for i in indices
-                if estimators[samples[i].agent] == estimator and samples[i].tokens
+                if estimators[samples[i].agent] == estimator and samples[i].trained_tokens
             ]
         if not indices:  # every reply of these agents is masked
             continue
         turns = columns([samples[i] for i in indices])
         advantages = run_estimator(turns, estimator)
-        yield EstimatorRun(estimator=estimator, indices=indices, turns=turns, advantages=advantages)
+        yield AppliedEstimator(
+            estimator=estimator, indices=indices, turns=turns, advantages=advantages
+        )
 
 
 def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:
@@ -226,7 +228,7 @@ def _step_rewards(samples: Sequence[Sample]) -> Tensor | None:
 
     The result is None if a turn was followed by no step.
     """
-    rows = [sample.steps[sample.round :] for sample in samples]
+    rows = [sample.step_rewards[sample.round :] for sample in samples]
     if not all(rows):
         return None
     return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)

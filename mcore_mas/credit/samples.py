@@ -29,7 +29,8 @@ class Sample:
         policy, agent, task, trajectory, turn: origin of the turn.
         round: environment step that followed the turn.
         node: branch numbers from the root, joined by "."; "" outside tree sampling.
-        state: digest of the environment's state without history, or else of the agent's prompt.
+        state: digest of the environment's description of its present state, which has no history;
+            of the agent's prompt if the environment describes no state.
         version: oldest version of the weights that sampled any token.
         age: number of weight updates between `version` and the weights being trained.
         prompt_ids: [P].
@@ -38,9 +39,11 @@ class Sample:
         temperature: temperature of sampling.
         reward: reward of the turn.
         scores: measurements of the turn by name.
-        steps: rewards of every environment step of the trajectory, by round; see `step_rewards`.
+        step_rewards: rewards of every environment step of the trajectory, by round; see the
+            function `step_rewards`.
         copies: multiplicity of the sample in the loss, set by `align`.
-        weight: weight of each token's loss; includes the denominator of the update after `weigh`.
+        weight: factor of each token's loss. It is 1 until `weigh` sets it: the loss weight, divided
+            by the number of tokens or replies that the update averages over.
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
         behaviour: [C] log-probabilities of the sampler.
@@ -69,7 +72,7 @@ class Sample:
     temperature: float = 1.0
     reward: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)
-    steps: tuple[float, ...] = ()
+    step_rewards: tuple[float, ...] = ()
     copies: int = 1
     weight: float = 1.0
     kl_coef: float = 0.0
@@ -84,7 +87,7 @@ class Sample:
     routing: bytes = b""
 
     @property
-    def tokens(self) -> int:
+    def trained_tokens(self) -> int:
         """Number of tokens that carry loss."""
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
@@ -97,7 +100,7 @@ class Sample:
     def has_gradient(self) -> bool:
         """True if the sample changes its policy: by an advantage, a KL term or an entropy bonus."""
         has_loss = any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
-        return self.tokens > 0 and has_loss
+        return self.trained_tokens > 0 and has_loss
 
 
 def to_samples(groups: Iterable[Group]) -> list[Sample]:
@@ -119,7 +122,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                 )
             if trajectory.status is not Status.COMPLETED:
                 continue
-            steps = step_rewards(trajectory.turns)
+            rewards_of_steps = step_rewards(trajectory.turns)
             for turn in trajectory.turns:
                 if turn.masked and turn.reward is None:
                     continue
@@ -146,7 +149,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         temperature=turn.temperature,
                         reward=turn.reward,
                         scores=turn.scores,
-                        steps=steps,
+                        step_rewards=rewards_of_steps,
                         routing=turn.routing,
                     )
                 )
@@ -154,12 +157,11 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
-    """Return the rewards of the environment's steps of a trajectory, by round, plus penalties.
+    """Return the rewards of the environment's steps of a trajectory, by round, with penalties.
 
-    The penalties are the `penalty` scores of the turns before a step, which are at most 0.
-
-    Dr. MAS's GiGPO also subtracts penalties from step rewards. The result ends before the first
-    round without a step.
+    To the reward of a step are added the `penalty` scores of the turns of its round, which are at
+    most 0. Dr. MAS's GiGPO also subtracts penalties from step rewards. The result ends before the
+    first round without a step.
     """
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
     for turn in turns:
@@ -171,7 +173,7 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
 def align(
     samples: Sequence[Sample], sizes: Mapping[str, int | None], *seed_path: int | str
 ) -> list[Sample]:
-    """Set `copies` such that each agent has `sizes[agent]` turns per task; None leaves the agent's turns as they are.
+    """Set `copies` such that each agent has `sizes[agent]` turns per task; None keeps all turns of the agent.
 
     M-GRPO (arXiv 2511.13288): sub-agents are called more often in some trajectories than in others.
     Turns beyond the size are dropped at random; missing turns are replaced by counting some turns
@@ -231,8 +233,9 @@ def weigh(
     aggregation: AggregationName = "token_mean",
     norm: float | None = None,
 ) -> list[Sample]:
-    """Set the weight of each sample's tokens in an update of its policy, including the denominator.
+    """Set the factor of each sample's token losses in an update of its policy.
 
+    The factor is divided by the denominator of the aggregation: the update's loss is then the sum over all tokens.
     Agents with loss weight 0 are frozen: their samples are dropped, and do not count in the denominator.
 
     Args:
@@ -249,7 +252,7 @@ def weigh(
     for agent in agents:
         indices = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]
         copies = torch.tensor([trained[i].copies for i in indices])
-        lengths = torch.tensor([trained[i].tokens for i in indices])
+        lengths = torch.tensor([trained[i].trained_tokens for i in indices])
         copy_weights = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
         # All copies of a sample have the same weight; take that of its last copy.
         last_copy = copies.cumsum(0) - 1

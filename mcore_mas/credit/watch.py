@@ -79,7 +79,7 @@ class CreditWatch:
             estimator_grouping(estimator.name, estimator.options)
             for estimator in estimators.values()
         ]
-        if all(grouping is None or "agent" in grouping.peers for grouping in groupings):
+        if all(grouping is None or "agent" in grouping.peer_columns for grouping in groupings):
             return ""
         rewards = group_pairs((sample.agent, sample.reward) for sample in samples)
         scales = {

@@ -6,7 +6,7 @@ group-relative estimator is defined by its peers (the turns that are compared), 
 that counts once), its baseline and its divisor (std).
 
 Options:
-    gamma: discount γ, by token.
+    gamma: discount γ, by token; `mars2` and `gigpo` explain theirs.
     lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the
         rest.
     eps: added to σ, in reward units.
@@ -56,7 +56,7 @@ def _lead_over_second(statistics: GroupStatistics) -> Tensor:
     has_next = group.diff(append=group[-1:] + 1) == 0
     advantage = torch.empty_like(scores)
     advantage[order] = torch.where(is_best & has_next, scores - scores.roll(-1), 0.0)
-    return advantage[statistics.vote]
+    return advantage[statistics.vote_index]
 
 
 _BASELINES: dict[Baseline, Callable[[GroupStatistics], Tensor]] = {
@@ -158,7 +158,9 @@ def gigpo(
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
     by_turn = grouping(peers, "turn")
-    same_state = Grouping(peers=(*by_turn.peers, "state"), vote=by_turn.vote)
+    same_state = Grouping(
+        peer_columns=(*by_turn.peer_columns, "state"), vote_columns=by_turn.vote_columns
+    )
     step_statistics = same_state.statistics(_turns_with_returns(turns, step), ddof)
     step_advantages = step_statistics.score - step_statistics.mean
     if std == "peers":
@@ -179,7 +181,7 @@ def _turns_with_returns(turns: Turns, step: StepCredit) -> Turns:
             )
         state = turns.cluster_states(step.similarity)
     return replace(
-        turns, scores=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state}
+        turns, rewards=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state}
     )
 
 
@@ -192,31 +194,31 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
     Raises:
         ValueError: the turns have no rewards of environment steps.
     """
-    if turns.steps is None:
+    if turns.step_rewards is None:
         raise ValueError("discounted returns need the rewards of environment steps; none are given")
-    returns = torch.zeros_like(turns.scores)
-    for rewards in reversed(turns.steps.unbind(1)):
+    returns = torch.zeros_like(turns.rewards)
+    for rewards in reversed(turns.step_rewards.unbind(1)):
         returns = rewards + gamma * returns
     return returns
 
 
 def remax(turns: Turns) -> Advantages:
-    """Compute advantages [n]: A = r - r(greedy trajectory of the same task).
+    """Compute advantages [n]: A = r - mean r of the same agent's turns in the task's greedy trajectory.
 
     Source: ReMax, arXiv 2310.10505.
 
     Raises:
-        ValueError: the turns have no greedy outcomes.
+        ValueError: the turns have no greedy rewards.
     """
-    if turns.greedy is None:
+    if turns.greedy_rewards is None:
         raise ValueError(
-            "remax needs the outcome of a greedy trajectory of every task; none is given"
+            "remax needs the rewards of a greedy trajectory of every task; none are given"
         )
-    return Advantages(turns.scores - turns.greedy)
+    return Advantages(turns.rewards - turns.greedy_rewards)
 
 
-_SIBLINGS = Grouping(peers=("trajectory", "parent"), vote=("trajectory", "node"))
-_NODES = Grouping(peers=("trajectory",), vote=("trajectory", "node"))
+_SIBLINGS = Grouping(peer_columns=("trajectory", "parent"), vote_columns=("trajectory", "node"))
+_NODES = Grouping(peer_columns=("trajectory",), vote_columns=("trajectory", "node"))
 
 
 def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
@@ -272,7 +274,7 @@ def mars2(
         gamma: weight of the difference between a node's score and its baseline.
     """
     siblings, baseline = tree_baseline(turns, lam)
-    shaped = replace(turns, scores=siblings.score + gamma * (siblings.score - baseline))
+    shaped = replace(turns, rewards=siblings.score + gamma * (siblings.score - baseline))
     tree = _NODES.statistics(shaped, ddof)
     values = (tree.score - tree.mean) / (tree.scale + eps)
     return Advantages(_replace_lone_votes(tree, values, lone), {"tree": tree})
@@ -301,7 +303,7 @@ def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
 
 def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
     columns = () if over == "batch" else (over,)
-    return whiten(values, turns.by_token(turns.key(*columns)))
+    return whiten(values, turns.by_token(turns.joint_ids(*columns)))
 
 
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
@@ -326,7 +328,7 @@ def reinforce_pp_baseline(
             that long ones do not dominate it.
     """
     statistics = grouping(peers, vote).statistics(turns)
-    advantages = turns.by_token(turns.scores - statistics.mean)
+    advantages = turns.by_token(turns.rewards - statistics.mean)
     return Advantages(_whitened(turns, advantages, whitened), {"peers": statistics})
 
 
@@ -369,7 +371,7 @@ def advantages_and_returns(
     lengths = turns.lengths
     if across == "agent":
         # Put the tokens of an agent's turns in a trajectory one after the other.
-        episode = turns.by_token(turns.key("trajectory", "agent", "node"))
+        episode = turns.by_token(turns.joint_ids("trajectory", "agent", "node"))
         turn = turns.by_token(turns.keys["turn"])
         order = torch.argsort(episode * (int(turns.keys["turn"].max()) + 1) + turn, stable=True)
         lengths = episode.bincount()
@@ -417,7 +419,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": gae,
 }
 # The optional column of `Turns` that an estimator requires.
-REQUIRED_COLUMN = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
+REQUIRED_COLUMN = {"gae": "values", "remax": "greedy_rewards", "gigpo": "step_rewards"}
 # Estimators that are given only the turns of their own agents, because other turns may lack the
 # required column.
 AGENT_LOCAL_ESTIMATORS = frozenset({"gae", "remax"})

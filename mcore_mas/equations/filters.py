@@ -47,7 +47,7 @@ def lowest_mean(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tenso
     Source: Stronger-MAS, filter_method mean.
     """
     statistics = _GROUPINGS[by].statistics(turns)
-    return _highest_groups(statistics.mean, turns.key(*_GROUPINGS[by].peers), ratio)
+    return _highest_groups(statistics.mean, turns.joint_ids(*_GROUPINGS[by].peer_columns), ratio)
 
 
 def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tensor:
@@ -64,7 +64,7 @@ def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Ten
     lowest = torch.full((groups,), torch.inf, dtype=torch.float64)
     lowest = lowest.scatter_reduce(0, statistics.vote_group, scores, "amin")
 
-    group = turns.key(*_GROUPINGS[by].peers)
+    group = turns.joint_ids(*_GROUPINGS[by].peer_columns)
     score_range = (highest - lowest)[group]
     spread = statistics.std**2 / score_range.clamp(min=1e-12) ** 2
     spread = torch.where(score_range > 0, spread, 0.0)
@@ -76,8 +76,8 @@ def outliers(turns: Turns, *, ratio: _Ratio = 0.1, by: _By = "task") -> Tensor:
 
     Source: Stronger-MAS, filter_method uid.
     """
-    distance = (turns.scores - _GROUPINGS[by].statistics(turns).mean).abs()
-    group = turns.key(*_GROUPINGS[by].peers)
+    distance = (turns.rewards - _GROUPINGS[by].statistics(turns).mean).abs()
+    group = turns.joint_ids(*_GROUPINGS[by].peer_columns)
     # Sort by group; within a group the furthest turn comes first.
     order = distance.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]

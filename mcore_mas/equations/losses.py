@@ -145,7 +145,8 @@ def _clipped(
 
 def _ratio_statistics(tokens: TokenBatch, old: Tensor, ratio: Tensor) -> Statistics:
     return {
-        # KL(π_old‖π), because the old policy sampled the tokens
+        # KL(π_old‖π), because the old policy sampled the tokens: the size of the update. The distance to the reference
+        # model is `reference_kl`. Files of existing runs have the two metrics under these names.
         "kl": k3(old, tokens.logprobs.detach()),
         "ratio": ratio.detach(),
         "ratio_max": ratio.detach(),

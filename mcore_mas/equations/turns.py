@@ -24,28 +24,29 @@ class Turns:
     (ids as in `node`; -1 at the root).
 
     Attributes:
-        scores: [n] float64, reward of each turn minus the sum of its token penalties.
+        rewards: [n] float64, reward of each turn minus the sum of its token penalties.
         keys: [n] int64 by column name.
         lengths: [n] int64, number of tokens that carry loss.
-        steps: [n, K] float64, rewards of the environment's steps from the turn's round on, padded
-            with 0.
-        greedy: [n] float64, outcome of the task's greedy trajectory.
+        step_rewards: [n, K] float64, rewards of the environment's steps, with penalties, from the
+            turn's round on; padded with 0.
+        greedy_rewards: [n] float64, mean reward of the agent's turns in the greedy trajectory of
+            the task.
         penalties: [T] float64, subtracted from the reward token by token.
         values: [T] float64, the critic's value before each token.
         cluster_states: maps a similarity in (0, 1] to [n] ids of states that are at least that
             similar.
     """
 
-    scores: Tensor
+    rewards: Tensor
     keys: Mapping[str, Tensor]
     lengths: Tensor
-    steps: Tensor | None = None
-    greedy: Tensor | None = None
+    step_rewards: Tensor | None = None
+    greedy_rewards: Tensor | None = None
     penalties: Tensor | None = None
     values: Tensor | None = None
     cluster_states: Callable[[float], Tensor] | None = None
 
-    def key(self, *columns: str) -> Tensor:
+    def joint_ids(self, *columns: str) -> Tensor:
         """Return joint ids of several key columns, [n] int64 counted from 0.
 
         Two turns get equal ids if they agree in all `columns`.
@@ -66,13 +67,13 @@ class Turns:
         """Return the reward of each token, [T]: the turn's reward on its last token, minus token penalties."""
         if self.penalties is None:
             rewards = torch.zeros(int(self.lengths.sum())).double()
-            turn_rewards = self.scores
+            turn_rewards = self.rewards
         else:
-            # `scores` already include the penalties; take them out of the reward of the last token.
+            # `self.rewards` already include the penalties; take them out of the reward of the last token.
             rewards = -self.penalties
-            turn_of_token = self.by_token(torch.arange(len(self.scores)))
-            turn_rewards = self.scores + sum_by_group(
-                self.penalties, turn_of_token, len(self.scores)
+            turn_of_token = self.by_token(torch.arange(len(self.rewards)))
+            turn_rewards = self.rewards + sum_by_group(
+                self.penalties, turn_of_token, len(self.rewards)
             )
         last_token = self.lengths.cumsum(0) - 1
         # An empty reply has no last token; its index would point into the reply before it.
@@ -134,12 +135,12 @@ def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
 class Grouping:
     """Definition of peer groups and votes.
 
-    Turns that agree in the `peers` columns are compared with each other. Among them, turns that
-    agree in the `vote` columns count once, with their mean score.
+    Turns that agree in the key columns `peer_columns` are compared with each other. Among them,
+    turns that agree in the key columns `vote_columns` count once, with their mean reward.
     """
 
-    peers: tuple[str, ...]  # key columns
-    vote: tuple[str, ...]  # key columns
+    peer_columns: tuple[str, ...]
+    vote_columns: tuple[str, ...]
 
     @property
     def vote_sources(self) -> frozenset[str]:
@@ -149,10 +150,10 @@ class Grouping:
         states ("states"): prompts as texts hardly ever repeat beyond the first turn.
         """
         sources = {
-            "trajectory": "states" if "state" in self.peers else "groups",
+            "trajectory": "states" if "state" in self.peer_columns else "groups",
             "node": "trees",
         }
-        columns = [column for column in self.vote if column not in self.peers]
+        columns = [column for column in self.vote_columns if column not in self.peer_columns]
         return frozenset(sources[column] for column in columns if column in sources)
 
     def statistics(self, turns: Turns, ddof: int = 1) -> GroupStatistics:
@@ -162,17 +163,17 @@ class Grouping:
             turns: the turns of a step.
             ddof: σ divides by (votes - ddof).
         """
-        voter = turns.key(*self.vote)
-        group = turns.key(*self.peers)
+        voter = turns.joint_ids(*self.vote_columns)
+        group = turns.joint_ids(*self.peer_columns)
         groups = int(group.max()) + 1
         voters = int(voter.max()) + 1
 
-        score = mean_by_group(turns.scores, voter, voters)[voter]
-        vote = dense_ids(group * voters + voter)
-        vote_scores = torch.empty(int(vote.max()) + 1, dtype=score.dtype)
-        vote_scores[vote] = score
+        score = mean_by_group(turns.rewards, voter, voters)[voter]
+        vote_index = dense_ids(group * voters + voter)
+        vote_scores = torch.empty(int(vote_index.max()) + 1, dtype=score.dtype)
+        vote_scores[vote_index] = score
         vote_group = torch.empty(len(vote_scores), dtype=torch.int64)
-        vote_group[vote] = group
+        vote_group[vote_index] = group
 
         size = vote_group.bincount(minlength=groups)
         mean = mean_by_group(vote_scores, vote_group, groups)
@@ -184,7 +185,7 @@ class Grouping:
             mean=mean[group],
             std=std[group],
             size=size[group],
-            vote=vote,
+            vote_index=vote_index,
             vote_scores=vote_scores,
             vote_group=vote_group,
         )
@@ -213,7 +214,7 @@ def grouping(peers: Peers, vote: Vote) -> Grouping:
         "turn": ("trajectory", "node", "turn"),
         "trajectory": ("trajectory", *columns[1:]),
     }
-    return Grouping(peers=columns, vote=vote_columns[vote])
+    return Grouping(peer_columns=columns, vote_columns=vote_columns[vote])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +223,11 @@ class GroupStatistics:
 
     Attributes:
         grouping: the definition of groups and votes.
-        score: [n] score of the turn's vote, the mean over the turns of that vote.
+        score: [n] score of the turn's vote: the mean reward of the turns of that vote.
         mean: [n] mean over the votes of the turn's group.
         std: [n] standard deviation over the votes of the turn's group.
         size: [n] number of votes in the turn's group.
-        vote: [n] index of the turn's vote, below m.
+        vote_index: [n] index of the turn's vote, below m.
         vote_scores: [m] score of each vote.
         vote_group: [m] group of each vote.
     """
@@ -236,7 +237,7 @@ class GroupStatistics:
     mean: Tensor
     std: Tensor
     size: Tensor
-    vote: Tensor
+    vote_index: Tensor
     vote_scores: Tensor
     vote_group: Tensor
 

@@ -76,7 +76,7 @@ class Microbatch:
     Attributes:
         agent: name of the agent that produced the sequences.
         segments: depth first: a segment is followed by its descendants.
-        unshared: number of tokens if every sample were stored separately.
+        tokens_without_sharing: number of tokens if every sample were stored separately.
         token_ids: [T] int64.
         position_ids: [T] int64; the positions of a segment continue those of its parent.
         predictors: [N] int64 indices into the T tokens.
@@ -100,7 +100,7 @@ class Microbatch:
 
     agent: str
     segments: tuple[Segment, ...]
-    unshared: int
+    tokens_without_sharing: int
     token_ids: Tensor
     position_ids: Tensor
     predictors: Tensor
@@ -122,7 +122,7 @@ class Microbatch:
     def select(self, selected: Tensor) -> Microbatch:
         """Return the micro-batch of some rows, without the segments that these do not depend on.
 
-        `unshared` keeps its value.
+        `tokens_without_sharing` keeps its value.
 
         Args:
             selected: [N] bool.
@@ -200,7 +200,7 @@ class Microbatch:
         columns["temperatures"] = torch.ones_like(columns["temperatures"])
         if self.routing is not None:
             columns["routing"].fill_(UNKNOWN_EXPERT)
-        return replace(self, segments=(Segment(tokens=1),), unshared=1, **columns)
+        return replace(self, segments=(Segment(tokens=1),), tokens_without_sharing=1, **columns)
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each column that is not None."""

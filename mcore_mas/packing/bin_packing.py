@@ -119,7 +119,7 @@ class _WorkEstimator:
                 first = end
 
     def halves(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
-        """Split an item such that the larger part is as small as possible."""
+        """Split an item in two such that the part with more work has as little work as possible."""
         splits = (
             (self.item(item.first, i), self.item(i, item.end))
             for i in range(item.first + 1, item.end)

@@ -103,11 +103,14 @@ class PackedSamples:
         return unpack(self.microbatches, list(scores), self._samples)
 
     def training_microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
-        """Return micro-batches of a subset of the samples, with their columns updated.
+        """Return micro-batches of some of the packed samples.
+
+        If all samples were packed before, because a model scored them, these micro-batches are used again, without the
+        rows of samples that are not trained.
 
         Args:
-            samples: a subset of the packed samples, with advantages and other columns set. If the
-                samples were packed before, every sample keeps its position.
+            samples: the samples to train on. Their advantages, weights and other columns replace those of the packed
+                samples with the same ids.
         """
         if self._microbatches is None:
             return self._pack(samples)
@@ -123,8 +126,8 @@ class PackedSamples:
             selected = batch.select(rows)
             indices = selected.sequences.unique_consecutive().tolist()  # in the order of the rows
             members = [sample for i in indices if (sample := by_index[i]) is not None]
-            unshared = sum(map(_computed_tokens, members))
-            result.append(replace(selected, unshared=unshared, **_columns(members)))
+            tokens = sum(map(_computed_tokens, members))
+            result.append(replace(selected, tokens_without_sharing=tokens, **_columns(members)))
         return result
 
 
@@ -167,9 +170,9 @@ def pack(
 
 def tokens_saved(microbatches: Sequence[Microbatch]) -> float:
     """Return the share of tokens that are not computed because they belong to a shared prefix."""
-    unshared = sum(batch.unshared for batch in microbatches)
+    without_sharing = sum(batch.tokens_without_sharing for batch in microbatches)
     computed = sum(len(batch.token_ids) for batch in microbatches)
-    return 1.0 - computed / unshared if unshared else 0.0
+    return 1.0 - computed / without_sharing if without_sharing else 0.0
 
 
 def unpack(
@@ -247,7 +250,7 @@ def _make_microbatch(
     return Microbatch(
         agent=agent,
         segments=tuple(segments),
-        unshared=sum(map(_computed_tokens, samples)),
+        tokens_without_sharing=sum(map(_computed_tokens, samples)),
         token_ids=torch.cat(token_ids),
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
@@ -296,7 +299,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
         return values.repeat_interleave(row_counts)
 
     def token_column(name: str) -> Tensor | None:
-        """Return NaN for samples without values, and None if no sample has any."""
+        """Return the values `name` of the trained tokens: NaN where a sample has none, None if no sample has any."""
         values_by_sample = [getattr(sample, name) for sample in samples]
         if all(values is None for values in values_by_sample):
             return None

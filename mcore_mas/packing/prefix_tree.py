@@ -103,7 +103,7 @@ def prefix_forest(
             leaves.append(sequences[i])
             shared.append(common)
         leaf_of[i] = len(leaves) - 1
-    worthwhile = _drop_short_prefixes(leaves, shared, sharing_cost)
+    worthwhile = _reduce_sharing(leaves, shared, sharing_cost)
     return PrefixForest(sequences=leaves, shared=worthwhile), leaf_of
 
 
@@ -119,13 +119,17 @@ def _common_prefix_length(a: Tensor, b: Tensor) -> int:
     return int(different[0, 0]) if len(different) else length
 
 
-def _drop_short_prefixes(
+def _reduce_sharing(
     sequences: Sequence[Tensor], shared: Sequence[int], sharing_cost: float
 ) -> list[int]:
-    """Return `shared` without prefixes that save fewer than `MIN_SAVED_TOKENS` tokens, or less than they cost."""
+    """Return `shared` (see `PrefixForest`), reduced where storing a prefix once does not pay.
+
+    A prefix is shared only if that saves at least `MIN_SAVED_TOKENS` tokens, and at least `sharing_cost` tokens for
+    each token behind the prefix. Otherwise its sequences share only the prefix above it.
+    """
     result = list(shared)
-    unshared_lengths = [len(ids) - common for ids, common in zip(sequences, shared, strict=True)]
-    tokens_before = list(accumulate(unshared_lengths, initial=0))
+    new_tokens = [len(ids) - common for ids, common in zip(sequences, shared, strict=True)]
+    tokens_before = list(accumulate(new_tokens, initial=0))
     # A stack of nodes still to visit: a range of sequences, and the length of the prefix that is
     # shared above them.
     stack = [(0, len(shared), 0)]

@@ -58,8 +58,8 @@ def print_credit(
         rows = [i for i, sample in enumerate(samples) if sample.task == shown_task]
         console.print(plain_text(f"\ntask {shown_task}   {name}{shown_options}", style="bold"))
         for label, statistics in groups.items():
-            peers = ", ".join(statistics.grouping.peers)
-            vote = ", ".join(statistics.grouping.vote)
+            peers = ", ".join(statistics.grouping.peer_columns)
+            vote = ", ".join(statistics.grouping.vote_columns)
             text = f"{label}: turns alike in {peers}; one vote per {vote}"
             console.print(plain_text(text, style="italic"))
             console.print(_groups_table(statistics, samples, rows))
@@ -88,12 +88,16 @@ def _groups_table(
         *(Column(heading, justify="right") for heading in ("n", "μ", "σ")),
         show_edge=False,
     )
-    rows_by_group = group_pairs((int(statistics.vote_group[statistics.vote[i]]), i) for i in rows)
+    rows_by_group = group_pairs(
+        (int(statistics.vote_group[statistics.vote_index[i]]), i) for i in rows
+    )
     for group_rows in rows_by_group.values():
         first = group_rows[0]
-        votes = {int(statistics.vote[i]): f"{float(statistics.score[i]):g}" for i in group_rows}
+        votes = {
+            int(statistics.vote_index[i]): f"{float(statistics.score[i]):g}" for i in group_rows
+        }
         table.add_row(
-            _group_name(samples[first], statistics.grouping.peers),
+            _group_name(samples[first], statistics.grouping.peer_columns),
             ", ".join(votes.values()),
             str(int(statistics.size[first])),
             f"{float(statistics.mean[first]):.4g}",

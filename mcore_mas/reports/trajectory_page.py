@@ -28,7 +28,7 @@ class GroupMember:
     """One turn of a peer group."""
 
     sample: Sample
-    vote: float  # score of the vote that this turn belongs to
+    vote_score: float  # score of the vote that this turn belongs to
     advantage: float | None
 
 

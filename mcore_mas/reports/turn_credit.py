@@ -7,9 +7,9 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import (
     add_advantages,
+    apply_estimators,
     filter_samples,
     mean_advantages,
-    run_estimators,
 )
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.reports.trajectory_page import (
@@ -57,17 +57,17 @@ def _peer_groups(
 ) -> TurnGroups:
     """Return the groups in which the estimator of a turn's agent compared the turn."""
     groups_of_turns: dict[tuple[str, str, int], list[PeerGroup]] = {}
-    for run in run_estimators(samples, estimators):
-        for label, statistics in run.advantages.groups.items():
+    for applied in apply_estimators(samples, estimators):
+        for label, statistics in applied.advantages.groups.items():
             groups: dict[tuple[str, int], PeerGroup] = {}  # by task and number of the group
-            for row, index in enumerate(run.indices):
+            for row, index in enumerate(applied.indices):
                 sample = samples[index]
-                number = int(statistics.vote_group[statistics.vote[row]])
+                number = int(statistics.vote_group[statistics.vote_index[row]])
                 if (sample.task, number) not in groups:
                     groups[sample.task, number] = PeerGroup(
                         label=label,
-                        peer_columns=statistics.grouping.peers,
-                        vote_columns=statistics.grouping.vote,
+                        peer_columns=statistics.grouping.peer_columns,
+                        vote_columns=statistics.grouping.vote_columns,
                         size=int(statistics.size[row]),
                         mean=float(statistics.mean[row]),
                         std=float(statistics.std[row]),
@@ -76,10 +76,10 @@ def _peer_groups(
                 group = groups[sample.task, number]
                 member = GroupMember(
                     sample=sample,
-                    vote=float(statistics.score[row]),
+                    vote_score=float(statistics.score[row]),
                     advantage=advantages.get(sample.id),
                 )
                 group.members.append(member)
-                if estimators[sample.agent] == run.estimator:
+                if estimators[sample.agent] == applied.estimator:
                     groups_of_turns.setdefault(sample.id, []).append(group)
     return groups_of_turns

@@ -72,7 +72,7 @@ def random_batch(rng: random.Random, *, tree: bool = False) -> list[Sample]:
                     completion_ids=(2,) * tokens,
                     reward=factor * rng.choice([0, 1, 0.9, -0.1, rng.gauss(0, 1)]) + shift,
                     scores={"greedy": 0.25 + task},
-                    steps=steps,
+                    step_rewards=steps,
                     values=tuple(rng.gauss(0, 1) for _ in range(tokens)),
                 )
                 samples.append(sample)
@@ -197,7 +197,7 @@ def gigpo(
     """Return the sum of the trajectory's advantage and of the weighted advantage of the step."""
     returns = []
     for sample in samples:
-        later_rewards = enumerate(sample.steps[sample.round :])
+        later_rewards = enumerate(sample.step_rewards[sample.round :])
         returns.append(sum(gamma**distance * reward for distance, reward in later_rewards))
 
     def anchor(sample: Sample) -> Hashable:
@@ -293,7 +293,7 @@ def reinforce_pp(samples: Sequence[Sample], gamma: float, over: str) -> list[flo
     """Return the whitened discounted rewards of all tokens."""
     rows = []
     for sample in samples:
-        tokens_to_go = reversed(range(sample.tokens))
+        tokens_to_go = reversed(range(sample.trained_tokens))
         rows.append([sample.reward * gamma**tokens for tokens in tokens_to_go])
     return whitened(samples, rows, over)
 
@@ -306,7 +306,7 @@ def reinforce_pp_baseline(
     rows = []
     for sample in samples:
         baseline = _mean(votes[PEERS[peers](sample)].values())
-        rows.append([sample.reward - baseline] * sample.tokens)
+        rows.append([sample.reward - baseline] * sample.trained_tokens)
     return whitened(samples, rows, over)
 
 
@@ -324,7 +324,7 @@ def gae(
         rewards = []
         values = []
         for index in indices:
-            rewards += [0.0] * (samples[index].tokens - 1) + [samples[index].reward]
+            rewards += [0.0] * (samples[index].trained_tokens - 1) + [samples[index].reward]
             values += samples[index].values or ()
 
         deltas = []
@@ -335,7 +335,7 @@ def gae(
             later = enumerate(deltas[position:])
             sequence.append(sum((gamma * lam) ** distance * delta for distance, delta in later))
         for index in indices:
-            tokens = samples[index].tokens
+            tokens = samples[index].trained_tokens
             advantages[index] = sequence[:tokens]
             sequence = sequence[tokens:]
 
@@ -350,7 +350,7 @@ def _per_token(samples: Sequence[Sample], numbers: Iterable[float]) -> list[floa
     """Repeat each turn's number for all of its tokens."""
     repeated = []
     for number, sample in zip(numbers, samples, strict=True):
-        repeated += [number] * sample.tokens
+        repeated += [number] * sample.trained_tokens
     return repeated
 
 

@@ -32,7 +32,7 @@ def make_turns(rows: Sequence[dict], **columns: list) -> Turns:
     keys["parent"] = torch.tensor(parent_numbers)
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
     return Turns(
-        scores=torch.tensor([float(row["score"]) for row in rows], dtype=torch.float64),
+        rewards=torch.tensor([float(row["score"]) for row in rows], dtype=torch.float64),
         keys=keys,
         lengths=torch.tensor([row.get("tokens", 1) for row in rows]),
         **tensors,

@@ -62,7 +62,7 @@ def group() -> Group:
 
 def test_failed_trajectories_do_not_train() -> None:
     samples = to_samples([group()])
-    assert [(s.trajectory, s.agent, s.reward, s.tokens) for s in samples] == [
+    assert [(s.trajectory, s.agent, s.reward, s.trained_tokens) for s in samples] == [
         ("0/t/0", "solver", 1.0, 4),
         ("0/t/0", "verifier", 0.9, 2),
         ("0/t/1", "solver", 0.0, 2),

@@ -35,7 +35,7 @@ def microbatch(*segments: Segment, rows: int) -> Microbatch:
     return Microbatch(
         agent="a",
         segments=segments,
-        unshared=tokens,
+        tokens_without_sharing=tokens,
         token_ids=torch.arange(tokens),
         position_ids=torch.arange(tokens),
         predictors=integer_zeros,

@@ -32,7 +32,7 @@ def test_every_token_of_a_chat_is_stored_once() -> None:
     chat_tokens = TURNS * SAMPLED + (TURNS - 1) * OBSERVED - 1
     assert len(batch.token_ids) == TASK + CHATS * chat_tokens
     separate_turns = [TASK + turn * (SAMPLED + OBSERVED) + SAMPLED - 1 for turn in range(TURNS)]
-    assert batch.unshared == CHATS * sum(separate_turns)
+    assert batch.tokens_without_sharing == CHATS * sum(separate_turns)
     assert len(batch.segments) == 1 + CHATS  # the task, and each chat
     assert len(batch.labels) == CHATS * TURNS * SAMPLED  # outputs of tools are no labels
 

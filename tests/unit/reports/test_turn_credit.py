@@ -33,7 +33,7 @@ def test_without_rewards_there_is_no_credit(recorded: Path) -> None:
 
 
 def votes(group: PeerGroup) -> list[tuple[tuple[str, str, int], float]]:
-    return [(member.sample.id, member.vote) for member in group.members]
+    return [(member.sample.id, member.vote_score) for member in group.members]
 
 
 def test_a_turn_has_a_group_for_each_comparison(recorded: Path) -> None:
