@@ -72,7 +72,7 @@ def patch_cuda() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 
     # Around dropout, which is always 0 here, layers fork the state of CUDA's random generator.
-    # Megatron's tracker for inference has a fork that does nothing, so that one is installed.
+    # Megatron's tracker for inference has a fork that does nothing, so one is installed.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation saves and restores the states of the CPU's and of CUDA's random generator.

@@ -20,11 +20,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def placeholder_grad(weight: Tensor) -> Tensor:
-    """Return an empty gradient for a weight whose gradient is in `main_grad` already.
+def mark_grad_as_added(weight: Tensor) -> Tensor:
+    """Mark a weight's gradient as added to `main_grad`, and return an empty tensor in its place.
 
-    Megatron's hooks need some tensor as the gradient, and skip it because of
-    `grad_added_to_main_grad`.
+    Megatron's hooks need some tensor as the gradient, and skip it because of the mark.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
@@ -54,7 +53,7 @@ class HeadWeightGrad:
                 self._total = torch.zeros(weight.shape, device=weight.device)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add the part of a chunk of rows.
+        """Add what a chunk of rows contributes to the gradient.
 
         Args:
             grad_logits: [rows, columns].
@@ -71,4 +70,4 @@ class HeadWeightGrad:
             return self._total.to(self._weight.dtype)
         if self._embeds:
             return None
-        return placeholder_grad(self._weight)
+        return mark_grad_as_added(self._weight)

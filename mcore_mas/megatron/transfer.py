@@ -50,7 +50,7 @@ def prefetch(
 ) -> Iterator[_T]:
     """Yield each value on the device once the transfer of the next one has been started on `stream`.
 
-    So the transfer of a micro-batch runs beside the computation of the one before it.
+    So the transfer of a micro-batch runs during the computation of the one before it.
     """
 
     def start(value: _T) -> tuple[_T, torch.cuda.Event | None]:

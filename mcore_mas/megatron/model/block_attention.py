@@ -3,7 +3,7 @@
 A call attends from blocks of queries to blocks of keys. Outputs and log-sum-exps of several calls
 for the same queries are merged to those of all keys, and the gradients of each call follow from the
 merged output and log-sum-exp alone (as in ring attention, arXiv 2310.01889). torch differentiates
-its kernels through the output of a single call only, so that the kernels of both directions are
+its kernels through the output of a single call only, so the kernels of both directions are
 called here.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcore_mas.megatron.model.layout import CausalBlocks, PackedTrees
-from rollout.models.exact import KEY_MULTIPLE, row_attention
+from rollout.models.batch_invariant import KEY_MULTIPLE, row_attention
 
 
 class BlockAttention(torch.autograd.Function):

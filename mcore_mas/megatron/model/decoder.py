@@ -121,7 +121,7 @@ class PackedGPTModel(GPTModel):
             return hidden_states
 
         if self.config.sequence_parallel:
-            # The head makes the gradient whole on every rank, so that each rank takes its own part
+            # The head makes the gradient whole on every rank, so each rank takes its own part
             # of it.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False

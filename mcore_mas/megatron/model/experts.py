@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.device import rank_device, use_triton
-from mcore_mas.megatron.main_grad import add_product, placeholder_grad
+from mcore_mas.megatron.main_grad import add_product, mark_grad_as_added
 from mcore_mas.megatron.model.linear import linear_product
 from mcore_mas.megatron.model.mlp import gated_projection
-from rollout.models.exact import row_product
+from rollout.models.batch_invariant import row_product
 
 # Groups of rows that are sorted by expert: on a GPU the end index of each group, [E] int32; on a
 # CPU their sizes.
@@ -262,7 +262,7 @@ class _GroupedProduct(torch.autograd.Function):
 
         if ctx.main_grad is None:
             return grad_x, total.to(weight.dtype), None, None
-        return grad_x, placeholder_grad(weight), None, None
+        return grad_x, mark_grad_as_added(weight), None, None
 
 
 def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:

@@ -15,7 +15,7 @@ from mcore_mas.megatron.main_grad import HeadWeightGrad
 from mcore_mas.megatron.model.cpu_ops import exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.linear import linear_product
-from rollout.models.exact import row_product
+from rollout.models.batch_invariant import row_product
 
 
 class OutputWeight(torch.nn.Module):
@@ -56,7 +56,7 @@ class ValueHead(torch.nn.Module):
 
 
 # Bytes of float32 logits that exist at a time. On a GPU a chunk needs 1.5 times as much memory, and
-# each chunk reads the whole weight three times and its gradient twice, so that few large chunks are
+# each chunk reads the whole weight three times and its gradient twice, so few large chunks are
 # faster.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.main_grad import HeadWeightGrad, placeholder_grad
+from mcore_mas.megatron.main_grad import HeadWeightGrad, mark_grad_as_added
 
 # Smallest number of elements in a block of a norm.
 _NORM_BLOCK = 2048
@@ -105,7 +105,7 @@ class KernelNorm(torch.autograd.Function):
         if ctx.main_grad is None:
             return grad_x, weight_parts.sum(0).to(weight.dtype), None
         ctx.main_grad.add_(weight_parts.sum(0))
-        return grad_x, placeholder_grad(weight), None
+        return grad_x, mark_grad_as_added(weight), None
 
 
 # Columns of a row that a program of SwiGLU computes, and its warps.
@@ -293,8 +293,9 @@ class KernelHead(torch.autograd.Function):
     """Log-probabilities and entropies with Triton's kernels; see `logprobs_and_entropy`.
 
     `apply(hidden, weight, labels, temperatures, columns, embeds, chunks)`: `labels` are counted
-    from this rank's first column, `columns` is the number of its columns without padding, and
-    `chunks` are the row ranges that are computed together. The gradient of the weight is added to
+    from this rank's first column, `columns` is the number of its columns without padding, `embeds`
+    is True if the embedding shares the weight and passes on a gradient itself, and `chunks` are
+    the row ranges that are computed together. The gradient of the weight is added to
     Megatron's float32 buffer, if there is one. Logits are float32, and never rounded to the
     factors' bfloat16.
     """
@@ -310,7 +311,8 @@ class KernelHead(torch.autograd.Function):
         embeds: bool,
         chunks: Sequence[slice],
     ) -> tuple[Tensor, Tensor]:
-        # Of this rank's columns; the rows are those of `head_row_statistics`.
+        # Statistics of the logits in this rank's columns, in the order of `head_row_statistics`:
+        # peak, Σ exp, Σ z exp, and the label's logit.
         statistics = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
         logits = hidden.new_empty(0)
         for chunk in chunks:

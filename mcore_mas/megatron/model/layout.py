@@ -210,7 +210,7 @@ class PackedTrees(PackedSeqParams):
         longest_sequence: number of tokens of the longest sequence.
         predictors: [n] tokens of this rank that predict a label; set if the other tokens do not
             leave the last layer.
-        routing: [tokens of this rank, sparse layers, k] experts on record, see `RoutingReplay`.
+        routing: [tokens of this rank, sparse layers, k] experts on record, see `EngineRoutingReplay`.
     """
 
     qkv_format: str = "sbhd"

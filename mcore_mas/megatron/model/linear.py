@@ -12,8 +12,8 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from mcore_mas.megatron.main_grad import add_product, placeholder_grad
-from rollout.models.exact import row_product
+from mcore_mas.megatron.main_grad import add_product, mark_grad_as_added
+from rollout.models.batch_invariant import row_product
 
 # The operator behind Inductor's linear layers; None if torch is built without oneDNN. Its relative
 # error is 3e-7 to 6e-7, however long the sums are.
@@ -119,4 +119,4 @@ class _CPULinear(torch.autograd.Function):
         if ctx.main_grad is None:
             return grad_x, grad_rows.t() @ x_rows, None
         add_product(ctx.main_grad, grad_rows.t(), x_rows)
-        return grad_x, placeholder_grad(weight), None
+        return grad_x, mark_grad_as_added(weight), None

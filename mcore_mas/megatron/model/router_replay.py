@@ -11,12 +11,12 @@ from torch import Tensor
 from rollout.models.architecture import Experts
 
 
-class RoutingReplay(RouterReplay):
+class EngineRoutingReplay(RouterReplay):
     """Top-k choice of Megatron's router that takes experts on record, with the trainer's scores.
 
     Tokens without a record, such as padding, go to the trainer's own choice. Megatron's class keeps
     a queue of micro-batches, and has to be told which pass is a recomputation. Here the experts
-    come with a layer's input, so that pipelines and recomputation need no such state.
+    come with a layer's input, so pipelines and recomputation need no such state.
     """
 
     def __init__(self) -> None:
@@ -49,25 +49,32 @@ class RoutingReplay(RouterReplay):
 def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
     """Make the sparse layers of a pipeline stage take their experts from the layout of their input.
 
-    They read them when they are called, so that a layer reads the same when it is recomputed.
+    They read them when they are called, so a layer reads the same when it is recomputed.
     """
     for layer in layers:
         number = int(layer.layer_number) - 1  # in the whole model
         if experts.sparse[number]:
-            replay = RoutingReplay()
+            replay = EngineRoutingReplay()
             layer.mlp.router.router_replay = replay
             sparse_number = sum(experts.sparse[:number])
-            hook = partial(_read_record, replay, sparse_number)
+            hook = partial(_take_recorded_experts, replay, sparse_number)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _read_record(
-    replay: RoutingReplay,
+def _take_recorded_experts(
+    replay: EngineRoutingReplay,
     sparse_number: int,
     _layer: torch.nn.Module,
     _args: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """Forward pre-hook of the sparse layer with this number among the sparse ones."""
+    """Give the router of an MoE layer the experts that the engine chose in this layer.
+
+    This is a forward pre-hook of the layer.
+
+    Args:
+        replay: replay of the layer's router.
+        sparse_number: number of the layer, counting MoE layers only.
+    """
     routing = kwargs["packed_seq_params"].routing
     replay.recorded = None if routing is None else routing[:, sparse_number]

@@ -199,11 +199,16 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
 def _add_query_gradient(
     grad_q, tile, index, kv_head, keys_and_values, plan, masked: tl.constexpr, shape: tl.constexpr
 ):
-    """Add the part of a block of keys to the gradient of a tile of queries, without the scale.
+    """Add what key block `index` contributes to the gradient of a tile of queries.
+
+    The sum lacks the softmax scale: the calling kernel multiplies with it when it stores the sum.
 
     Args:
         grad_q: sum so far.
         tile: queries, gradient of the output, log-sum-exps (log2), deltas, and tokens.
+        index: number of the key block.
+        kv_head: key/value head.
+        masked: True if some pairs of this tile and block are not attended to.
     """
     queries, grad_out, lse, delta, query_token = tile
     key_token, key_exists, keys, values = _load_key_block(

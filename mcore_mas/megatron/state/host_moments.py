@@ -57,7 +57,7 @@ def _allocate_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
 def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMoments) -> None:
     """Step one weight after the other, with its moments on its device meanwhile.
 
-    Adam steps every weight independently, so that the result has the bits of a single call. A
+    Adam steps every weight independently, so the result has the bits of a single call. A
     group's settings and counts are those after its last weight.
 
     Args:

@@ -248,7 +248,7 @@ def adapters_by_weight(decoder: PackedGPTModel) -> dict[str, Adapter]:
 def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str) -> LazyTensor:
     """Return a full tensor of a new adapter: A uniform in ±1/√inputs, as in PEFT; B zero.
 
-    A depends on the seed and the name alone, so that every layout starts from the same adapter.
+    A depends on the seed and the name alone, so every layout starts from the same adapter.
 
     Args:
         architecture: of the adapted model.

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
 
-# Kind of the master weight, beside those of the moments.
+# Kind of the master weight, in addition to those of the moments.
 _WEIGHT = "weight"
 
 
@@ -46,7 +46,7 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
 def gathers_late(spec: TrainerSpec) -> bool:
     """Return True if a rank gathers the weights that others have stepped in its next forward pass.
 
-    It does so layer by layer, beside the computation. Adapters are gathered at once: they are
+    It does so layer by layer, during the computation. Adapters are gathered at once: they are
     small, and Megatron does not see the modules that hold them being called.
     """
     return spec.overlap and spec.distributed_optimizer and spec.lora is None

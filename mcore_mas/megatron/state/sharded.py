@@ -184,7 +184,7 @@ class ShardedCheckpoint:
 
 
 class _SavedBlocks:
-    """Blocks that the ranks of some layout have written to a folder."""
+    """Blocks of tensors in a checkpoint folder, which ranks of any layout have written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -198,7 +198,7 @@ class _SavedBlocks:
                     shape=tuple(row["shape"]),
                     start=tuple(row["start"]),
                     size=tuple(row["size"]),
-                    offset=0,
+                    offset=0,  # a position in a shard, which a block in a file does not have
                 )
                 file_and_block = (index.with_suffix(".safetensors"), block)
                 self._blocks.setdefault(block.tensor, []).append(file_and_block)

@@ -87,9 +87,9 @@ def _expert_of_stack(stack: LazyTensor, expert: int, projection: str) -> LazyTen
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """Initial weights: normal matrices, norms of 1, biases of 0.
+    """Initial weights: matrices with normally distributed elements, norm layers of 1, biases of 0.
 
-    A tensor depends on its name, its shape and the seed alone, so that every layout starts from the
+    A tensor depends on its name, its shape and the seed alone, so every layout starts from the
     same model. Each rank draws a whole tensor and takes its part.
 
     Attributes:

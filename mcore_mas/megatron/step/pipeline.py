@@ -112,7 +112,7 @@ class Pipeline:
             slots = scores.split(lengths)
             for number, row in rows.items():
                 slots[number].copy_(row["score"])
-        # Every number is set by one rank and is zero on the others, so that the sum is exact.
+        # Every number is set by one rank and is zero on the others, so the sum is exact.
         torch.distributed.all_reduce(scores)
         return list(scores.cpu().split(lengths))
 
@@ -341,7 +341,7 @@ def reports_outputs() -> bool:
 def _gather_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
     """Gather the values of all context-parallel ranks, in the order of the micro-batch's rows.
 
-    Every rank computes the same loss from them, so that the gradient of a value is whole already,
+    Every rank computes the same loss from them, so the gradient of a value is whole already,
     and each rank takes the gradients of its own values.
 
     Args:
@@ -353,7 +353,7 @@ def _gather_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
         [k, N] on every rank.
     """
     gathered = values.new_zeros(len(values), total).index_copy(1, rows, values)
-    # Every number is set by one rank and is zero on the others, so that the sum is exact.
+    # Every number is set by one rank and is zero on the others, so the sum is exact.
     group = parallel_state.get_context_parallel_group()
     return cast(Tensor, reduce_from_tensor_model_parallel_region(gathered, group))
 

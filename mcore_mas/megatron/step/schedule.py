@@ -10,7 +10,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 class LearningRateSchedule:
     """Sets an optimizer's learning rate from the number of updates alone.
 
-    It has no state, so that a resumed run has none to restore.
+    It has no state, so a resumed run has none to restore.
     """
 
     def __init__(self, optimizer: Any, spec: TrainerSpec) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.model.router_replay import RoutingReplay
+from mcore_mas.megatron.model.router_replay import EngineRoutingReplay
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
@@ -107,14 +107,14 @@ def top_k(scores: Tensor, k: int, *_: object) -> tuple[Tensor, Tensor]:
 
 def test_without_a_record_the_router_chooses() -> None:
     scores = torch.tensor([[0.0, 1.0, 3.0], [5.0, 2.0, 1.0]])
-    values, experts = RoutingReplay().get_replay_topk(scores, 1, default_compute_topk=top_k)
+    values, experts = EngineRoutingReplay().get_replay_topk(scores, 1, default_compute_topk=top_k)
     assert values.tolist() == [[3.0], [5.0]]
     assert experts.tolist() == [[2], [0]]
 
 
 def test_recorded_experts_have_the_scores_of_the_router() -> None:
     scores = torch.tensor([[0.0, 1.0, 3.0], [5.0, 2.0, 1.0]], requires_grad=True)
-    replay = RoutingReplay()
+    replay = EngineRoutingReplay()
     replay.recorded = torch.tensor([[0], [255]], dtype=torch.uint8)  # the second has no record
     values, experts = replay.get_replay_topk(scores, 1, default_compute_topk=top_k)
     assert values.tolist() == [[0.0], [5.0]]
