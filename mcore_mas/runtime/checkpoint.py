@@ -46,7 +46,7 @@ class Checkpoint:
 
     folder: Path
     step: int
-    state: dict[str, Any]
+    state: dict[str, Any]  # of the controller, such as engine versions and KL coefficients
     metric: float | None  # by which the best checkpoints are chosen; None: not measured
 
 
@@ -263,7 +263,9 @@ class Checkpoints:
                 checkpoint = _read_checkpoint(folder)
                 if checkpoint.metric is not None:
                     rated.append(checkpoint)
-        return sorted(rated, key=lambda rated: (rated.metric, rated.step), reverse=True)
+        return sorted(
+            rated, key=lambda checkpoint: (checkpoint.metric, checkpoint.step), reverse=True
+        )
 
 
 def newest_checkpoint(

@@ -79,7 +79,7 @@ class RunDevices:
         return max(1, available_cores() // max(1, at_work))
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, number and name of the devices, as done.json records them."""
+        """Return kind (GPU or CPU), count, nodes and name of the devices, as done.json records them."""
         name = f"{self.device_type}, {platform.machine()}"
         if self.device_type == "GPU" and torch.cuda.is_available():
             name = torch.cuda.get_device_name()

@@ -15,7 +15,7 @@ from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_sess
 from mcore_mas.runtime.stop_signal import Stopped, sigterm_handler_kept
 
 # Tunables of glibc (malloc(3), mallopt(3)), which a process reads when it starts. By default glibc maps every large
-# tensor and unmaps it when it is freed, so that a third of the time of an update on a CPU is spent on page faults.
+# tensor and unmaps it when it is freed, so a third of the time of an update on a CPU is spent on page faults.
 # With these a process keeps the memory that it frees, in one arena (others end at 64 MiB). The price is resident
 # memory; benchmarks/page_reuse.py prints both.
 KEEP_PAGES = {

@@ -179,13 +179,13 @@ def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool)
 def _group_by_cause(failed: Sequence[_FailedJob]) -> Mapping[str, list[str]]:
     """Return the logs of failed jobs by cause.
 
-    Several stages can be one Slurm job. If one of them says the cause itself, the others, of which only Slurm says
-    something, are left out.
+    Several stages can run in one Slurm job, and Slurm then reports the same cause for all of them. If the log of one
+    stage names a cause, the stages for which there is only Slurm's report are left out.
     """
-    explained = {job.slurm_cause for job in failed if job.slurm_cause != job.cause}
+    slurm_causes_with_log = {job.slurm_cause for job in failed if job.slurm_cause != job.cause}
     logs_by_cause: dict[str, list[str]] = {}
     for job in failed:
-        if job.cause == job.slurm_cause and job.slurm_cause in explained:
+        if job.cause == job.slurm_cause and job.slurm_cause in slurm_causes_with_log:
             continue
         logs_by_cause.setdefault(job.cause, []).append(job.log)
     return logs_by_cause

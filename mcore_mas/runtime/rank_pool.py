@@ -33,11 +33,11 @@ class Sleeper(Protocol):
         """Take the memory back."""
 
 
-class TrainerTurns:
-    """Turns of trainers that share devices: only one of them has its memory.
+class MemoryRotation:
+    """Trainers that share devices, of which only one at a time is on the devices; the others are offloaded to the host.
 
     Attributes:
-        members: all trainers; each begins without memory.
+        members: all trainers; each begins offloaded.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class TrainerTurns:
 
     @asynccontextmanager
     async def take(self, member: Sleeper) -> AsyncIterator[None]:
-        """Give a trainer its memory for this block; it keeps it until another takes a turn."""
+        """Load a trainer to the devices for this block, and keep it there until another one is loaded."""
         async with self._lock:
             for other in self.members:
                 if other is not member:
@@ -72,7 +72,7 @@ class RankPool:
         threads: int,
         actor_options: Sequence[Mapping[str, Any]],
         monitor: RankMonitor | None,
-        turns: TrainerTurns | None,
+        rotation: MemoryRotation | None,
     ) -> None:
         """Start the processes; `start` waits for them and loads the models.
 
@@ -82,17 +82,17 @@ class RankPool:
             threads: number of torch's threads in each process.
             actor_options: Ray's options of each rank's actor.
             monitor: detects ranks that hang; None waits for them forever.
-            turns: turns of the trainers on the same devices; None if no other trainer uses them.
+            rotation: rotation of the trainers on the same devices; None if no other trainer uses them.
         """
         self.specs = {policy: spec}
         self.is_on_cpu = not any(options.get("num_gpus") for options in actor_options)
         self.peak_flops: float | None = None
         self._policy = policy
         self._monitor = monitor
-        self._turns = turns
-        if turns is not None:
-            turns.members.append(self)
-        self._is_asleep = turns is not None
+        self._rotation = rotation
+        if rotation is not None:
+            rotation.members.append(self)
+        self._is_asleep = rotation is not None
         self._has_joined = False
         self._call_lock = asyncio.Lock()  # keeps the order of calls equal on all ranks
         self._awake_lock = asyncio.Lock()
@@ -225,7 +225,7 @@ class RankPool:
         return freed_bytes
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        return self._turns.take(self) if self._turns else nullcontext()
+        return self._rotation.take(self) if self._rotation else nullcontext()
 
     async def _gather(self, calls: Iterable[Any], policy: str) -> list[Any]:
         """Return the results of one call per rank.

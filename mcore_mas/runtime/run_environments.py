@@ -10,14 +10,14 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import visible_gpu_ids
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
-from rollout.base.processes import Restarts, allow_open_files
+from rollout.base.processes import Restarts, raise_open_file_limit
 from rollout.config.environment import build_env
 from rollout.config.retriever import RetrieverConfig
 from rollout.engines.remote.keys import hide_key
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 
-RETRIEVER_RESTARTS = 3  # per hour, of a server beside a run that died or hangs
+RETRIEVER_RESTARTS = 3  # per hour, of a run's server that died or hangs
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def open_environments(config: RunConfig, log: str) -> Iterator[Callable[[Task], 
     Raises:
         RetrievalError: the retriever does not start.
     """
-    allow_open_files()
+    raise_open_file_limit()
     for remote in config.remotes.values():
         hide_key(remote.key_variable)
     if config.coach is not None:
@@ -64,7 +64,10 @@ def open_environments(config: RunConfig, log: str) -> Iterator[Callable[[Task], 
 def make_sidecar(
     retriever: RetrieverConfig, index_dir: Path, log: Path | None = None
 ) -> RetrieverSidecar:
-    """Return the retrieval server beside a run; it uses the last GPU of the machine, or none."""
+    """Return the retrieval server of a run, which is not started yet.
+
+    It gets the last GPU of the machine if the retriever uses one (`RetrieverConfig.gpus` is 0 or 1).
+    """
     return RetrieverSidecar(
         index_dir,
         log_path=log,

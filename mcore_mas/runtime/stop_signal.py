@@ -145,7 +145,8 @@ class StopSignal:
     def finish(self) -> None:
         """Stop listening in the event loop, because the run has ended or is about to.
 
-        Until the process ends, a signal changes nothing. A second Ctrl-C ends the process.
+        From now on a signal is only noted, because the process is about to end. Only a Ctrl-C after an earlier stop
+        ends the process at once.
         """
         if self._loop is None or not self._signals:
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.rank_watch import RankMonitor
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.runtime.rank_pool import RankPool, TrainerTurns
+from mcore_mas.runtime.rank_pool import MemoryRotation, RankPool
 from mcore_mas.runtime.shared_microbatches import share_microbatches
 from rollout.base.digests import Digest
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -41,7 +41,7 @@ class TrainerGroup:
         *,
         threads: int,
         actor_options: Sequence[Mapping[str, Any]] | None = None,
-        turns: TrainerTurns | None = None,
+        rotation: MemoryRotation | None = None,
         monitor: RankMonitor | None = None,
         base: TrainerGroup | None = None,
     ) -> None:
@@ -53,10 +53,11 @@ class TrainerGroup:
             threads: number of torch's threads on each rank.
             actor_options: Ray's options of each rank's actor, as `DevicePlacement` gives them;
                 None: one GPU for each rank, if there are any.
-            turns: turns of the trainers on the same devices, of which one has its memory at a time.
+            rotation: trainers on the same devices, of which one has its memory at a time; None if
+                no other trainer uses the devices.
             monitor: detects ranks that hang; None waits for them forever.
             base: group whose ranks also do the work of this policy, and which is not `ready` yet.
-                `actor_options`, `turns` and `monitor` are then those of `base`.
+                `actor_options`, `rotation` and `monitor` are then those of `base`.
         """
         self.policy = policy
         self.owns_ranks = base is None
@@ -73,7 +74,7 @@ class TrainerGroup:
                 threads=threads,
                 actor_options=actor_options,
                 monitor=monitor,
-                turns=turns,
+                rotation=rotation,
             )
         self.cost_model = CostModel.of(spec, cpu=self._ranks.is_on_cpu)
 
@@ -97,11 +98,12 @@ class TrainerGroup:
 
         Args:
             microbatches: micro-batches of the step.
-            position: position in the learning rate schedule; None is the number of updates so far.
+            position: position in the learning rate schedule; None: the number of
+                updates so far.
 
         Returns:
             The trainer's metrics, the seconds of all devices as `device_s`, and the floating-point
-            operations that these can do in this time as `peak_flops`, if their peak is known.
+            operations that they could do in this time as `peak_flops`, if their peak is known.
         """
         shared = share_microbatches(microbatches)
         results = await self._ranks.call(self.policy, "update", shared, position)

@@ -18,7 +18,7 @@ from mcore_mas.evaluation.measure import Scoreboard, measure
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.collected_steps import CollectedSteps
-from mcore_mas.training.greedy_baseline import append_greedy, greedy_to_scores
+from mcore_mas.training.greedy_baseline import append_greedy, use_greedy_as_baseline
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.base.async_tasks import gather_or_cancel
@@ -210,7 +210,9 @@ class AsyncRollouts:
     async def _collect(
         self, step: int, tasks: Sequence[Task], started: float, log: CollectionLog
     ) -> list[Group]:
-        """Play a batch of tasks; add the greedy trajectories and the scores that credit needs.
+        """Play a batch of tasks, with a greedy trajectory each if an estimator needs it.
+
+        Then judge undecided answers, and let the coach, if there is one, score the turns.
 
         Args:
             step: number of the step.
@@ -255,7 +257,7 @@ class AsyncRollouts:
                 "(`mcore-mas show` prints them)"
             ) from error
         if self._needs_greedy():
-            rewarded = [greedy_to_scores(group) for group in rewarded]
+            rewarded = [use_greedy_as_baseline(group) for group in rewarded]
         return rewarded
 
     def _reward_failure(self, error: BaseException) -> str:
@@ -264,7 +266,9 @@ class AsyncRollouts:
     def _needs_greedy(self) -> bool:
         """Return True if an agent's estimator compares with a greedy trajectory."""
         estimators = map(self.config.advantage_of, self.config.agents)
-        return any(REQUIRED_COLUMN.get(estimator.name) == "greedy" for estimator in estimators)
+        return any(
+            REQUIRED_COLUMN.get(estimator.name) == "greedy_rewards" for estimator in estimators
+        )
 
     async def _play(
         self, step: int, tasks: Sequence[Task], started: float, log: CollectionLog

@@ -34,7 +34,7 @@ class Colocation:
         Args:
             sleeps: True if engines free their memory while policies are trained.
             one_by_one: True if only one trainer has its memory at a time. Trainers then take it
-                themselves when they are called (`TrainerTurns`).
+                themselves when they are called (`MemoryRotation`).
         """
         self._engines = engines
         self._offloaded = offloaded
@@ -83,10 +83,10 @@ class Colocation:
 
 
 @asynccontextmanager
-async def trainers_offloaded(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
+async def offload_trainers(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
     """Offload trainers for this block; calls to them wait.
 
-    An engine process that died beside trainers is restarted in such a block, because it chooses the
+    An engine process that died on the GPUs of trainers is restarted in such a block, because it chooses the
     size of its KV cache by the memory that is free.
     """
     async with AsyncExitStack() as stack:

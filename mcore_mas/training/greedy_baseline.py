@@ -1,4 +1,4 @@
-"""Greedy baseline of ReMax (arXiv 2310.10505): a trajectory at temperature 0 beside each group."""
+"""Greedy baseline of ReMax (arXiv 2310.10505): a trajectory at temperature 0 of each task."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ def append_greedy(groups: Sequence[Group], greedy_groups: Sequence[Group]) -> li
     ]
 
 
-def greedy_to_scores(group: Group) -> Group:
-    """Remove the greedy trajectory, and set the score `greedy` of all other turns to its reward.
+def use_greedy_as_baseline(group: Group) -> Group:
+    """Replace the greedy trajectory of a group by a score `greedy` of all other turns.
 
-    A turn's score is the mean reward of its agent's turns in the greedy trajectory, or of all turns
-    there if its agent did not speak. If the greedy trajectory failed, the others count as failed
-    too, because they cannot be trained without a baseline.
+    The score is the mean reward of the same agent's turns in the greedy trajectory, or of all its
+    turns if the agent did not speak there. If the greedy trajectory failed, the others count as
+    failed too, because they cannot be trained without a baseline.
 
     Args:
         group: group with rewards; its last trajectory is the greedy one.

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import explained_variance
@@ -27,7 +28,7 @@ _CHAT_SCORES = {
 _PROGRAM_SCORES = ("crashed", "unread", "off_schema")
 _UNHEEDED = "unheeded/"  # begins the scores that count fields of calls that the gateway leaves out
 
-# Metrics of an update that are summed over the updates of a step, beside names that end with
+# Metrics of an update that are summed over the updates of a step, in addition to names that end with
 # _count.
 _SUMMED = frozenset({"grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops"})
 
@@ -182,7 +183,7 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     """
     advantages: dict[str, list[Sequence[float]]] = defaultdict(list)  # of each turn, by agent
     for sample in samples:
-        if sample.tokens:
+        if sample.trained_tokens:
             advantages[sample.agent].append(sample.advantages or (0.0,))
 
     metrics: StepMetrics = {}
@@ -213,27 +214,39 @@ def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
     return metrics
 
 
-def _device_rows(update: StepMetrics) -> list[tuple[float, float, float]]:
-    """Return FLOPs, device seconds and peak FLOPs (or NaN) of a policy and of its critic."""
+class _DeviceWork(NamedTuple):
+    """Floating-point operations of an update, the device seconds that it took, and the operations possible in them."""
+
+    flops: float
+    seconds: float
+    possible_flops: float  # NaN if the peak of the device is not known
+
+
+def _device_rows(update: StepMetrics) -> list[_DeviceWork]:
+    """Return the work of a policy and of its critic in an update."""
     rows = []
     for prefix in ("", "critic/"):
         if f"{prefix}device_s" in update:
-            flops = update[f"{prefix}flops"]
-            seconds = update[f"{prefix}device_s"]
-            peak_flops = update.get(f"{prefix}peak_flops", math.nan)
-            rows.append((flops, seconds, peak_flops))
+            work = _DeviceWork(
+                flops=update[f"{prefix}flops"],
+                seconds=update[f"{prefix}device_s"],
+                # Files of existing runs have the possible operations under the name of the rate.
+                possible_flops=update.get(f"{prefix}peak_flops", math.nan),
+            )
+            rows.append(work)
     return rows
 
 
-def _device_speed(prefix: str, rows: Sequence[tuple[float, float, float]]) -> StepMetrics:
-    flops = sum(row[0] for row in rows)
-    seconds = sum(row[1] for row in rows)
-    peak_flops = sum(row[2] for row in rows)
+def _device_speed(prefix: str, rows: Sequence[_DeviceWork]) -> StepMetrics:
+    """Return TFLOP/s per device, and their share of the devices' peak, as metrics whose names begin with `prefix`."""
+    flops = sum(row.flops for row in rows)
+    seconds = sum(row.seconds for row in rows)
+    possible_flops = sum(row.possible_flops for row in rows)
     metrics: StepMetrics = {}
     if seconds:
         metrics[f"{prefix}time/tflops"] = flops / seconds / 1e12
-    if rows and not math.isnan(peak_flops):
-        metrics[f"{prefix}time/mfu"] = flops / peak_flops
+    if rows and not math.isnan(possible_flops):
+        metrics[f"{prefix}time/mfu"] = flops / possible_flops
     return metrics
 
 

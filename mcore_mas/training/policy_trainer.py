@@ -126,7 +126,7 @@ class PolicyTrainer:
         return [self._make_batch(part) for part in parts]
 
     def _is_trained(self, sample: Sample) -> bool:
-        return sample.policy == self._policy and sample.tokens > 0
+        return sample.policy == self._policy and sample.trained_tokens > 0
 
     def _make_batch(self, samples: list[Sample]) -> UpdateBatch:
         max_tokens = self._config.trainer.microbatch_tokens
@@ -213,8 +213,9 @@ class PolicyTrainer:
         updates = list(zip(batches, weighed, microbatches, strict=True)) * config.trainer.passes
         for number, (batch, batch_samples, batch_microbatches) in enumerate(updates):
             row = await self._update_once(batch, batch_samples, batch_microbatches, position)
-            # Once an update has changed the weights, gaps are also due to this change, unless the
-            # proximal log-probabilities are of the weights before it.
+            # Log-probabilities of engine and trainer are compared only where both are of the
+            # engine's weights: until an update changes the trainer's, or, with a correction, in
+            # the first pass, whose proximal log-probabilities are of the weights before it.
             weights_are_unchanged = all(earlier["skipped_updates"] for earlier in rows)
             compares_engine = number < len(batches) if corrects else weights_are_unchanged
             if compares_engine:
@@ -285,7 +286,7 @@ class PolicyTrainer:
             batch: whose samples are trained.
             samples: samples of the batch, with returns for the critic.
             microbatches: micro-batches of the policy; [] if no sample has a gradient.
-            position: position in the learning rate schedules; None is the number of updates so far.
+            position: position in the learning rate schedules; None: the number of updates so far.
         """
         metrics: StepMetrics = {"skipped_updates": 1.0}
         updates = []
@@ -320,7 +321,7 @@ class PolicyTrainer:
             raise TrainingError(
                 f"step {step}: no gradient of policy {self._policy} was finite in "
                 f"{self._steps_without_gradient} steps, so every update was skipped; lower "
-                "policies.<name>.lr, go back to an older checkpoint, or train it without bf16 "
+                f"policies.{self._policy}.lr, go back to an older checkpoint, or train it without bf16 "
                 "(trainer.signal_within: null never stops)"
             )
 

@@ -250,7 +250,7 @@ class _TrainingRun:
         }
         memory = Colocation(
             engines,
-            self.workers.offloaded,
+            self.workers.groups_to_offload,
             sleeps=config.engine.sleep,
             one_by_one=config.cluster.one_by_one,
         )

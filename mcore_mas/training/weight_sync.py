@@ -50,10 +50,10 @@ class WeightSync:
         return len(self.versions) - bisect_right(self.versions, version)
 
     def forget_versions(self, max_age: int) -> None:
-        """Drop versions that are older than any turn of a later step may be.
+        """Forget all versions but the latest one and the `max_age` before it.
 
         Args:
-            max_age: largest number of updates after the version that a turn was sampled by.
+            max_age: largest age, as `age` counts it, of a turn that a later step may train on.
         """
         self.versions = self.versions[-1 - max_age :]
 

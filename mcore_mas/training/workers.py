@@ -17,10 +17,10 @@ from mcore_mas.runtime.cluster import NodeLost, alive_nodes, watch_nodes
 from mcore_mas.runtime.devices import RunDevices, find_devices
 from mcore_mas.runtime.engine_factory import close_engines, engine_requests, make_engines
 from mcore_mas.runtime.placement import DevicePlacement
-from mcore_mas.runtime.rank_pool import TrainerTurns
+from mcore_mas.runtime.rank_pool import MemoryRotation
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
-from mcore_mas.training.colocation import trainers_offloaded
+from mcore_mas.training.colocation import offload_trainers
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
@@ -48,7 +48,7 @@ class RunWorkers:
         self._placement = DevicePlacement(devices)
 
     @property
-    def offloaded(self) -> list[TrainerGroup]:
+    def groups_to_offload(self) -> list[TrainerGroup]:
         """Trainer groups to offload during rollouts, one for each set of ranks."""
         groups: list[TrainerGroup] = []
         for policy, trainer in self.trainers.items():
@@ -60,17 +60,17 @@ class RunWorkers:
         """Start the engines that do not run, and all trainers.
 
         Args:
-            kl: state of the adaptive KL coefficients by policy, of a checkpoint.
+            kl: state of the adaptive KL coefficients in the checkpoint, by policy; {} at a new start.
 
         Raises:
             PlacementError: there are too few devices.
         """
         self._placement.fill()
         self._start_engines()
-        turns = TrainerTurns() if self._config.cluster.one_by_one else None
+        rotation = MemoryRotation() if self._config.cluster.one_by_one else None
         self.trainers = {}
         for policy in self._config.trained:
-            self.trainers[policy] = self._make_trainer(policy, kl.get(policy), turns)
+            self.trainers[policy] = self._make_trainer(policy, kl.get(policy), rotation)
         self._avoid_shared_memory_between_nodes()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -116,7 +116,7 @@ class RunWorkers:
             await self._wait_for_devices(note)
 
     def close(self) -> None:
-        """End the engines; trainers end with their Ray."""
+        """End the engines. Trainers are Ray actors, and end when the run's Ray is shut down."""
         close_engines(self.engines)
 
     def _start_engines(self) -> None:
@@ -139,18 +139,18 @@ class RunWorkers:
             trained=True,
             placements=placements,
             nodes=len(self.devices.nodes) if self.devices.joined else None,
-            restart_guard=self._trainers_offloaded,
+            restart_guard=self._offload_for_restart,
         )
         self.engines |= make_engines(requests)
 
-    def _trainers_offloaded(self) -> AbstractAsyncContextManager[object]:
-        """Return a context manager that offloads the trainers while an engine restarts.
+    def _offload_for_restart(self) -> AbstractAsyncContextManager[object]:
+        """Return a context manager that offloads the trainers for a block in which an engine restarts.
 
         It does nothing if engines and trainers do not share GPUs.
         """
         if not self._config.engine.sleep:
             return nullcontext()
-        return trainers_offloaded(self.offloaded)
+        return offload_trainers(self.groups_to_offload)
 
     def _avoid_shared_memory_between_nodes(self) -> None:
         """Let engines whose trainer is on other nodes take weights from a folder."""
@@ -173,7 +173,10 @@ class RunWorkers:
         }
 
     def _release_devices(self) -> None:
-        """Release the devices of all trainers and of engines that are lost; end these engines."""
+        """Release the devices of all trainers, and of engines on lost nodes, or of all engines in a shared pool.
+
+        These engines end.
+        """
         alive = {node.id for node in alive_nodes()}
         released = []
         for key, nodes in self._placement.nodes.items():
@@ -202,22 +205,22 @@ class RunWorkers:
             await asyncio.sleep(1)
 
     def _make_trainer(
-        self, policy: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None
+        self, policy: str, kl: Mapping[str, float] | None, rotation: MemoryRotation | None
     ) -> PolicyTrainer:
         """Start the trainer of a policy and its critic, on the ranks of the policy that holds their base model."""
         config = self._config
         holder = config.holder(policy)
         base = self.trainers[holder].groups[holder] if holder in self.trainers else None
         group = self._make_group(
-            policy, policy_spec(policy, config), (policy, "trainer"), turns=turns, base=base
+            policy, policy_spec(policy, config), (policy, "trainer"), rotation=rotation, base=base
         )
         critic = None
         if config.policies[policy].critic is not None:
             critic = self._make_group(
-                f"{policy}-critic",
+                f"{policy}.critic",
                 critic_spec(policy, config),
                 (policy, "critic"),
-                turns=turns,
+                rotation=rotation,
                 base=group if config.policies[policy].share_base else None,
             )
         return PolicyTrainer(policy, config, group, critic=critic, kl=kl)
@@ -226,11 +229,20 @@ class RunWorkers:
         self,
         name: str,
         spec: TrainerSpec,
-        key: tuple[str, Part],
+        placement_key: tuple[str, Part],
         *,
-        turns: TrainerTurns | None,
+        rotation: MemoryRotation | None,
         base: TrainerGroup | None,
     ) -> TrainerGroup:
+        """Start the ranks of a policy or of its critic.
+
+        Args:
+            name: name in logs: POLICY, or POLICY.critic.
+            spec: spec of the trainer.
+            placement_key: the policy and its part in the placement.
+            rotation: as for `TrainerGroup`.
+            base: as for `TrainerGroup`.
+        """
         monitor = None
         if self._config.cluster.hang_s:
             folder = (self._config.folder / "train" / "ranks").resolve()
@@ -239,8 +251,8 @@ class RunWorkers:
             name,
             spec,
             threads=self._config.cluster.threads_per_process or 1,
-            actor_options=self._placement.options.get(key),
-            turns=turns,
+            actor_options=self._placement.options.get(placement_key),
+            rotation=rotation,
             monitor=monitor,
             base=base,
         )

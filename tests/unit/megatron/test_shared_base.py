@@ -15,7 +15,7 @@ from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.runtime.rank_pool import TrainerTurns
+from mcore_mas.runtime.rank_pool import MemoryRotation
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from tests.support import ranks, reference
 
@@ -178,9 +178,9 @@ def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
     specs = make_specs(ranks.make_spec(str(tmp_path / "model"), tp=2))
     batches = pack(reference.make_samples(), 12)
 
-    async def run(turns: TrainerTurns | None) -> list[Any]:
+    async def run(rotation: MemoryRotation | None) -> list[Any]:
         """Return metrics and scores; with `turns`, one policy at a time is on the GPUs."""
-        solver = TrainerGroup("solver", specs["solver"], threads=1, turns=turns)
+        solver = TrainerGroup("solver", specs["solver"], threads=1, rotation=rotation)
         verifier = TrainerGroup("verifier", specs["verifier"], threads=1, base=solver)
         await asyncio.gather(verifier.ready(), solver.ready())
         metrics = await asyncio.gather(
@@ -188,7 +188,7 @@ def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
         )
         await asyncio.gather(*(group.save(tmp_path / group.policy) for group in (solver, verifier)))
         await asyncio.gather(solver.written(), verifier.written())
-        if turns is None:
+        if rotation is None:
             # The first call offloads both trainers, so the second has nothing left to free.
             assert await verifier.sleep() > 0
             assert await solver.sleep() == 0
@@ -206,4 +206,4 @@ def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
         verifier.close()
         return [*(update | {"device_s": 0.0} for update in metrics), *scores]
 
-    assert is_equal(asyncio.run(run(None)), asyncio.run(run(TrainerTurns())))
+    assert is_equal(asyncio.run(run(None)), asyncio.run(run(MemoryRotation())))

@@ -11,7 +11,7 @@ import pytest
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.runtime import rank_pool
 from mcore_mas.runtime.errors import ClusterError
-from mcore_mas.runtime.rank_pool import RankPool, TrainerTurns
+from mcore_mas.runtime.rank_pool import MemoryRotation, RankPool
 from tests.support.sleepers import Sleeper
 
 
@@ -159,12 +159,12 @@ def test_while_ranks_are_offloaded_calls_wait(monkeypatch: pytest.MonkeyPatch) -
 
 def test_of_trainers_that_take_turns_only_one_has_memory() -> None:
     log: list[str] = []
-    turns = TrainerTurns()
+    rotation = MemoryRotation()
     trainers = [Sleeper("policy", log), Sleeper("critic", log)]
-    turns.members.extend(trainers)
+    rotation.members.extend(trainers)
 
     async def work(trainer: Sleeper) -> None:
-        async with turns.take(trainer):
+        async with rotation.take(trainer):
             await asyncio.sleep(0)
             log.append("work")
 

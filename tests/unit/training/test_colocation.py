@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.training.colocation import Colocation, trainers_offloaded
+from mcore_mas.training.colocation import Colocation, offload_trainers
 from tests.support.sleepers import Sleeper
 
 BEFORE_ROLLOUT = [
@@ -79,7 +79,7 @@ def test_all_trainers_are_offloaded_while_a_server_is_restarted() -> None:
     log: list[str] = []
 
     async def restart() -> None:
-        async with trainers_offloaded(make_trainers(log)):
+        async with offload_trainers(make_trainers(log)):
             log.append("the server starts")
 
     asyncio.run(restart())
