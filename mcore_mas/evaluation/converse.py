@@ -41,6 +41,6 @@ def _play_prompts(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajec
                 split="",
             )
             trajectory = team.runner.run(team.collector.play(task, 0))
-            # Nobody knows the right answer, so that scores would be wrong.
+            # Nobody knows the right answer, so scores would be wrong.
             turns = tuple(replace(turn, scores={}) for turn in trajectory.turns)
             yield replace(trajectory, outcome=None, turns=turns)

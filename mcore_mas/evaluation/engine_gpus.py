@@ -1,6 +1,6 @@
 """GPUs of the engines in an evaluation.
 
-An evaluation has no trainers, so that its engines get all GPUs of the machine.
+An evaluation has no trainers, so its engines get all GPUs of the machine.
 """
 
 import itertools

@@ -59,7 +59,7 @@ class Scoreboard:
 
     Every task counts, even if some of its replies fail. A reply whose prompt was too long is wrong.
     A reply that failed for another reason has no score: it is played again, and if it fails every
-    time, it is left out of the mean of its task and reported beside it.
+    time, it is left out of the mean of its task and reported separately.
     """
 
     def __init__(self, tasks: Sequence[Task], k: int) -> None:

@@ -36,6 +36,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
         tempfile.TemporaryDirectory() as quarantine,
     ):
         collector = Collector(
+            # A replay needs no policies: the replies are the recorded ones.
             team=recorded.team(build_team(config.agents, {})),
             make_env=make_env,
             orchestra=config.orchestra.call,

@@ -65,7 +65,7 @@ class ClusterFile(Section):
     """The content of a YAML file that describes a cluster."""
 
     gpus: str  # number and kind, such as 16xH100
-    node: int = Field(8, ge=1)  # GPUs of a machine
+    node: int = Field(8, ge=1)  # number of GPUs of a machine
     memory: float | None = Field(None, gt=0)  # GB of a GPU, if it differs from that of its kind
 
 
@@ -108,8 +108,8 @@ class Cluster:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise PlanError(
-                f"{path}: {key}: {first['msg']}; expected gpus (16xH100), and if they differ node "
-                "(GPUs of a machine) and memory (GB of a GPU)"
+                f"{path}: {key}: {first['msg']}; expected gpus (such as 16xH100), and optionally node "
+                "(GPUs of a machine; default 8) and memory (GB of a GPU; default: that of its kind)"
             ) from None
 
         cluster = replace(cls.parse(file.gpus), gpus_per_node=file.node)

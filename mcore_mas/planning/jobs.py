@@ -368,7 +368,10 @@ def _cpu_engine_bytes(
 
 
 def _retriever_mb(retriever: RetrieverConfig, *, builds_index: bool) -> int:
-    """Return the memory of a job that serves this index, or that also builds it."""
+    """Return the memory in MB of a job that serves the retriever's index, or builds and serves it.
+
+    An empty `retriever.folder` is that of a published index that has not been downloaded yet.
+    """
     if retriever.folder is not None:
         files = list(retriever.folder.glob("*"))
         if not files:
@@ -385,7 +388,7 @@ def _retriever_mb(retriever: RetrieverConfig, *, builds_index: bool) -> int:
 
 
 def _own_index_mb(retriever: RetrieverConfig, passages: int, *, builds_index: bool) -> int:
-    """Return the memory of an index of the run's own: its vectors, its words, or both."""
+    """Return the memory in MB of an index that the run builds: its vectors, its words, or both."""
     index_gb = 0.0
     if retriever.ranking != "bm25":
         dim = _encoder_dimensions(retriever)

@@ -233,7 +233,7 @@ def _activation_gradient_bytes(
 def _logits_bytes(
     architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
 ) -> float:
-    """Return a chunk of logits and its gradient, and what the output layer needs beside them.
+    """Return a chunk of logits and its gradient, and what the output layer needs in addition.
 
     The output layer has a gradient unless it is frozen, and its input and the gradient of that are
     counted as if every token of the micro-batch were trained.

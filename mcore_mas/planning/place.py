@@ -74,8 +74,8 @@ def check_plannable(config: RunConfig) -> None:
     )
     if engine.urls or not on_gpus or config.cluster.device == "cpu":
         raise PlanError(
-            f"{config.run}: its engine takes no GPUs of its own; plans need cluster.device: auto, "
-            "and engine.name: sglang without urls, or one embedded engine with device: cuda"
+            f"{config.run}: a plan places engines on the run's GPUs; it needs cluster.device: auto, and "
+            "engine.name: sglang without urls, or one embedded engine with device: cuda"
         )
     for policy in config.models:
         engine_settings = config.policies[policy].overrides.engine.keys()

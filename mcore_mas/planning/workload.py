@@ -1,4 +1,4 @@
-"""Workload of a training step: an upper bound of the turns and tokens of each policy."""
+"""Estimated workload of a training step: the most turns of each policy, and their assumed mean length."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -27,8 +27,8 @@ class Workload:
 def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
     """Estimate the turns and tokens of each policy in one training step.
 
-    This is an upper bound: every agent is assumed to speak in every round that its orchestra
-    allows.
+    The number of turns is an upper bound: every agent is assumed to speak in every round that its
+    orchestra allows. The number of tokens is not, because it assumes a mean length of a turn.
 
     Returns:
         Workload by policy name.

@@ -44,7 +44,7 @@ class MetricPoint:
 class MlflowStore:
     """Client of the experiment of an MLflow store.
 
-    Databases of MLflow recognise a metric by its name, value, time and step, so that sending one
+    Databases of MLflow recognise a metric by its name, value, time and step, so sending one
     again changes nothing. Errors of MLflow and of its HTTP client pass through all methods.
     """
 

@@ -42,9 +42,9 @@ class TrainingRecord:
 def start_training_record(config: RunConfig, config_path: Path, first_step: int) -> TrainingRecord:
     """Write the record of a training that starts or resumes in this process, and return it.
 
-    A training that resumes keeps its key and continues its MLflow run. So does one that starts over
-    with the same config, because it was stopped before its first checkpoint; with another config it
-    gets a new MLflow run.
+    A training continues its MLflow run, under the same key, if it resumes from a checkpoint, or
+    starts over with the same config because it was stopped before its first checkpoint. A training
+    with another config gets a new MLflow run.
     """
     path = _record_path(config)
     tags = {**config_tags(config, config_path, _SPLITS), **process_tags(), "stage": "train"}

@@ -153,10 +153,10 @@ class _Publisher:
             store.log_metrics(parent, points)
 
     def send_table(self, results: Path, table: str) -> None:
-        """Send a table and its page of charts as artifacts, unless MLflow has them."""
-        paths = sorted(
-            [*results.glob(f"tables/{table}.[cmh]*"), *results.glob(f"figures/{table}/*.html")]
-        )
+        """Send a table and its page of charts to the first store as artifacts, unless it has them."""
+        files = [results / f"tables/{table}.{suffix}" for suffix in ("csv", "md", "html")]
+        pages = results.glob(f"figures/{table}/*.html")
+        paths = sorted([*(file for file in files if file.is_file()), *pages])
         store = next(iter(self._stores.values()), None)
         if not paths or store is None:
             return

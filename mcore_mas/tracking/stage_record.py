@@ -11,10 +11,10 @@ from rollout.base.json_files import read_json, write_json
 
 @contextmanager
 def stage_record(log: Path | str) -> Iterator[None]:
-    """Record times, machines and Slurm jobs of the stage in this block, in a JSON file by its log.
+    """Record times, machines and Slurm jobs of the stage in this block, in a JSON file next to its log.
 
-    The record of a stage that was interrupted continues: it begins at the first attempt, and names
-        all Slurm jobs.
+    If the stage was interrupted before, its record is continued: `began` stays that of the first
+    attempt, and the tags name all Slurm jobs.
     """
     path = Path(log).with_suffix(".json")
     earlier = read_json(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Writers for the trackers beside MLflow: TensorBoard and Weights & Biases (wandb)."""
+"""Writers for further trackers: TensorBoard and Weights & Biases (wandb)."""
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
