@@ -14,7 +14,7 @@ from mcore_mas.reports.tables import markdown_table, result_rows
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _NOTE = (
     "Scores on held-out tasks in %, before (base) and after training (trained); avg@4 is the mean "
-    "of 4 replies to a task. The gain is in points, paired by task, with its 95 % interval over "
+    "score of 4 trajectories of a task. The gain is in points, paired by task, with its 95 % interval over "
     "tasks. Made by `python -m docs.writers results` from {tables}."
 )
 

@@ -162,7 +162,7 @@ def read_settings(arguments: Mapping[str, Any]) -> Settings:
 
 
 def _expected_setting(key: str) -> str:
-    """Describe how to write a key of a nested section, or else list all settings."""
+    """Describe how to write a key of a nested section; for others name a similar setting, or list all."""
     if key in _SYNONYMS:
         return f"write {_SYNONYMS[key]}=..."
     value = f'{{"{key}": ...}}'

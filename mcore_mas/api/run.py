@@ -52,8 +52,8 @@ class Run:
     its own, and handles no signals. It goes on from its newest checkpoint.
 
     Args:
-        agents: the agents; or the name of a team that ships, with its orchestra, environment and
-            reward (`mcore-mas list allocators`).
+        agents: the agents; or the name of a team that ships (`mcore-mas list teams`), with its
+            orchestra, environment and reward.
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that
             ships.
         tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, such as those of a
@@ -66,12 +66,13 @@ class Run:
             By default that of the team, or math.
         reward: a function of a trajectory that returns a number or a number for each agent; a
             function of a `group` that returns the group with rewards on its turns; or the name of
-            an allocator that ships. By default that of the team, or shared_outcome.
+            an allocator that ships (`mcore-mas list allocators`). By default that of the team, or
+            shared_outcome.
         folder: folder of the run, which has all of its files.
         settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr,
             1e-6); names of groups of configs (advantage="grpo"); sections
             (engine={"max_length": 256}); which agents share weights in a team that ships
-            (sharing="separate"); and penalties beside the reward.
+            (sharing="separate"); and penalties in addition to the reward.
 
     Raises:
         ConfigError: a setting is not valid.

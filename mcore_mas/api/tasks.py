@@ -40,8 +40,8 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             Tasks that name no environment get "".
 
     Raises:
-        ArgumentError: an item is no task, there are fewer than three, or a task of train is
-            also in validation or test.
+        ArgumentError: an item is no task, a task of train is also in validation or test, or a
+            split would be taken from a train split of fewer than three tasks.
     """
     items = _items_by_split(tasks)
     train = items["train"]

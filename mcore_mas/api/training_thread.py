@@ -20,11 +20,11 @@ class TrainingThread:
         """Start the training of the run with this resolved config."""
         from mcore_mas.runtime.stop_signal import StopSignal
 
-        self._run = config.parent
+        self._folder = config.parent
         self._stop = StopSignal(signals=False)
         # Rows of metrics; at last an error, or None if the training is over.
         self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
-        self._continue: queue.Queue[bool] = queue.Queue()  # an answer for each row
+        self._continue: queue.Queue[bool] = queue.Queue()  # for each row: True to take another step
         self._awaits_answer = False
         # A daemon, so that a second Ctrl-C ends the program without waiting for it.
         self._thread = threading.Thread(
@@ -71,7 +71,7 @@ class TrainingThread:
         while not self._rows.empty():
             row = self._rows.get()
             if isinstance(row, BaseException):
-                say(f"{self._run}: {describe_error(row)}")
+                say(f"{self._folder}: {describe_error(row)}")
 
     def _train(self, config: Path) -> None:
         from mcore_mas.runtime.stop_signal import Stopped
@@ -89,7 +89,7 @@ class TrainingThread:
                 # From Python 3.12 on, asyncio cannot end its other threads when a program ends.
                 cause = error.__context__
             if isinstance(cause, Stopped):
-                say(f"{self._run}: {cause}")
+                say(f"{self._folder}: {cause}")
                 self._rows.put(None)
             else:
                 self._rows.put(error)

@@ -63,7 +63,8 @@ def open_mlflow(
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
     environment = {
-        **os.environ,  # MLflow's server passes these settings to its workers in no other way
+        **os.environ,
+        # Settings that reach the workers of MLflow's server as environment variables only.
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

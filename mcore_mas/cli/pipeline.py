@@ -21,11 +21,12 @@ PIPELINE_PANEL = "Train and evaluate"
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def run_suite(context: typer.Context, suite: SuiteName, config_dir: ConfigDir = None) -> None:
-    """Run the pipeline on a suite.
+    """Run the pipeline on a suite, or on one experiment.
 
-    Your own experiments and teams are in configs/ beside the suite file, or, for the name of an
-    experiment, in configs/ of the current folder. Further arguments are Hydra overrides of every
-    run, such as trainer.steps=3, and arguments of Snakemake, such as -n for a dry run.
+    Your own experiments and teams are read from the folder configs/ next to the suite file, or, if
+    you name an experiment, from configs/ in the current folder. Further arguments are Hydra
+    overrides of every run, such as trainer.steps=3, and arguments of Snakemake, such as -n for a
+    dry run.
     """
     from mcore_mas.cli.suite_command import snakemake_command
 

@@ -187,7 +187,11 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)
 def track_results(results: ResultsFolder = Path("results")) -> None:
-    """Send MLflow the missing steps, scores, costs and tables of runs, also of unfinished ones."""
+    """Send MLflow the missing steps, scores, costs and tables of runs, also of unfinished ones.
+
+    For the folder of a single run no tables are sent. The exit status is 1 if something could not
+    be sent.
+    """
     from mcore_mas.reports.run_states import run_folders
     from mcore_mas.tracking.publish import publish
 

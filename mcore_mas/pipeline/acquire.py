@@ -49,22 +49,23 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     print(f"{item}: {origin}, {counts}")
 
 
-def _acquire_index(source: Source, manifest: Path) -> dict[str, Any]:
-    """Import a published index, or verify one that was imported; return its counts."""
+def _acquire_index(source: Source, manifest_path: Path) -> dict[str, Any]:
+    """Import a published index, or verify one that was imported; return its size and counts."""
     from retrieval.build import import_index
     from retrieval.encoder import Encoder
     from retrieval.index import Index
 
+    # The paths in the order in which workflow/sources.yaml names them.
     vectors, corpus, encoder_folder = map(Path, source.needs)
     encoder = Encoder.of(str(source.encoder), encoder_folder)
-    if manifest.exists():
-        imported = Index.open(manifest.parent, encoder=encoder.identity).manifest
+    if manifest_path.exists():
+        manifest = Index.open(manifest_path.parent, encoder=encoder.identity).manifest
     else:
-        imported = import_index(vectors, corpus, encoder)
+        manifest = import_index(vectors, corpus, encoder)
     return {
         "bytes": vectors.stat().st_size,
-        "rows": imported.ntotal,
-        "kept": imported.ntotal,
+        "rows": manifest.ntotal,
+        "kept": manifest.ntotal,
     }
 
 
@@ -75,7 +76,7 @@ def _acquire_model(
     if path.exists():
         return {}, _check_model(path)
     partial = path.with_name(f".{path.name}.partial")
-    files = fetch(source, partial, hub, model=True)
+    files = fetch(source, partial, hub, is_model=True)
     counts = _check_model(partial)
     partial.rename(path)
     return files, counts

@@ -93,7 +93,7 @@ class Hub:
         return {name: LockEntry(**entry) for name, entry in content.items()}
 
 
-def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dict[str, Digest]:
+def fetch(source: Source, folder: Path, hub: Hub, *, is_model: bool = False) -> dict[str, Digest]:
     """Download a source's files into a folder.
 
     The revision is the source's, else the lock file's, else the newest. The digest of each file
@@ -102,7 +102,7 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
     all files are there with their recorded digests.
 
     Args:
-        model: True for a model repository, False for a data set.
+        is_model: True for a model repository, False for a data set.
 
     Returns:
         Size and SHA-256 of each file by its name in the repository.
@@ -120,7 +120,7 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
         entry = LockEntry(revision=source.revision)
 
     with file_lock(folder):
-        files = _downloaded_before(source, folder, entry, model)
+        files = _downloaded_before(source, folder, entry, is_model)
         if files:
             return files
         if hub.offline:
@@ -133,18 +133,18 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
             with _explained(source, hub.github, page, "put its file there by hand"):
                 revision, files = _download_from_github(source, folder, hub)
         else:
-            page = f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"
+            page = f"{hub.endpoint}/{'' if is_model else 'datasets/'}{repository}"
             with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
-                revision, files = _download_from_hub(source, folder, hub, entry, model)
+                revision, files = _download_from_hub(source, folder, hub, entry, is_model)
         hub.record(repository, revision, files)
     return files
 
 
 def _downloaded_before(
-    source: Source, folder: Path, entry: LockEntry, model: bool
+    source: Source, folder: Path, entry: LockEntry, is_model: bool
 ) -> dict[str, Digest]:
     """Return the recorded files if all are there with their digests, else {}."""
-    names = _select_files(source, list(entry.files), model)
+    names = _select_files(source, list(entry.files), is_model)
     for name in names:
         path = folder / name
         if not path.is_file() or sha256(path) != entry.sha256(name):
@@ -152,9 +152,9 @@ def _downloaded_before(
     return {name: entry.files[name] for name in names}
 
 
-def _select_files(source: Source, names: Sequence[str], model: bool) -> list[str]:
+def _select_files(source: Source, names: Sequence[str], is_model: bool) -> list[str]:
     """Select a model's files, or the matches of the source's first pattern that has any."""
-    if model:
+    if is_model:
         return sorted(name for name in names if "/" not in name and name.endswith(_MODEL_SUFFIXES))
     for pattern in source.files:
         matches = [name for name in names if fnmatchcase(name, pattern)]
@@ -164,13 +164,13 @@ def _select_files(source: Source, names: Sequence[str], model: bool) -> list[str
 
 
 def _download_from_hub(
-    source: Source, folder: Path, hub: Hub, entry: LockEntry, model: bool
+    source: Source, folder: Path, hub: Hub, entry: LockEntry, is_model: bool
 ) -> tuple[str, dict[str, Digest]]:
     """Download files of a hub; return their revision and digests."""
     repository = str(source.repository)
-    repo_type = "model" if model else "dataset"
+    repo_type = "model" if is_model else "dataset"
     api = huggingface_hub.HfApi(endpoint=hub.endpoint)
-    repository_info = api.model_info if model else api.dataset_info
+    repository_info = api.model_info if is_model else api.dataset_info
     info = repository_info(repository, revision=entry.revision or None, files_metadata=True)
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     for name in siblings:
@@ -178,7 +178,7 @@ def _download_from_hub(
             raise AcquireError(
                 f"{repository}: {hub.endpoint} lists {name!r}, which leads out of its folder"
             )
-    names = _select_files(source, list(siblings), model)
+    names = _select_files(source, list(siblings), is_model)
     if not names:
         raise AcquireError(
             f"{repository} at {info.sha}: no file like {' or '.join(source.files)}; "

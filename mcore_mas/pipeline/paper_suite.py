@@ -52,8 +52,7 @@ def requested_tables(
     ]
     unknown = [name for name in requested if name not in all_names]
     if unknown:
-        targets = ", ".join(f"table_{name}" for name in all_names)
-        raise SuiteError(f"no target table_{unknown[0]}; expected {targets}")
+        raise SuiteError(f"no table '{unknown[0]}'; tables: {', '.join(all_names)}")
 
     all_tables = ALL_TABLES in arguments or (ACQUIRE in arguments and not names_suite)
     return all_names if all_tables else list(dict.fromkeys(requested))

@@ -15,11 +15,11 @@ from typing import Any
 
 Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 
-# Keys of a config that tasks, passages and their index depend on, beside the retriever's corpus.
+# Keys of a config that tasks, passages and their index depend on, in addition to the retriever's corpus.
 _TASK_KEYS = ("seed", "data")
 # Keys of a retriever that its corpus and index do not depend on.
 _SERVER_KEYS = ("urls", "key_file", "patience_s", "threads", "shards", "device", "python")
-# Keys that a cold start depends on, beside the agents.
+# Keys that a cold start depends on, in addition to the agents.
 _COLD_START_KEYS = (
     "seed",
     "data",
@@ -30,7 +30,8 @@ _COLD_START_KEYS = (
     "retriever",
     "cluster",
 )
-# Keys that an evaluation of an untrained team depends on, beside its agents and their policies.
+# Keys that an evaluation of an untrained team depends on, in addition to its agents and their
+# policies.
 _EVALUATION_KEYS = (
     "seed",
     "data",

@@ -62,7 +62,7 @@ class Suite:
     ) -> Self:
         """Check the content of a suite file and compose the config of each of its runs.
 
-        Python modules in `folder`, and beside the user's configs, can be imported afterwards in
+        Python modules in `folder`, and next to the user's configs, can be imported afterwards in
         this process and in its children.
 
         Args:

@@ -129,7 +129,7 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     """Check a suite by workflow/schemas/suite.schema.json.
 
     Raises:
-        SuiteError: a key is unknown, missing or of another type. The message names the first one.
+        SuiteError: a key is unknown, missing or of another type. The message names one of them.
     """
     validator = jsonschema.Draft202012Validator(
         json.loads(SUITE_SCHEMA.read_text(encoding="utf-8"))

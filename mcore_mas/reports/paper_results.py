@@ -142,7 +142,7 @@ def make_paper_table(
 def _cell_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
     """Yield a line for each cell of a table; scores and published numbers are fractions of 1."""
     for cell in table.cells:
-        scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
+        scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.our_metric)
         published = cell.published
         if isinstance(published, float) and not table.fraction:
             published /= 100
@@ -151,14 +151,17 @@ def _cell_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[st
             "experiment": cell.experiment,
             "policy_state": cell.state,
             "dataset": cell.dataset,
-            "measured": f"{cell.kind}@{evaluations.answers(cell.experiment, cell.state)}",
+            "measured": f"{cell.our_metric}@{evaluations.answers(cell.experiment, cell.state)}",
             **_mean_with_interval(scores, f"{cell.dataset}/{cell.metric}"),
             "paper_value": published,
         }
 
 
 def _difference_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Yield a line for each method minus its baseline, paired by task, in every block."""
+    """Yield the differences of each pair of rows (or columns) in `table.compare`, in every block.
+
+    The scores of a method and of its baseline are paired by task.
+    """
     compares_rows = all(name in table.rows for pair in table.compare for name in pair)
     axis = "row" if compares_rows else "column"
     cells = {tuple(_position(cell).values()): cell for cell in table.cells}
@@ -186,7 +189,7 @@ def _position(cell: PaperCell) -> dict[str, str]:
 
 
 def _cell_scores(evaluations: Evaluations, cell: PaperCell) -> dict[str, pd.Series]:
-    return evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
+    return evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.our_metric)
 
 
 def _published_difference(table: PaperTable, cell: PaperCell, baseline: PaperCell) -> float | None:
@@ -250,7 +253,7 @@ def _mean_with_interval(scores: Mapping[str, pd.Series], name: str) -> dict[str,
 
 
 def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield a grid for each block and metric, with our metrics and the number of tasks."""
+    """Yield a Markdown table for each block and metric, with our metrics and the number of tasks."""
     for block, metric in dict.fromkeys((line["block"], line["metric"]) for line in lines):
         block_lines = [line for line in lines if (line["block"], line["metric"]) == (block, metric)]
         measured = dict.fromkeys(line["measured"] for line in block_lines if "measured" in line)
@@ -259,11 +262,11 @@ def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
             "name": f"{block}, {metric}",
             "measured": ", ".join(measured),
             "tasks": ", ".join(f"{dataset} {n}" for dataset, n in task_counts),
-            "grid": _grid(block_lines),
+            "grid": _markdown_by_row_and_column(block_lines),
         }
 
 
-def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
+def _markdown_by_row_and_column(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of lines by their rows and columns."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:

@@ -33,7 +33,7 @@ class PaperCell:
     row: str
     column: str
     metric: str  # name of the metric in the paper
-    kind: str  # avg, pass or maj
+    our_metric: str  # avg, pass or maj
     experiment: str
     state: str  # base, trained, trained-base, or a name of the table's `evaluate`
     dataset: str  # a data source, "all" or "average"
@@ -42,7 +42,7 @@ class PaperCell:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The evaluations that the cell is compared with."""
+        """States of the policies whose evaluations the cell is compared with."""
         return ("trained", "base") if self.state == GAIN else (self.state,)
 
 
@@ -51,14 +51,15 @@ class PaperTable(Section):
 
     A row, a column and a block have fields for the name of the experiment, and may have `dataset`
     (a data source, `all` tasks, or the `average` of the sources), `state` (base, trained, a name of
-    `evaluate`, or gain, which is trained - base) and `metric`. Fields of columns take precedence over
-    those of rows, and those over blocks.
+    `evaluate`, or gain, which is trained - base) and `metric` (ours: avg, pass or maj). Fields of columns
+    take precedence over those of rows, and those over blocks.
     """
 
     name: str = ""  # key of the table in its file
     title: str
     source: str  # paper, and table, figure or page
-    # primary: from the paper or its README; secondary: from another source; none: no known number.
+    # Grade of the source of the published numbers. primary: the paper or its README; secondary: another source;
+    # none: no number is known.
     grade: Literal["primary", "secondary", "none"]
     # Our metric by the name of the metric in the paper.
     metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)
@@ -69,7 +70,7 @@ class PaperTable(Section):
     compare: tuple[tuple[str, str], ...] = ()  # (method, baseline): two rows or two columns
     # Evaluations in which other models play, as in a suite.
     evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # statements of the paper that are no cell
+    notes: tuple[str, ...] = ()  # results in the paper's text that are not in the table
     # Fields of each block, and its `values`: for each row, the numbers of its columns.
     blocks: dict[str, dict[str, Any]] = Field(min_length=1)
 
@@ -157,13 +158,13 @@ class PaperTable(Section):
                 row=row,
                 column=column,
                 metric=metric,
-                kind=fields.get("metric", kind),
+                our_metric=fields.get("metric", our_metric),
                 experiment=experiment,
                 state=GAIN if state == "gain" else state,
                 dataset=fields.get("dataset", "all"),
                 published=published,
             )
-            for (metric, kind), published in zip(self.metrics.items(), numbers, strict=True)
+            for (metric, our_metric), published in zip(self.metrics.items(), numbers, strict=True)
         ]
 
     def _published_numbers(self, block: str, row: str, number: int) -> list[float | str | None]:

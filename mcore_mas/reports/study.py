@@ -1,6 +1,6 @@
 """Study of advantage estimators: trainings of the same teams, compared over the seeds of a suite.
 
-`study_stability` writes the study. `norm_measures`, `lemma_factors` and `skills` are its measures.
+`study_stability` writes the study. `norm_measures`, `squared_advantages_by_agent` and `skills` are its measures.
 """
 
 import math
@@ -67,8 +67,8 @@ def norm_measures(metrics: Metrics) -> dict[str, float]:
     return measures
 
 
-def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Return A² of each agent for advantages that one (μ, σ) normalises for all agents of a task.
+def squared_advantages_by_agent(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Return the mean squared advantage A² of each agent if one (μ, σ) normalises all agents of a task.
 
     By Lemma 4.2 of Dr. MAS (arXiv 2602.08847), A² of agent k is (σ_k² + (μ_k - μ)²) / σ², computed
     here as a mean over turns. μ and σ (with n - 1) are those of the mean rewards of the completed
@@ -120,7 +120,7 @@ def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(config["results"]) / run
     metrics = read_metrics(folder / "train" / "metrics.jsonl")
     train_metrics = [row for row in metrics if row["step"] >= 0]
-    factors = _mean_lemma_factors(folder / "train" / "trajectories")
+    factors = _mean_squared_advantages(folder / "train" / "trajectories")
     return {
         "advantage": config["advantage"]["name"],
         "seed": config["seed"],
@@ -132,12 +132,12 @@ def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mean_lemma_factors(folder: Path) -> dict[str, float]:
-    """Return the mean of each agent's `lemma_factors` over the steps of a training."""
+def _mean_squared_advantages(folder: Path) -> dict[str, float]:
+    """Return the mean of each agent's `squared_advantages_by_agent` over the steps of a training."""
     factors_by_agent: dict[str, list[float]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.parquet")):
         groups = [group.trajectories for group in group_trajectories(read_trajectories(path))]
-        for agent, factor in lemma_factors(groups).items():
+        for agent, factor in squared_advantages_by_agent(groups).items():
             factors_by_agent[agent].append(factor)
     return {agent: fmean(factors) for agent, factors in factors_by_agent.items()}
 

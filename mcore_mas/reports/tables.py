@@ -20,8 +20,8 @@ from rollout.base.files import write_text
 from rollout.base.json_files import read_json, unsealed
 
 _NOTE = (
-    "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their "
-    "most frequent answer. A reply whose prompt was too long counts as wrong; a reply that failed is "
+    "Scores in %; avg@k is the mean of k trajectories of a task, pass@k the best of them, maj@k their "
+    "most frequent answer. A trajectory whose prompt was too long counts as wrong; one that failed is "
     "left out. Brackets hold 95 % intervals over tasks; trained-base and similar rows are paired "
     "differences in points."
 )

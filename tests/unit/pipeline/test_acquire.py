@@ -302,7 +302,9 @@ def test_unexpected_rows_or_columns_are_refused(
     with pytest.raises(AcquireError, match="some/math: 6 rows, expected 500"):
         acquire(DATA, Path("r.json"), client(hub))
     set_source(monkeypatch, format="apps")
-    with pytest.raises(AcquireError, match=r"no row of format apps \(has no problem with tests\)"):
+    with pytest.raises(
+        AcquireError, match=r"no row of format apps \(is no programming problem with tests\)"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     set_source(monkeypatch, where={"unique_id": "a"})
     acquire(DATA, Path("r.json"), client(hub))
