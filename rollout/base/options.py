@@ -48,7 +48,8 @@ class Registry:
 
         Raises:
             UnknownName: the name is unknown, or its import path cannot be imported.
-            OptionsError: an object of the user's cannot be called as its kind is.
+            OptionsError: an imported object does not take the positional arguments `takes`, or is no
+                coroutine function although `coroutine` is True.
         """
         target = lookup(self.kind, name, self.registered, importable=self.importable)
         if name not in self.registered:

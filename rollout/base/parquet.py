@@ -53,9 +53,9 @@ def bounded_batches(
 def open_parquet(path: Path, **options: Any) -> pq.ParquetFile:
     """Open a Parquet file whose values fit into memory.
 
-    The footer gives the size of encoded values. A dictionary may stand for far more: a few bytes
-    say that each of a million texts is the same megabyte. Such texts are measured first if they
-    could be too large; their repetitions are not written out for it.
+    The footer gives the size of the encoded values. Texts that are encoded by a dictionary can be
+    far larger once decoded, such as a million references to a text of one megabyte. If they could
+    be too large, their decoded size is first computed from the dictionary and the references.
 
     Args:
         options: further arguments of `pyarrow.parquet.ParquetFile`.

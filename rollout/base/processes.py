@@ -45,7 +45,7 @@ def die_with_parent(number: int = signal.SIGTERM, parent: int = 0) -> None:
 _MAX_OPEN_FILES = 65_536
 
 
-def allow_open_files() -> None:
+def raise_open_file_limit() -> None:
     """Raise the limit on open files of this process and its children, as far as the hard limit allows.
 
     The usual limit of a login is 1024, and each of thousands of concurrent trajectories has a

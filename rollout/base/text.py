@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 # Control characters except tab and newline: ESC and the C1 range begin terminal commands, CR
 # overwrites a line. Unicode's bidirectional and invisible format characters, which reorder or hide
-# what stands beside them. Lone surrogates, which no terminal or page can hold.
+# neighbouring text. Lone surrogates, which no terminal or page can hold.
 _UNSAFE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f]"

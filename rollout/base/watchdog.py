@@ -121,6 +121,6 @@ class Watchdog:
                 frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
                 places = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
                 self._report(
-                    f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
+                    f"the event loop has been blocked for {quiet:.0f} s, so no deadline holds and nobody goes on, "
                     f"in {' > '.join(places)}"
                 )

@@ -41,7 +41,7 @@ class EnvConfig(Choice):
 
     @property
     def names_states(self) -> bool:
-        """True if the environment names its states, so that trajectories may meet in one."""
+        """True if the environment names its states, so trajectories may meet in one."""
         return hasattr(lookup("env", self.name, ENVS), "state")
 
     def check_tools(self, team: Mapping[str, AgentConfig]) -> None:

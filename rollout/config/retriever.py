@@ -12,7 +12,7 @@ from rollout.base.urls import Url
 class RetrieverConfig(Section):
     """The search engine that the environment asks."""
 
-    # Servers that run elsewhere; without them, each job of the run starts a server beside itself.
+    # Servers that run elsewhere; without them, each job of the run starts a server for itself.
     urls: tuple[Url, ...] = ()
     # File with the bearer token of `urls`.
     key_file: Path | None = None
@@ -21,7 +21,7 @@ class RetrieverConfig(Section):
     # Seconds of one search, including its wait behind others.
     timeout_s: float = Field(300.0, gt=0)
 
-    # The index of a server beside the run.
+    # The index of the run's own server.
     # Corpus to index; None: the corpus of the task generator.
     passages: Path | None = None
     # A published index with its index.json, in place of an own one.
@@ -35,7 +35,7 @@ class RetrieverConfig(Section):
     # Queries and the ids that they should find, for the rule `probe_retriever`.
     golden: Path | None = None
 
-    # The server beside the run.
+    # The run's own server.
     # Search by vectors, by words, or by both fused.
     ranking: Literal["dense", "bm25", "hybrid"] = "dense"
     # Device of the encoder and of a flat index.
@@ -69,5 +69,5 @@ class RetrieverConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the server beside a run: the last one of the machine, or none."""
+        """Number of GPUs of the run's own server: 1, the last one of the machine, or 0."""
         return int(self.device == "cuda" and not self.elsewhere)

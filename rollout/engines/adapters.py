@@ -1,4 +1,4 @@
-"""Engine of one adapter of several that one host serves beside their frozen model."""
+"""Engine of one adapter of several that one host serves on their frozen model."""
 
 from collections.abc import Sequence
 from typing import Any

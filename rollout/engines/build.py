@@ -29,7 +29,7 @@ class EngineRequest:
         log_folder: folder of the servers' logs.
         trained: True if trainers send weights. Ray must be running then.
         version: version of the weights in `model`.
-        adapters: adapters that the engine holds beside the model; empty if it takes full weights.
+        adapters: adapters that the engine holds in addition to the model; empty if it takes full weights.
         threads: CPU threads of each engine process.
         bf16: True if the policies are trained in bfloat16.
         weights_folder: folder for weights that trainer and engine see; None: one in shared memory.

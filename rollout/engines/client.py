@@ -151,7 +151,7 @@ class _ReplyMonitor:
         self._text.add(seen, completion.token_ids[seen:])
         if not self._text.end:
             return completion
-        return completion.truncated(self._text.end, self._prompt_length)
+        return completion.stopped_after(self._text.end, self._prompt_length)
 
 
 async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:

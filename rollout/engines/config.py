@@ -36,7 +36,7 @@ class EngineConfig(Section):
 
     # Engine by name, or the import path of a class.
     name: str = "embedded"
-    # Requests that are decoded at once.
+    # Largest number of requests that are decoded at once.
     slots: int = Field(128, ge=1)
     # Tokens of prompt and reply.
     max_length: int = Field(512, ge=2)
@@ -71,7 +71,7 @@ class EngineConfig(Section):
     # GPUs of each server.
     tp: int = Field(1, ge=1)
     # merged: send the merged weights of a policy with LoRA; slots: send its adapter, which the
-    # servers hold beside the frozen model.
+    # servers hold in addition to the frozen model.
     adapters: Literal["merged", "slots"] = "merged"
     # Further arguments of sglang.launch_server.
     options: dict[str, JsonValue] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class CallRecord:
-    """Record of one trajectory's calls that cost money or act outside the run.
+    """Results of one trajectory's calls to the outside, which cost money or have effects outside the run.
 
     Environments and tools get it as the argument `calls`. Wrapped in `once`, a call is not repeated
     when the trajectory is played again after a restart. Without a log, as in an evaluation, every
@@ -47,7 +47,7 @@ class CallRecord:
         return CallRecord(self._log, self._trajectory, branch)
 
     async def once(
-        self, result_type: Any, call: Callable[[], Awaitable[_T]], *question: object
+        self, result_type: Any, call: Callable[[], Awaitable[_T]], *identity: object
     ) -> _T:
         """Return the recorded result of a call; without one, make the call and record its result.
 
@@ -56,14 +56,14 @@ class CallRecord:
 
         Args:
             result_type: type that the result is read back as.
-            call: makes the call.
-            question: values that identify the call, such as a tool's name and its arguments.
+            call: coroutine function that makes the call.
+            identity: values that identify the call, such as a tool's name and its arguments.
         """
         if self._log is None:
             return await call()
-        question_json = to_json([self._trajectory, self._branch(), *question]).decode()
-        self._counts[question_json] += 1
-        key = f"{question_json} {self._counts[question_json]}"
+        identity_json = to_json([self._trajectory, self._branch(), *identity]).decode()
+        self._counts[identity_json] += 1
+        key = f"{identity_json} {self._counts[identity_json]}"
 
         recorded = self._log.call_result(key)
         if recorded is not None:

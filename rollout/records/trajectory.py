@@ -2,7 +2,7 @@
 
 Records are frozen. Their texts are valid Unicode: texts that models and tools wrote are repaired
 when a record is made. Tokens are written once, by the engine that sampled them, and never tokenized
-again. Every turn carries all ids, so that any grouping is a function of one turn (see
+again. Every turn carries all ids, so any grouping is a function of one turn (see
 `mcore_mas.credit.samples`).
 """
 
@@ -182,8 +182,8 @@ class Completion:
     cached_tokens: int = 0
     routing: Routing = field(default=b"", repr=False)
 
-    def truncated(self, size: int, prompt_length: int) -> Completion:
-        """Return the completion as if it had stopped after its first tokens.
+    def stopped_after(self, size: int, prompt_length: int) -> Completion:
+        """Return the completion as if it had ended with "stop" after its first tokens.
 
         Args:
             size: number of tokens to keep, at least 1.
@@ -226,7 +226,7 @@ class Turn:
     """A turn: one LLM call of one agent.
 
     `scores` may have these names: `team` is the environment's reward of the step that followed, and
-    the step's metrics are beside it; `penalty` is the sum of penalties that were added to the
+    the step's metrics are scores too; `penalty` is the sum of penalties that were added to the
     reward; `local` is the orchestra's score of this turn, and `undecided` takes its place if there
     can be none; `branch` is the score by which a tree chose among branches; `cut` is 1 if part of a
     prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
@@ -244,8 +244,10 @@ class Turn:
         policy_version: version of the weights that sampled the end of the completion.
         versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
         node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree.
-        state_key: digest of the messages.
-        anchor: digest of the environment's state without history; "" if the environment has none.
+        state_key: digest of the prompt's messages. The name is that of the column in the files of
+            existing runs.
+        anchor: digest of the environment's description of its present state, without history; "" if
+            it describes none. The name is that of the column too.
         prompt_ids: prompt tokens [P].
         completion_ids: sampled tokens [C], including the stop token.
         logprobs: log-probabilities [C] after temperature.

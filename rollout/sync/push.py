@@ -57,8 +57,8 @@ class PushSender(WeightSender):
         """Push all buckets.
 
         Raises:
-            EngineError: also if a server refuses a bucket. The servers then hold a mixture of old
-                and new weights.
+            EngineError: a server cannot be reached or refuses a bucket. The servers may then hold
+                a mixture of old and new weights.
         """
         size = 0
         try:
@@ -95,7 +95,7 @@ class PushSender(WeightSender):
         wait_for(self._responses)
 
     def post(self, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Future[None]]:
-        """Send each server its body, all at the same time."""
+        """Start sending each server its body, and return the futures of their answers."""
         return [
             self._pool.submit(self._post_one, url + path, body)
             for url, body in zip(self.urls, bodies, strict=True)

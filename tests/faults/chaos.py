@@ -190,7 +190,7 @@ class Run:
         """Return the process of the driver, a rank or an engine; None if it does not run now."""
         if part == "driver":
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
-        title = {"rank": "ray::TrainerRank", "engine": "ray::Host"}[part]
+        title = {"rank": "ray::TrainerRank", "engine": "ray::EngineActor"}[part]
         for process in marked_processes():
             with suppress(psutil.Error, IndexError):
                 if process.cmdline()[0].startswith(title):

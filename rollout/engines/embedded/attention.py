@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
-from rollout.models.exact import KEY_MULTIPLE, row_attention
+from rollout.models.batch_invariant import KEY_MULTIPLE, row_attention
 
 # Overheads, as the number of context tokens that could be read in the same time.
 _ROW_BLOCK_COST = 400  # starting another attention product
@@ -91,17 +91,19 @@ def row_blocks(
     if first == last:
         return []
     rows = batch.rows.tolist()
-    contexts = (batch.positions + 1).tolist()
+    context_lengths = (batch.positions + 1).tolist()
     blocks: list[RowBlock] = []
     width = 0
     for i in range(first, last):
-        wider = max(width, contexts[i])
-        read = (rows[i] - rows[first] + 1) * wider
-        read_before = (rows[i - 1] - rows[first] + 1) * width
-        if i > first and read - contexts[i] - read_before > _ROW_BLOCK_COST:
+        wider = max(width, context_lengths[i])
+        entries_read = (rows[i] - rows[first] + 1) * wider
+        entries_read_before = (rows[i - 1] - rows[first] + 1) * width
+        # entries of the KV cache that the block reads because of this row, beyond the row's context
+        idle_entries = entries_read - entries_read_before - context_lengths[i]
+        if i > first and idle_entries > _ROW_BLOCK_COST:
             blocks.append(RowBlock(batch, slice(first, i), device))
             first = i
-            wider = contexts[i]
+            wider = context_lengths[i]
         width = wider
     blocks.append(RowBlock(batch, slice(first, last), device))
     return blocks

@@ -47,7 +47,7 @@ class KVCache:
 
     Attributes:
         keys: [L, S, KV, D, M] for layers, rows, KV heads, head dimension and positions. The key of
-            a token is contiguous, but in exact mode the positions are, as `models/exact.py` needs.
+            a token is contiguous, but in exact mode the positions are, as `models/batch_invariant.py` needs.
         values: [L, S, KV, M, D].
         routing: experts of each token in each sparse layer [S, M, layers, k]; None if not recorded.
     """

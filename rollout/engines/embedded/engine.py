@@ -14,7 +14,7 @@ from rollout.base.errors import EngineError
 from rollout.base.processes import Restarts, say
 from rollout.engines.embedded.batching import BUSY
 from rollout.engines.embedded.dispatcher import Dispatcher
-from rollout.engines.embedded.host import Host, WeightSlot
+from rollout.engines.embedded.host import EngineActor, WeightSlot
 from rollout.engines.embedded.requests import Report, Request
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.engines.protocol import Tag, TrainedEngine
@@ -31,7 +31,7 @@ _POLL_S = 1.0  # between two looks at an actor that cannot be reached
 _EXCHANGE_S = 0.02
 
 
-_HOST_ACTOR: Any = ray.remote(num_cpus=0)(Host)
+_ENGINE_ACTOR: Any = ray.remote(num_cpus=0)(EngineActor)
 
 
 class HostedEngine(Dispatcher, TrainedEngine):
@@ -59,7 +59,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """Start the actor.
 
         Args:
-            adapters: adapters beside the weights, which then stay as they are.
+            adapters: adapters on the weights, which are then frozen.
             tell: called with one line when the actor is started again.
 
         Raises:
@@ -94,7 +94,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
     def _start_actor(self) -> Any:
         self.starts += 1
         options = self._settings.placement or {}
-        return _HOST_ACTOR.options(**options).remote(self._settings, self.slots)
+        return _ENGINE_ACTOR.options(**options).remote(self._settings, self.slots)
 
     async def begin_update(self) -> SyncRoute:
         """Return the route to the free half of the shared weights, or to the folder."""

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.low_rank import AddLowRank
-from rollout.models.exact import KEY_MULTIPLE, products_are_exact, row_attention, row_product
+from rollout.models.batch_invariant import (
+    KEY_MULTIPLE,
+    products_are_batch_invariant,
+    row_attention,
+    row_product,
+)
 from rollout.models.fused_weights import LayerWeights
 
 
@@ -16,7 +21,7 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
     """Return an exact decoder of the same weights, or `decoder` itself where that is not possible.
 
     It is possible on a CPU, in float32 and without adapters, if the library's products are exact in
-    the sense of `models/exact.py`.
+    the sense of `models/batch_invariant.py`.
     """
     on_cpu = decoder.device.type == "cpu"
     if not on_cpu or decoder.adapters is not None or decoder.dtype != torch.float32:
@@ -25,7 +30,7 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
     mlp = [layer.gate_up, layer.down]
     if layer.router is not None:
         mlp = [weight[0] for weight in mlp]  # of the first expert
-    if not products_are_exact([layer.qkv, layer.out, *mlp, decoder.weights.head]):
+    if not products_are_batch_invariant([layer.qkv, layer.out, *mlp, decoder.weights.head]):
         return decoder
     exact = ExactDecoder(decoder.shape, decoder.max_length, decoder.halves)
     exact.adopt(decoder.half)

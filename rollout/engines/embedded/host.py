@@ -21,11 +21,13 @@ from rollout.sync.shared import SharedWeights
 class WeightSlot:
     """Full weights of an actor, or one of its adapters, in shared memory.
 
+    The shared buffer has two halves: the actor computes from one, and the next update is written to the other.
+
     Attributes:
         file: file in shared memory that the trainer writes; None: memory of the actor alone.
         adapter: shape of the adapter; None for the full weights.
         version: version that the actor computes from.
-        half: half that the actor computes from; None before the first update.
+        half: half of the buffer that the actor computes from; None before the first update.
     """
 
     file: Path | None
@@ -35,12 +37,12 @@ class WeightSlot:
 
     @property
     def free_half(self) -> int:
-        """Half that the next update is written to."""
+        """Half of the buffer that the next update is written to."""
         return 0 if self.half is None else 1 - self.half
 
 
-class Host(EmbeddedEngine):
-    """Embedded engine in a Ray actor, with its weights in shared memory."""
+class EngineActor(EmbeddedEngine):
+    """Ray actor of an embedded engine, with its weights in shared memory."""
 
     def __init__(self, settings: EmbeddedSettings, slots: Sequence[WeightSlot]) -> None:
         """Load the weights from shared memory, or from the model's folder before the first update.
@@ -83,7 +85,7 @@ class Host(EmbeddedEngine):
     def commit(
         self, half: int, version: int, checksums: dict[str, str], number: int, folder: str
     ) -> None:
-        """Compare the weights in `half` with the trainer's checksums, and compute from them.
+        """Compare the weights in half `half` of the shared buffer with the trainer's checksums, and decode with them.
 
         Args:
             number: of the adapter; 0 for the full weights.

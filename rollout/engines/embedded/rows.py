@@ -97,8 +97,8 @@ class CacheRows:
         """
         if shared and not self.live[source] and self.cached[source] == shared:
             return source
-        age = np.where(self.cached > 0, self.last_used, -1)
-        return int(np.where(self.live, _NEVER, age).argmin())
+        last_used = np.where(self.cached > 0, self.last_used, -1)  # rows without keys come first
+        return int(np.where(self.live, _NEVER, last_used).argmin())
 
     def occupy(
         self,

@@ -22,7 +22,7 @@ _LEDGER_AGENT = "external"  # agent that the calls are recorded for
 class RemoteClient:
     """`PolicyClient` of a frozen model; its replies are text without tokens, and are not trained.
 
-    The seed of a call is part of the digest of its recorded reply, so that a run that is started
+    The seed of a call is part of the digest of its recorded reply, so a run that is started
     again gets the replies that it got before.
     """
 

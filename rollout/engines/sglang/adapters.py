@@ -1,4 +1,4 @@
-"""SGLang servers that hold adapters of several policies beside one frozen model."""
+"""SGLang servers that hold adapters of several policies on one frozen model."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Serve the weights of `update`; running requests continue with them.
 
         Raises:
-            EngineError: a server refuses them, a server died meanwhile so that pushed weights are
-                not whole, or the servers do not hold the same weights.
+            EngineError: a server refuses them, a server died before it had all pushed weights, or
+                the servers do not hold the same weights.
         """
         began = time.perf_counter()
         opened = self._open_update

@@ -19,7 +19,7 @@ from rollout.engines.sglang.settings import SGLangSettings
 
 _POLL_S = 0.25  # between two looks at a server that starts
 _STOP_S = 30.0  # that a server in an actor may take to stop
-_SPARE_CONNECTIONS = 8  # to a server, beside one for each request
+_SPARE_CONNECTIONS = 8  # to a server, in addition to one for each request
 
 
 class NoRoom(EngineError):

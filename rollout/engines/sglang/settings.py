@@ -51,7 +51,7 @@ class SGLangSettings:
         environment: variables of the servers.
         compare_servers: compare the servers' checksums with each other after every update.
         routing: completions name the experts of each token.
-        adapters: adapters that the servers hold beside the model, which then stays as it is.
+        adapters: adapters that the servers hold in addition to the model, which is then frozen.
         restarts: per hour.
         start_s: seconds that a server may take to answer for the first time.
         timeout_s: seconds that a request may take.

@@ -16,11 +16,11 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.models.exact import (
+from rollout.models.batch_invariant import (
     KEY_MULTIPLE,
     MAX_TERMS,
     MIN_ROWS,
-    products_are_exact,
+    products_are_batch_invariant,
     row_attention,
     row_product,
 )
@@ -35,7 +35,9 @@ PRODUCT_SIZES = ((48, 101), (64, 96), (130, 256), (900, 384))
 GAP = "agent/a/logprob_gap_max"
 
 needs_exact_products = pytest.mark.skipif(
-    not products_are_exact(torch.ones(outputs, inputs) / 7 for inputs, outputs in PRODUCT_SIZES),
+    not products_are_batch_invariant(
+        torch.ones(outputs, inputs) / 7 for inputs, outputs in PRODUCT_SIZES
+    ),
     reason="on this CPU the bits of a row depend on other rows; engines decode each sequence alone",
 )
 
@@ -161,7 +163,7 @@ def test_a_row_of_a_product_does_not_depend_on_other_rows(inputs: int, outputs: 
         rows = slice(first, first + size)
         assert torch.equal(row_product(x[rows], weight), product[rows])
     assert torch.allclose(product, x @ weight.t(), atol=1e-3)
-    assert products_are_exact([weight])
+    assert products_are_batch_invariant([weight])
 
 
 @needs_exact_products
@@ -188,7 +190,7 @@ def test_sequences_are_decoded_alone_where_products_are_not_exact(
 ) -> None:
     make_model("qwen2", tmp_path)
     monkeypatch.setattr(
-        "rollout.engines.embedded.exact_decoder.products_are_exact", lambda weights: False
+        "rollout.engines.embedded.exact_decoder.products_are_batch_invariant", lambda weights: False
     )
     replies = []
     for rows in (1, 8):

@@ -97,7 +97,7 @@ def test_a_truncated_completion_has_the_experts_and_versions_of_its_tokens() -> 
         cached_tokens=1,
         routing=bytes(range(14)),  # two for each of 3 tokens of the prompt and 4 of the reply
     )
-    assert whole.truncated(2, prompt_length=3) == Completion(
+    assert whole.stopped_after(2, prompt_length=3) == Completion(
         token_ids=(4, 5),
         logprobs=(-1.0, -2.0),
         finish_reason="stop",
@@ -105,11 +105,11 @@ def test_a_truncated_completion_has_the_experts_and_versions_of_its_tokens() -> 
         cached_tokens=1,
         routing=bytes(range(8)),
     )
-    assert whole.truncated(3, prompt_length=3).versions == (
+    assert whole.stopped_after(3, prompt_length=3).versions == (
         spans[0],
         VersionSpan(version=4, start=2, end=3),
     )
-    assert whole.truncated(5, prompt_length=3) == replace(whole, finish_reason="stop")
+    assert whole.stopped_after(5, prompt_length=3) == replace(whole, finish_reason="stop")
 
 
 # Experts of Qwen3-30B-A3B.

@@ -154,7 +154,7 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop(tmp_path: Path, has_too
         expected = make_completion(token_ids[:max_tokens], "length" if is_cut else "stop")
         end = expected_end(renderer, token_ids[:max_tokens], stops, has_tools)
         if end:
-            expected = expected.truncated(end, len(whole.prompt_ids))
+            expected = expected.stopped_after(end, len(whole.prompt_ids))
             ended_replies += 1
         assert whole.completion == expected, (text, stops, max_tokens)
         assert whole.text == renderer.decode(expected.token_ids)

@@ -1,7 +1,7 @@
 """Matrix products and attention whose result for a token does not depend on its batch (float32, CPU).
 
 An engine decodes one token of each row, while a trainer computes whole sequences. Matrix libraries
-sum products of different sizes in different orders, so that engine and trainer get log-probabilities
+sum products of different sizes in different orders, so engine and trainer get log-probabilities
 that differ in their last bits. However, in a product of at least `MIN_ROWS` rows, MKL gives each row
 the same bits whatever the other rows are; and in a product that sums at most `MAX_TERMS` terms,
 further terms that are zero do not change the bits of the sum. The functions here use only such
@@ -61,19 +61,19 @@ def row_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tens
     return out[:, :query_count]
 
 
-def products_are_exact(weights: Iterable[Tensor]) -> bool:
-    """Return True if this machine's library has the properties that this module relies on.
+def products_are_batch_invariant(weights: Iterable[Tensor]) -> bool:
+    """Return True if this machine's matrix library gives a row the same bits in every batch.
 
     This is found by trial: products with `weights` [rows, inputs] are computed for all rows at once
     and for some of them, and attention for many keys and for a prefix of them.
     """
     generator = torch.Generator().manual_seed(0)
-    if not all(_product_is_exact(weight, generator) for weight in weights):
+    if not all(_product_is_batch_invariant(weight, generator) for weight in weights):
         return False
-    return _attention_is_exact(generator)
+    return _attention_is_batch_invariant(generator)
 
 
-def _product_is_exact(weight: Tensor, generator: torch.Generator) -> bool:
+def _product_is_batch_invariant(weight: Tensor, generator: torch.Generator) -> bool:
     """Return True if parts of a batch get the same bits as the whole batch."""
     x = torch.randn(3 * MIN_ROWS + 5, weight.shape[1], generator=generator)
     whole = row_product(x, weight)
@@ -86,7 +86,7 @@ def _product_is_exact(weight: Tensor, generator: torch.Generator) -> bool:
     return all(torch.equal(row_product(x[part], weight), whole[part]) for part in parts)
 
 
-def _attention_is_exact(generator: torch.Generator) -> bool:
+def _attention_is_batch_invariant(generator: torch.Generator) -> bool:
     """Return True if one query gets the same bits with fewer keys, and without the other queries."""
     key_count = 2 * MAX_TERMS
     keys = torch.randn(2, 64, key_count, generator=generator)
