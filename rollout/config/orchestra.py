@@ -10,7 +10,7 @@ from rollout.orchestras import CHAT_ORCHESTRAS, ORCHESTRAS
 from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.source_checks import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.source_checks import asked_agents, describe_misuse, filled_slots, template_slots
 from rollout.teams.team import TeamSession
 
 _LISTED_SLOTS = 10  # an error lists the slots that an orchestra fills if there are fewer
@@ -66,7 +66,7 @@ class OrchestraConfig(Choice):
         if self.name in ORCHESTRAS:
             return
         orchestra = self.registry.find(self.name)
-        unknown = misused(orchestra, Task, TeamSession, Episode)
+        unknown = describe_misuse(orchestra, Task, TeamSession, Episode)
         if unknown:
             raise ValueError(f"orchestra '{self.name}': {unknown}")
         for name in sorted(asked_agents(orchestra) - team.keys()):

@@ -123,8 +123,9 @@ class CodeEnv(SandboxedEnv):
     A text with `<run>` around a fenced program tries the program on the visible tests and shows
     the failures. Any other text ends the trajectory: its last fenced program is scored on the
     hidden tests, or on the visible ones if there are no others. Metrics are `pass_rate`, `solved`
-    (1 if every test passes), `answered` (1 if there was a program), `tests` and `runs`. A try has
-    `runs` and `visible_rate`, which is 1 without visible tests.
+    (1 if every test passes), `answered` (1 if there was a program), `tests` and `runs`. A step
+    that only tries a program has the metrics `runs` and `visible_rate`: the share of the visible
+    tests that pass, or 1 if there are none.
 
     Args:
         compare: unit by which printed output is compared.

@@ -42,7 +42,7 @@ def draw_candidates(expected: Any) -> Candidates:
     texts = [repr(expected)]
     if type(expected) in (int, float):
         # Every number is smaller than one of these and greater than the other. The other decoys are
-        # near the expected value, so that a wide approximation equals them too.
+        # near the expected value, so a wide approximation equals them too.
         texts += [repr(10**15), repr(-(10**15))]
     for _ in range(_MAX_DRAWS):
         if len(texts) > _DECOYS:

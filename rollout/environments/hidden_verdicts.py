@@ -37,7 +37,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 # Operators that mean the same with the operands in the other order.
 _MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "has"}
 _UNKNOWN = "?"  # reported in place of a value that is not plain data
-# Largest share of decoys that a value may equal beside the expected value.
+# Largest share of decoys that a value may equal in addition to the expected value.
 _MAX_EQUAL_DECOYS = 0.25
 
 # An event of a test: ["report", phase, outcome, is an expected failure], ["site", number, number of
@@ -164,7 +164,7 @@ class _Judge:
         """Return True if a test has reached its end and all sites that lie on the way to it."""
         tests = self._tests_of_function(name)
         if not tests:
-            # The function is not in the file, so that only pytest knows about its end.
+            # The function is not in the file, so only pytest knows about its end.
             return True
         sites = {event[1] for event in events if event[0] == "site"}
         for kind, *values in events:

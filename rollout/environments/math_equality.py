@@ -428,7 +428,7 @@ def _significant_digits(number: Any) -> int:
 def _parts_are_equal(guess: Any, gold: Any) -> bool:
     """Compare the elements of two objects that math-verify finds equal.
 
-    math-verify compares decimal places, so that all small numbers are equal for it.
+    math-verify compares decimal places, so all small numbers are equal for it.
     """
     guess_parts = list(_parts(guess))
     gold_parts = list(_parts(gold))

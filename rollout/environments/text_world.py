@@ -362,7 +362,9 @@ class WebshopEnv(WorldEnv):
 
     def start(self, key: str) -> Scene:
         if not key.isdecimal():
-            raise EnvError(f"the key of an errand is the number of its goal, and not {key[:40]!r}")
+            raise EnvError(
+                f"the key of a WebShop game is the number of its goal, and not {key[:40]!r}"
+            )
         environment_class, server = load_shop(self.num_products)
         if int(key) >= len(server.goals):
             raise EnvError(f"the shop has {len(server.goals)} goals, and no goal {key}")

@@ -125,10 +125,10 @@ async def self_verify(
 ) -> None:
     """Let the agent `solver` answer repeatedly, until it gives the same answer twice in a row.
 
-    The last answer is final. Templates may use the slots `problem` and `solution`, the previous
-    reply without its thought, at first "". A malformed reply neither confirms an answer nor can be
-    confirmed; if it is the last one, the team has no answer. The local score of a turn is the
-    reward that its answer alone would have.
+    The last answer is final. Templates may use the slots `problem` and `solution`; `solution` is the
+    previous reply without its thought, and "" at first. A malformed reply neither confirms an answer
+    nor can be confirmed; if it is the last one, the team has no answer. The score `local` of a turn
+    is the reward that its answer alone would have.
 
     Args:
         max_turns: most answers of the solver.

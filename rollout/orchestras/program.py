@@ -31,7 +31,7 @@ from rollout.environments.protocol import Env, ToolCall
 from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program
 from rollout.sandbox.tiers import readable_paths
-from rollout.teams.source_checks import misused
+from rollout.teams.source_checks import describe_misuse
 from rollout.teams.team import TeamSession
 
 _MAX_OUTPUT_BYTES = 1 << 20
@@ -114,7 +114,7 @@ def check_program(
     if call is not None:
         function = lookup("agent program", call, _REGISTERED)
         check_call(f"agent program '{call}'", function, ("job",), coroutine=True, keywords=())
-        misuse = misused(function, Job)
+        misuse = describe_misuse(function, Job)
         if misuse:
             raise ValueError(f"agent program '{call}': {misuse}")
     for model, agent in (models or {}).items():

@@ -33,7 +33,7 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
     def rewarded(trajectory: Trajectory) -> Trajectory:
         if trajectory.task_id != group.task.id:
             raise RewardError(
-                f"{locate(trajectory)}: its task is '{trajectory.task_id}', but its group's task is "
+                f"{describe_position(trajectory)}: its task is '{trajectory.task_id}', but its group's task is "
                 f"'{group.task.id}'; a group holds trajectories of one task"
             )
         if trajectory.status is not Status.COMPLETED:
@@ -54,15 +54,15 @@ def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
     try:
         number = real_number(reward, "reward")
     except TypeError as error:
-        raise RewardError(f"{locate(trajectory, turn)}: {error}") from None
+        raise RewardError(f"{describe_position(trajectory, turn)}: {error}") from None
     if not math.isfinite(number):
         raise RewardError(
-            f"{locate(trajectory, turn)}: reward is {number}; expected a finite number"
+            f"{describe_position(trajectory, turn)}: reward is {number}; expected a finite number"
         )
     return replace(turn, reward=number)
 
 
-def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
+def describe_position(trajectory: Trajectory, turn: Turn | None = None) -> str:
     """Format a trajectory and a turn for an error message, as "trajectory 0/t/0, turn 3 (solver)"."""
     if turn is None:
         return f"trajectory {trajectory.id}"
@@ -74,7 +74,7 @@ def require_no_tree(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory; raise RewardError if it is a tree, whose other branches have no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
-            f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
+            f"{describe_position(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
             "reward trees by local_team, coach or tree_shaping"
         )
     return trajectory
@@ -85,7 +85,7 @@ def outcome(trajectory: Trajectory) -> float:
     value = require_no_tree(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(
-            f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number"
+            f"{describe_position(trajectory)}: completed with outcome {value}; its environment must give a number"
         )
     return value
 
@@ -95,10 +95,12 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
     value = turn.scores.get(name)
     if value is None:
         available = ", ".join(turn.scores) or "nothing"
-        raise RewardError(f"{locate(trajectory, turn)}: no score '{name}'; measured: {available}")
+        raise RewardError(
+            f"{describe_position(trajectory, turn)}: no score '{name}'; measured: {available}"
+        )
     if not math.isfinite(value):
         raise RewardError(
-            f"{locate(trajectory, turn)}: score '{name}' is {value}; expected a finite number"
+            f"{describe_position(trajectory, turn)}: score '{name}' is {value}; expected a finite number"
         )
     return value
 
@@ -260,7 +262,7 @@ def shares(
             total = sum(agent_weights.values())
         if calls and not total:
             raise RewardError(
-                f"{locate(trajectory)}: no agent has a share of the outcome, because the weights of "
+                f"{describe_position(trajectory)}: no agent has a share of the outcome, because the weights of "
                 f"{list(agent_weights)} are 0"
             )
         # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents.
@@ -303,6 +305,6 @@ def _answer(trajectory: Trajectory) -> str:
     answer = require_no_tree(trajectory).answer
     if answer is None:
         raise RewardError(
-            f"{locate(trajectory)}: its environment reports no answer, so it cannot vote"
+            f"{describe_position(trajectory)}: its environment reports no answer, so it cannot vote"
         )
     return answer

@@ -19,7 +19,7 @@ from pydantic import PositiveInt
 
 from rollout.base.numbers import real_number
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
-from rollout.rewards.allocation import RewardError, locate
+from rollout.rewards.allocation import RewardError, describe_position
 
 # (turn, **options) -> amount that is added to its reward; None: the turn does not train
 Penalty = Callable[..., float | None]
@@ -115,7 +115,7 @@ def apply_penalties(
             return turn
         if turn.reward is None:
             raise RewardError(
-                f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns"
+                f"{describe_position(trajectory, turn)}: the allocator set no reward; None is for masked turns"
             )
         amounts = [penalty(turn) for penalty in penalties]
         try:
@@ -125,10 +125,10 @@ def apply_penalties(
                 if amount is not None:
                     total += real_number(amount, "penalty")
         except TypeError as error:
-            raise RewardError(f"{locate(trajectory, turn)}: {error}") from None
+            raise RewardError(f"{describe_position(trajectory, turn)}: {error}") from None
         if not math.isfinite(reward + total):
             raise RewardError(
-                f"{locate(trajectory, turn)}: reward is {reward + total}; expected a finite number"
+                f"{describe_position(trajectory, turn)}: reward is {reward + total}; expected a finite number"
             )
         scores = {**turn.scores, "penalty": total} if total else turn.scores
         return replace(turn, reward=reward + total, scores=scores, masked=None in amounts)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from rollout.base.section import Names, Share
 from rollout.records.trajectory import Group, Trajectory, Turn
 from rollout.rewards import allocation
-from rollout.rewards.allocation import RewardError, allocate, locate
+from rollout.rewards.allocation import RewardError, allocate, describe_position
 
 
 def local_team(
@@ -81,7 +81,7 @@ def turn_difference(
                 for member in trajectory.turns[len(result) : i + 1]:
                     if member.scores.get(metric, value) != value:
                         raise RewardError(
-                            f"{locate(trajectory, member)}: '{metric}' is {member.scores[metric]}, but turn "
+                            f"{describe_position(trajectory, member)}: '{metric}' is {member.scores[metric]}, but turn "
                             f"{turn.index} ({turn.agent}) ends its round with {value}; name in `scored` every agent "
                             "whose replies are measured"
                         )
@@ -92,7 +92,7 @@ def turn_difference(
         for turn in trajectory.turns[len(result) :]:
             if turn.agent in absolute:
                 raise RewardError(
-                    f"{locate(trajectory, turn)}: '{metric}' is measured neither on this turn nor later"
+                    f"{describe_position(trajectory, turn)}: '{metric}' is measured neither on this turn nor later"
                 )
             result.append(0.0)
         return result
@@ -212,7 +212,7 @@ def tree_shaping(
     def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
             raise RewardError(
-                f"{locate(trajectory)}: not a tree, because none of its turns has a node; sample trees"
+                f"{describe_position(trajectory)}: not a tree, because none of its turns has a node; sample trees"
             )
         scores = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores_by_node: dict[str, list[float]] = defaultdict(list)

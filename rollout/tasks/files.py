@@ -16,7 +16,7 @@ from rollout.base.yaml_files import read_yaml
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import BadRow, Fields, Format, Problem
-from rollout.tasks.programs import READERS_OF_TESTS, Programs, swe_bench, tested_problem
+from rollout.tasks.programs import READERS_OF_TESTS, ProgramFormat, swe_bench, tested_problem
 from rollout.tasks.rows import read_rows
 
 _FIELDS = TypeAdapter(dict[str, Fields]).validate_python(
@@ -31,9 +31,11 @@ _PATH_START = re.compile(r"^[/~]")
 # Formats of rows by name.
 FORMATS: dict[str, Format] = {
     **_FIELDS,
-    "swe_bench": Programs(read=swe_bench, env="repository", error="is no instance of SWE-bench"),
+    "swe_bench": ProgramFormat(
+        read=swe_bench, env="repository", error="is no instance of SWE-bench"
+    ),
     **{
-        name: Programs(read=partial(tested_problem, read))
+        name: ProgramFormat(read=partial(tested_problem, read))
         for name, read in READERS_OF_TESTS.items()
     },
 }

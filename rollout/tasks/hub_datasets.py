@@ -10,7 +10,7 @@ import yaml
 from rollout.records.files import RecordError
 from rollout.tasks.rows import READERS
 
-# Names of a split in file names, beside its own.
+# Further names of a split in file names.
 _SPLIT_ALIASES = {
     "validation": ("valid", "val", "dev"),
     "train": ("training",),

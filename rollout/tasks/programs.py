@@ -54,7 +54,7 @@ _TEXT_OPCODES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
+class ProgramFormat:
     """Format of programming problems, whose answers are tests.
 
     Attributes:
@@ -65,7 +65,7 @@ class Programs:
 
     read: Callable[[DataRow], Problem | None]
     env: str = "code"
-    error: str = "has no problem with tests"
+    error: str = "is no programming problem with tests"
 
     def problem(self, row: DataRow) -> Problem | None:
         """Return the problem of a row with its tests; None if it has none.

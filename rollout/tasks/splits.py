@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
-# After so many draws without a new item there are hardly any more.
+# Draws in a row without a new item after which the search for further items ends.
 _MAX_MISSES = 20_000
 
 
@@ -45,7 +45,7 @@ def draw_different(
         key: key of an item.
 
     Raises:
-        ValueError: there are hardly so many different items.
+        ValueError: many draws in a row gave no new item, so there may not be `size` different ones.
     """
     items: dict[Hashable, _T] = {}
     misses = 0
@@ -57,9 +57,9 @@ def draw_different(
         misses = misses + 1 if len(items) == count else 0
         if misses > _MAX_MISSES:
             raise ValueError(
-                f"{source}: {size} {split} tasks asked for, but {_MAX_MISSES} draws after the "
-                f"{count}th found no other, so there are hardly more; lower data.{split} or ask for "
-                "larger ones"
+                f"{source}: data.{split} asks for {size} different tasks, but after {count} of them "
+                f"{_MAX_MISSES} draws in a row gave no new one; lower data.{split}, or let the "
+                "generator's options give larger tasks"
             )
     return list(items.values())
 

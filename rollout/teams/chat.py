@@ -28,7 +28,7 @@ class ChatHost(Protocol):
     """Part of a trajectory's session that a chat needs."""
 
     run_tool: ToolRunner
-    calls: CallRecord  # of tools that must not be called again
+    calls: CallRecord  # results of tool calls that a restart must not repeat
 
     async def take_turn(
         self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None

@@ -39,7 +39,7 @@ class Deadlines(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectOptions:
-    """Options of a collection, beside the team, the tasks and the environment."""
+    """Options of a collection, in addition to the team, the tasks and the environment."""
 
     tree: Branching | None = None  # None: trajectories do not branch
     # fields that replace those of every agent's `Sampling`
@@ -65,10 +65,14 @@ class Collector:
     options: CollectOptions = field(default_factory=CollectOptions)
 
     async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
-        """Play each task until `group_size` trajectories are completed.
+        """Play each task `group_size` times, and `surplus` times more, all at once.
+
+        With a surplus, the trajectories of a task that still run are given up once `group_size` of
+        them are completed.
 
         Returns:
-            A group for each task, in the order of the tasks.
+            A group for each task, in the order of the tasks. It has all trajectories, also those
+            that failed or were given up.
 
         Raises:
             Unusable: the run cannot go on.
@@ -94,7 +98,8 @@ class Collector:
         """
         options = self.options
         trajectory_id = f"{self.step}/{task.id}/{sample}"
-        # Trajectories with other sampling parameters have other names in the log.
+        # Greedy trajectories, for which `sampling` replaces the temperature, have another name in the
+        # log than sampled ones. The name has the replaced parameters, not their values.
         logged_name = " ".join([trajectory_id, *options.sampling])
         finished = options.log.trajectory(logged_name) if options.log else None
         if finished is not None:
@@ -175,15 +180,15 @@ class Collector:
         batch_left_s = self._batch_left_s()
         limits = [s for s in (batch_left_s, deadlines.trajectory_s) if s is not None]
         timeout_s = min(limits, default=None)
-        task = asyncio.create_task(play.play())
+        playing = asyncio.create_task(play.play())
         try:
-            awaited = {task, quota.filled} if quota else {task}
+            awaited = {playing, quota.filled} if quota else {playing}
             await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if quota and quota.filled.done():
                 error = f"its group was full while it waited for {play.waiting}"
                 ending = _Ending(status=Status.ABORTED, error=error)
-            elif task.done():
-                task.result()
+            elif playing.done():
+                playing.result()
                 if quota and not play.error:
                     quota.count()
                 return _ending(play)
@@ -192,7 +197,7 @@ class Collector:
             else:
                 ending = _late_ending("trajectory", Status.LATE, deadlines.trajectory_s, play)
         finally:
-            has_ended = await cancel_tasks([task])
+            has_ended = await cancel_tasks([playing])
         return ending if has_ended else replace(ending, error=ending.error + LEFT_BEHIND)
 
     def _batch_left_s(self) -> float | None:

@@ -145,14 +145,14 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=256)
-def misused(function: Callable[..., Any], *kinds: type) -> str:
+def describe_misuse(function: Callable[..., Any], *classes: type) -> str:
     """Describe the first misuse of a function's first parameters; return "" if there is none.
 
     A misuse is an attribute that the parameter's class lacks, or a coroutine that is not awaited. A
     decorated function is not checked, nor a parameter that is assigned again.
 
     Args:
-        kinds: classes of the first parameters.
+        classes: classes of the first parameters.
     """
     definition = _definition(function)
     if definition is None or definition.decorator_list:
@@ -162,14 +162,14 @@ def misused(function: Callable[..., Any], *kinds: type) -> str:
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     arguments = definition.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    for name, kind in zip(names, kinds, strict=False):
+    for name, class_ in zip(names, classes, strict=False):
         used = [
             node
             for node in attributes
             if isinstance(node.value, ast.Name) and node.value.id == name and bindings[name] == 1
         ]
-        misuse = _missing_attribute(nodes, name, used, kind)
-        misuse = misuse or _missing_await(nodes, used, kind, bindings)
+        misuse = _missing_attribute(nodes, name, used, class_)
+        misuse = misuse or _missing_await(nodes, used, class_, bindings)
         if misuse:
             return misuse
     return ""

@@ -209,8 +209,8 @@ class TeamSession:
         max_turns = self._team.max_turns
         if max_turns is not None and self._calls_begun >= max_turns:
             raise Defect(
-                f"orchestra: asked for more than {max_turns} turns, which collection.max_turns "
-                "allows; end its loop, or raise the key"
+                f"orchestra: asked for turn {max_turns + 1}, and collection.max_turns is {max_turns}; "
+                "end its loop, or raise the key"
             )
         anchor = ""
         if self.state:
@@ -228,7 +228,8 @@ class TeamSession:
             with self.waits_for(call) as task:
                 turn, reply = await self._ask(call)
         except PromptTooLong:
-            if self._calls_begun == call.index + 1:  # a shorter prompt becomes the same turn
+            # If no call began meanwhile, a retry with a shorter prompt gets the same index.
+            if self._calls_begun == call.index + 1:
                 self._calls_begun = call.index
             raise
 
@@ -266,7 +267,7 @@ class TeamSession:
         """Return a seed for the random choice with these keys, equal in every replay."""
         return derive_seed(*self._seed_path, "orchestra", *choice)
 
-    def mask(self, turn: int, /) -> None:
+    def mark_unread(self, turn: int, /) -> None:
         """Exclude a turn from training because nobody has read its reply; its score `unread` is 1.
 
         Raises:

@@ -218,7 +218,7 @@ def _cells_of(rows: Sequence[Sequence[str]]) -> dict[Cell, str]:
 class PlanPathSource(_GridSource):
     """Generator of square grids of Plan-Path.
 
-    The key of a puzzle is its set of obstacles, so that no two splits share a map.
+    The key of a puzzle is its set of obstacles, so no two splits share a map.
 
     Args:
         size: number of cells of a side.
@@ -360,7 +360,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         return {"progress": len(state.boxes & state.goals) / len(state.boxes)}
 
     def solve(self, state: SokobanRoom) -> str | None:
-        """Return the fewest moves; None if the room cannot be solved any more."""
+        """Return a shortest solution as moves with spaces between them; None if the room cannot be solved any more."""
 
         def successors(node: _PlayerAndBoxes) -> Iterator[tuple[str, _PlayerAndBoxes]]:
             player, boxes = node
@@ -398,7 +398,7 @@ def _box_distance(state: SokobanRoom) -> int:
 class SokobanSource(_GridSource):
     """Generator of rooms of Sokoban, by default of the size that Stronger-MAS uses.
 
-    The key of a puzzle is its set of walls, so that no two splits share a room.
+    The key of a puzzle is its set of walls, so no two splits share a room.
 
     Args:
         size: number of cells of a side, including the walls.

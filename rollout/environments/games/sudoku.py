@@ -237,8 +237,8 @@ class SudokuSource(PuzzleSource):
     """Generator of puzzles of one size.
 
     Puzzles that differ only in the names of the digits have the same key. For 9 by 9 the key is the
-    solution, so that no two splits share a solution. 4 by 4 has only 12 solutions up to the names
-    of the digits, so that there the puzzle is the key.
+    solution, so no two splits share a solution. 4 by 4 has only 12 solutions up to the names
+    of the digits, so there the puzzle is the key.
 
     Args:
         size: cells of a side.

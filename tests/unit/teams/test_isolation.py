@@ -331,9 +331,7 @@ class TestBlockedLoop:
 
     def test_the_watchdog_reports_where_the_loop_is_blocked(self):
         first, *more = self.watchdog_lines(1.0)
-        assert re.match(
-            r"the event loop has been blocked for \d s, so that no deadline holds", first
-        )
+        assert re.match(r"the event loop has been blocked for \d s, so no deadline holds", first)
         assert "test_isolation.py:" in first and first.endswith(" step")
         assert len(more) <= 1  # after twice the time
 

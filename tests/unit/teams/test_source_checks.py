@@ -11,7 +11,7 @@ import pytest
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.source_checks import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.source_checks import asked_agents, describe_misuse, filled_slots, template_slots
 from rollout.teams.team import TeamSession
 
 
@@ -112,4 +112,4 @@ async def decorated(task, team, env):
 
 @pytest.mark.parametrize("orchestra", [valid, rebound, nested, decorated, *ORCHESTRAS.values()])
 def test_valid_orchestras_are_not_reported(orchestra: Any) -> None:
-    assert misused(orchestra, Task, TeamSession, Episode) == ""
+    assert describe_misuse(orchestra, Task, TeamSession, Episode) == ""
