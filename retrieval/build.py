@@ -209,7 +209,7 @@ def build_index(
     if words or encoder is None:
         BM25Index.build(corpus, out)
     manifest = _make_manifest(
-        vectors=out / VECTORS,
+        vectors_path=out / VECTORS,
         corpus=corpus,
         encoder=encoder,
         tolerance=INDEX_TYPES[kind].tolerance,
@@ -253,26 +253,26 @@ def _training_rows(parts: list[np.ndarray], total: int) -> np.ndarray:
     return np.concatenate(samples)
 
 
-def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest:
+def import_index(vectors_path: Path, corpus_path: Path, encoder: Encoder) -> Manifest:
     """Write the manifest of a published FAISS file, after checking its corpus and encoder.
 
     Raises:
         RetrievalError: the file is not an inner-product index with readable vectors, or its size,
             its dimension or a few re-encoded passages do not match the corpus and the encoder.
     """
-    index = read_vectors(vectors)
+    index = read_vectors(vectors_path)
     corpus = Corpus(corpus_path)
-    check_equal(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
-    check_equal(vectors, "dim", index.d, encoder.identity.dim)
+    check_equal(vectors_path, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
+    check_equal(vectors_path, "dim", index.d, encoder.identity.dim)
     check_equal(corpus_path, "number of lines", len(corpus), index.ntotal)
-    manifest = _make_manifest(vectors, corpus, encoder, TOLERANCE_ROUNDED)
+    manifest = _make_manifest(vectors_path, corpus, encoder, TOLERANCE_ROUNDED)
     check_canary(Index(manifest, index, corpus), encoder)
-    write_manifest(vectors.parent, manifest)
+    write_manifest(vectors_path.parent, manifest)
     return manifest
 
 
 def _make_manifest(
-    vectors: Path,
+    vectors_path: Path,
     corpus: Corpus,
     encoder: Encoder | None,
     tolerance: float,
@@ -283,10 +283,10 @@ def _make_manifest(
         encoder=encoder.identity if encoder else None,
         dim=encoder.identity.dim if encoder else 0,
         ntotal=len(corpus),
-        corpus=relpath(corpus.path.resolve(), vectors.resolve().parent),
+        corpus=relpath(corpus.path.resolve(), vectors_path.resolve().parent),
         corpus_sha256=cached_sha256(corpus.path),
-        index_sha256=cached_sha256(vectors) if encoder else "",
-        vectors=vectors.name,
+        index_sha256=cached_sha256(vectors_path) if encoder else "",
+        vectors=vectors_path.name,
         tolerance=tolerance,
         lexical_sha256=lexical_sha256,
     )

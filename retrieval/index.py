@@ -167,8 +167,8 @@ class Index:
         scores = np.empty((len(vectors), k), dtype=np.float64)
         if len(vectors) == 0:
             return rows, scores
-        # The candidates of an approximate search depend on their number, which is therefore the
-        # same for all k.
+        # An approximate search finds other candidates if it searches for more of them. So every k
+        # up to MAX_TOPK searches for MAX_TOPK candidates.
         depth = k if self._is_exact else min(max(k, MAX_TOPK), self.manifest.ntotal)
         spare = SPARE_CANDIDATES if self.gpu is None else SPARE_CANDIDATES_FP16
         all_rough_scores, all_rough_rows = self._rough_search(vectors, depth + spare)

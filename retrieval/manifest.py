@@ -39,9 +39,11 @@ class Manifest:
     ntotal: int  # number of passages
     corpus: str  # path of the corpus, relative to the index folder
     corpus_sha256: str
-    index_sha256: str
+    index_sha256: str  # of the FAISS file `vectors`; "" if the index has no vectors
     vectors: str = VECTORS  # name of the FAISS file in the index folder
-    tolerance: float = TOLERANCE_FLOAT32
+    tolerance: float = (
+        TOLERANCE_FLOAT32  # largest relative error of a stored vector for `check_canary`
+    )
     lexical_sha256: str = ""  # of the BM25 index, "" if there is none
 
 

@@ -11,7 +11,7 @@ from retrieval.index import Index
 from retrieval.wire import MAX_TOPK, Ranking
 
 RRF_K = 60  # constant of reciprocal rank fusion, as its authors chose it
-# Rows of each ranking that are fused. They do not depend on k, so that the answer for a smaller k is
+# Rows of each ranking that are fused. They do not depend on k, so the answer for a smaller k is
 # a prefix of the answer for a larger one.
 FUSED_ROWS = MAX_TOPK
 

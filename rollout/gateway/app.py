@@ -93,8 +93,9 @@ class GatewayHandlers:
         find_backend: returns the backend of an HTTP request; raises GatewayError without one.
         max_calls: number of calls that are answered concurrently.
         calls_in_progress: number of calls that are answered now.
-        has_refused_calls: True once a call was refused because there were too many. A client's
-            retry then need not mean that an earlier call was answered.
+        has_refused_calls: True once a call was refused because there were too many. From then on a
+            retry may be that of a refused call, and is not taken for the repetition of a call that
+            is in progress or answered.
     """
 
     find_backend: Callable[[Request], ChatBackend]

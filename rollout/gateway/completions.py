@@ -230,7 +230,7 @@ def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
     calls = _render_calls(reply)
     first_call = len(reply.blocks) - len(calls)  # index of its block
     for delta in step.block_deltas():
-        if delta.block.call is None:
+        if delta.block.tool_call is None:
             yield chunk({_DELTA_KEYS[delta.block.kind]: delta.text})
         else:
             call_index = delta.index - first_call
@@ -260,12 +260,12 @@ def _finish_reason(reply: ChatReply) -> str | None:
 def _render_calls(reply: ChatReply) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for block in reply.blocks:
-        if block.call is None:
+        if block.tool_call is None:
             continue
         kind = "custom" if block.takes_text else "function"
         key = "input" if block.takes_text else "arguments"
-        call = {"name": block.call.name, key: block.text}
-        calls.append({"id": block.call.id, "type": kind, kind: call})
+        call = {"name": block.tool_call.name, key: block.text}
+        calls.append({"id": block.tool_call.id, "type": kind, kind: call})
     return calls
 
 

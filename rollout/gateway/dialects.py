@@ -89,14 +89,14 @@ class Block:
     """A part of a reply: its thoughts, its text or a tool call.
 
     Attributes:
-        text: text of the part. Of a call: its arguments as JSON, or the free text that its tool
+        text: text of the part. Of a tool call: its arguments as JSON, or the free text that its tool
             takes.
-        takes_text: True for a call of a tool that takes free text.
+        takes_text: True for the call of a tool that takes free text.
     """
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Literal["reasoning", "text", "tool_call"]
     text: str
-    call: ToolUse | None = None
+    tool_call: ToolUse | None = None
     takes_text: bool = False
 
 
@@ -156,7 +156,7 @@ class ChatReply:
         for call in self.calls:
             takes_text = call.name in self.text_tools
             text = json.loads(call.arguments)[TEXT_ARGUMENT] if takes_text else call.arguments
-            blocks.append(Block("call", text, call, takes_text))
+            blocks.append(Block("tool_call", text, call, takes_text))
         return blocks
 
     def is_prefix_of(self, reasoning: str, text: str) -> bool:

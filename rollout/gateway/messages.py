@@ -39,7 +39,7 @@ _PROGRAM_TOOL = re.compile(r"custom|(memory|bash|text_editor)_\d{8}")
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
+    "tool_call": ("input_json_delta", "partial_json"),
 }
 
 
@@ -223,11 +223,11 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 
 
 def _render_block(block: dialects.Block) -> dict[str, Any]:
-    if block.call is not None:
+    if block.tool_call is not None:
         return {
             "type": "tool_use",
-            "id": block.call.id,
-            "name": block.call.name,
+            "id": block.tool_call.id,
+            "name": block.tool_call.name,
             "input": json.loads(block.text),
         }
     if block.kind == "text":
@@ -247,8 +247,13 @@ def _signature(thoughts: str) -> str:
 
 def _render_empty_block(block: dialects.Block) -> dict[str, Any]:
     """Return a block as a stream opens it, before its first delta."""
-    if block.call is not None:
-        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+    if block.tool_call is not None:
+        return {
+            "type": "tool_use",
+            "id": block.tool_call.id,
+            "name": block.tool_call.name,
+            "input": {},
+        }
     if block.kind == "text":
         return {"type": "text", "text": ""}
     return {"type": "thinking", "thinking": "", "signature": ""}

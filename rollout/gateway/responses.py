@@ -264,8 +264,8 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
     """Return the reply's block of this index as an output item."""
     block = reply.blocks[index]
-    if block.call is not None:
-        return _render_call(reply, block, block.call, index)
+    if block.tool_call is not None:
+        return _render_call(reply, block, block.tool_call, index)
     if block.kind == "reasoning":
         thought = {"type": "reasoning_text", "text": block.text}
         return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]}
@@ -315,7 +315,7 @@ def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
 
     for delta in step.block_deltas():
         item = response["output"][delta.index]
-        if delta.block.call is None:
+        if delta.block.tool_call is None:
             yield from _stream_text(event, delta, item)
         else:
             yield from _stream_call(event, delta, item)

@@ -140,7 +140,7 @@ class GatewaySession:
         """Start the reply of an agent, or return an equal earlier call whose reply nobody has read.
 
         A retry also gets the reply of the earlier call, if there was only one. If there were
-        several, as for several samples, it is not known whose answer was lost, so that a retry is a
+        several, as for several samples, it is not known whose answer was lost, so a retry is a
         new sample.
 
         A reply is sampled to its end and recorded even if the program stops waiting for it. Only
@@ -230,7 +230,7 @@ class GatewaySession:
         for equal_calls in self._calls.values():
             for call in equal_calls:
                 if not call.has_reader and call.turn >= 0:
-                    self.team.mask(call.turn)
+                    self.team.mark_unread(call.turn)
 
     def _on_call_done(self, task: asyncio.Task[ChatReply]) -> None:
         self._running.discard(task)
@@ -312,7 +312,7 @@ class GatewaySession:
         if request.logprobs and turn.logprobs:
             reply = replace(reply, logprobs=self._token_logprobs(turn))
         if call.is_aborted:
-            self.team.mask(agent_reply.turn)
+            self.team.mark_unread(agent_reply.turn)
             return reply
 
         conversation = (*request.messages, reply.message)

@@ -69,7 +69,7 @@ class RunLimits:
         if self.output_kb > 1024 * self.file_mb:
             raise ValueError(
                 f"limits of the sandbox: output_kb is {self.output_kb}, "
-                f"more than file_mb ({self.file_mb})"
+                f"more than file_mb ({self.file_mb} MB, or {1024 * self.file_mb} kB)"
             )
 
 

@@ -187,9 +187,20 @@ def _make_sender(recorder: Generator[None, Event, None]) -> Send:
 def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[None, Event, None]:
     """Collect the events of a run, and write the report when the run has finished.
 
-    Events that do not come from the functions of this program are dropped, and so are values and
-    ends of tests that do not come from the code of the test file. The end of a test is dropped too
-    if something has changed that tests do not change.
+    An event is a tuple that begins with its kind:
+
+    - ("loaded", modules): the modules are imported whose functions must not be replaced.
+    - ("module", code, globals): of the test file.
+    - ("test", name): a test begins.
+    - ("report", ...): pytest's report about the test.
+    - ("site", ...): the value that an assertion has seen.
+    - ("end", ...): the test has ended.
+    - ("finish",): all tests have ended.
+
+    Events that do not come from the functions of this program are dropped, and so are sites and
+    ends that do not come from the code of the test file. Reports and ends are also dropped if a
+    guarded function was replaced (see `_guarded_bindings`), and ends if the test file's names have
+    changed. An event that equals one of the test's last 100 is kept once.
 
     Args:
         mark: secret at the start of the report's line.
@@ -333,7 +344,7 @@ def _guarded_bindings(modules: list[str]) -> list[Binding]:
     """Return the functions and classes that decide whether a test passes.
 
     Args:
-        modules: names of modules beside those of pytest and unittest.
+        modules: names of further modules, in addition to those of pytest and unittest.
     """
     bindings: list[Binding] = []
     for module_name, module in list(sys.modules.items()):
@@ -342,7 +353,8 @@ def _guarded_bindings(modules: list[str]) -> list[Binding]:
         for name, value in vars(module).items():
             if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
                 bindings.append((vars(module), name, value))
-            # pytest adds attributes to these classes, so that they cannot be immutable.
+            # pytest adds attributes to these classes, so they cannot be made immutable. Their members are
+            # compared instead.
             if isinstance(value, type) and value.__module__ == "_pytest.python":
                 bindings += [(vars(value), key, member) for key, member in vars(value).items()]
     for name, value in vars(builtins).items():

@@ -34,7 +34,7 @@ def tree_exceeds(proc: int, max_bytes: int) -> bool:
     """Return True if all descendants of this process hold more than `max_bytes` of memory together.
 
     Pages that several processes share count once. The kernel takes long to tell which pages are
-    shared, so that this is read only if the resident sizes add up to more than the limit.
+    shared, so this is read only if the resident sizes add up to more than the limit.
 
     Args:
         proc: descriptor of a /proc.

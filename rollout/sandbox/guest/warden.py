@@ -159,6 +159,13 @@ class Warden:
     # --- commands of the host
 
     def _open_box(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
+        """Take the limits and the cores of a job, and enter its box.
+
+        Args:
+            files: descriptors that came with the command; this command has none.
+            limits: limits of the job, as `Limits` names them.
+            cores: numbers of the cores that the job may use.
+        """
         self._limits = limits
         self._cores = cores
         if self._tier == "namespaces":
