@@ -276,15 +276,15 @@ def test_engines_on_other_nodes_survive_the_loss_of_a_trainers_node(tmp_path: Pa
         assert rank_counts[lost] == 2
         remaining = [number for number in (1, 2, 3) if number != lost]
         assert sum(rank_counts[number] for number in remaining) == 1  # the verifier's rank
-        engines = [nodes.running(number, "Host") for number in remaining]
+        engines = [nodes.running(number, "EngineActor") for number in remaining]
         assert sum(len(pids) for pids in engines) == 2
-        assert len(nodes.running(1, "Host")) == 2
+        assert len(nodes.running(1, "EngineActor")) == 2
 
         nodes.kill(lost)
         wait_for_loss(log)
         nodes.start_ray(nodes.add(), 2)
         wait_until(lambda: len(comparable_metrics(run)) == 3, 250, "the second step")
-        assert [nodes.running(number, "Host") for number in remaining] == engines
+        assert [nodes.running(number, "EngineActor") for number in remaining] == engines
         output = wait_for_end()
     assert f"lost node {nodes.address(lost)}; trainers start again" in output
     assert results_of(run) == results_on_one_node(run, tmp_path)
@@ -318,7 +318,7 @@ def test_trainers_run_on_nodes_with_their_label_and_engines_beside_the_driver(
         wait_for_first_step(run)
         assert nodes.running(1, "TrainerRank") == []
         assert len(nodes.running(2, "TrainerRank")) == 2
-        engines = nodes.running(1, "Host")
+        engines = nodes.running(1, "EngineActor")
         assert len(engines) == 3
         os.kill(engines[0], signal.SIGKILL)
         output = wait_for_end()
@@ -488,7 +488,7 @@ def test_two_runs_share_a_cluster_and_an_interrupted_run_leaves_nothing(tmp_path
         command = [sys.executable, "-c", CLUSTER_RESOURCES, nodes.ray]
         nodes.start(1, command, ROOT, resources_log).wait(60)
         for number in (1, 2):
-            for actor in ("TrainerRank", "Host", "Server"):
+            for actor in ("TrainerRank", "EngineActor", "Server"):
                 assert nodes.running(number, actor) == []
             find = ["find", "/dev/shm", "-path", "*mcore*", "-type", "f"]
             assert not subprocess.check_output(nodes.on(number, find, ROOT))

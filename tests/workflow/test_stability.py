@@ -17,7 +17,12 @@ from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.step_metrics import MetricsError
-from mcore_mas.reports.study import lemma_factors, norm_measures, skills, study_stability
+from mcore_mas.reports.study import (
+    norm_measures,
+    skills,
+    squared_advantages_by_agent,
+    study_stability,
+)
 from mcore_mas.training.metrics import credit_metrics
 from rollout.config.agents import AgentConfig, build_team
 from rollout.engines import EngineClient
@@ -67,12 +72,12 @@ def test_lemma_factors_by_hand_are_the_second_moments_of_grpo() -> None:
     # The trajectories have the rewards 1, 1, 1, 0: μ = 3/4 and σ² = (3 · 1/16 + 9/16) / 3 = 1/4.
     # The squared advantage is (1/4)² / (1/4) = 1/4 for reward 1, and (3/4)² / (1/4) = 9/4 for reward 0.
     example = group_with_rescuer()
-    factors = lemma_factors([example.trajectories])
+    factors = squared_advantages_by_agent([example.trajectories])
     assert factors == pytest.approx({"solver": (3 * 0.25 + 2.25) / 4, "rescuer": 2.25})
 
     # Two turns of a group with equal rewards count as 0.
     equal_rewards = group(*(trajectory(turn(0, reward=1.0), sample=i) for i in range(2)))
-    both = lemma_factors([example.trajectories, equal_rewards.trajectories])
+    both = squared_advantages_by_agent([example.trajectories, equal_rewards.trajectories])
     assert both["solver"] == pytest.approx(3.0 / 6)
 
     grpo = AdvantageConfig(name="grpo")

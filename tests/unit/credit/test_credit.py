@@ -135,7 +135,7 @@ def test_a_step_of_masked_replies_has_no_advantages(name: str) -> None:
 def test_penalties_are_subtracted_from_the_score() -> None:
     samples = [sample("a", 0, "solver", 1.0, penalties=(0.25, 0.25)), sample("b", 0, "solver", 1.0)]
     turns = columns(samples)
-    assert turns.scores.tolist() == [0.5, 1.0]
+    assert turns.rewards.tolist() == [0.5, 1.0]
     assert turns.token_rewards().tolist() == [-0.25, 0.75, 0.0, 1.0]
     credited = add_advantages(samples, {"solver": AdvantageConfig(name="dr_grpo")})
     assert first_advantages(credited) == [-0.25, 0.25]
@@ -147,7 +147,7 @@ def test_nodes_and_parents_are_numbered_within_their_tree() -> None:
     keys = columns(samples).keys
     assert keys["node"].tolist() == [0, 1, 2, 2, 3, 4]
     assert keys["parent"].tolist() == [-1, -1, 1, 1, -1, -1]
-    assert columns(samples).steps is None
+    assert columns(samples).step_rewards is None
 
 
 def test_similar_states_join_the_first_state_that_is_near_enough() -> None:
@@ -171,7 +171,7 @@ def test_an_agent_without_an_estimator_is_named() -> None:
 
 def user_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
     """Estimate advantages as an estimator of a user that returns only the values."""
-    return factor * turns.scores
+    return factor * turns.rewards
 
 
 def test_a_users_estimator_may_return_only_values() -> None:
@@ -217,8 +217,8 @@ def test_a_return_counts_all_steps_of_a_trajectory_even_if_turns_are_missing() -
 
 def test_a_turn_without_a_following_step_has_no_return() -> None:
     samples = samples_of_rounds({"team": 1.0}, {})
-    assert columns(samples[:1]).steps is not None
-    message = "advantage 'gigpo' needs steps of every turn, and a turn has none"
+    assert columns(samples[:1]).step_rewards is not None
+    message = "advantage 'gigpo' needs step_rewards of every turn, and a turn has none"
     with pytest.raises(CreditError, match=message):
         add_advantages(samples, {"s": AdvantageConfig(name="gigpo")})
 

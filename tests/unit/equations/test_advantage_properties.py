@@ -32,8 +32,8 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
         {"task": "u", "trajectory": 8, "node": "1", "score": -100.0},
     ]
     steps = [[1.0], [2.0], [3.0], [9.0], [9.0]]
-    alone = ESTIMATORS[name](make_turns(rows, steps=steps[:3])).values
-    together = ESTIMATORS[name](make_turns(rows + rows_of_other_task, steps=steps)).values
+    alone = ESTIMATORS[name](make_turns(rows, step_rewards=steps[:3])).values
+    together = ESTIMATORS[name](make_turns(rows + rows_of_other_task, step_rewards=steps)).values
     assert together[:3].tolist() == pytest.approx(alone.tolist())
 
 
@@ -42,7 +42,7 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for count in (2, 3, 7, 11):
         rows = [{"trajectory": i, "node": str(i), "score": score} for i in range(count)]
-        turns = make_turns(rows, steps=[[score, score]] * count)
+        turns = make_turns(rows, step_rewards=[[score, score]] * count)
         assert ESTIMATORS[name](turns).values.tolist() == [0.0] * count
 
 
@@ -80,8 +80,8 @@ def columns_for(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the further columns that some estimators need."""
     tokens = sum(row["tokens"] for row in rows)
     return {
-        "steps": [[float(row["score"]), 1.0] for row in rows],
-        "greedy": [1.0] * len(rows),
+        "step_rewards": [[float(row["score"]), 1.0] for row in rows],
+        "greedy_rewards": [1.0] * len(rows),
         "values": [0.1 * (i % 7) for i in range(tokens)],
     }
 

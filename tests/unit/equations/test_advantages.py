@@ -187,7 +187,7 @@ def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() ->
             {"trajectory": "b", "turn": 0, "agent": "x", "score": 0, "state": "b0"},
             {"trajectory": "b", "turn": 1, "agent": "y", "score": 3, "state": "b1"},
         ],
-        steps=[[0.0]] * 4,
+        step_rewards=[[0.0]] * 4,
     )
     by_agent = gigpo(different_states, peers="agent", std="none").values.tolist()
     assert by_agent == pytest.approx([0.5, 1.0, -0.5, -1.0])
@@ -236,7 +236,7 @@ def test_m_grpo_counts_each_call_of_a_sub_agent_as_a_vote() -> None:
 
 
 def test_remax_subtracts_the_greedy_outcome() -> None:
-    turns = replace(group(1.0, 0.0), greedy=torch.tensor([0.25, 0.25]).double())
+    turns = replace(group(1.0, 0.0), greedy_rewards=torch.tensor([0.25, 0.25]).double())
     assert ESTIMATORS["remax"](turns).values.tolist() == [0.75, -0.25]
 
 
@@ -248,7 +248,7 @@ def test_gigpo_adds_the_advantage_among_turns_with_equal_states() -> None:
         {"trajectory": "b", "turn": 0, "round": 0, "state": "x", "score": 0.0},
         {"trajectory": "b", "turn": 1, "round": 1, "state": "z", "score": 0.0},
     ]
-    turns = make_turns(rows, steps=[[0.0, 1.0], [1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
+    turns = make_turns(rows, step_rewards=[[0.0, 1.0], [1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
     assert discounted_returns(turns, 0.5).tolist() == [0.5, 1.0, 0.5, 0.0]
     # The votes 1 and 0 of the trajectories give ±1/2. With γ = 1/2 both returns in state x are 1/2, so
     # that they add nothing.
@@ -261,7 +261,7 @@ def test_gigpo_adds_the_advantage_among_turns_with_equal_states() -> None:
 
 def test_gigpo_joins_similar_states() -> None:
     rows = [{"trajectory": t, "state": t, "score": 0.0} for t in ("a", "b")]
-    turns = make_turns(rows, steps=[[1.0], [0.0]])
+    turns = make_turns(rows, step_rewards=[[1.0], [0.0]])
     assert gigpo(turns, std="none").values.tolist() == [0.0, 0.0]
 
     similarities = []
@@ -318,19 +318,20 @@ def test_a_lone_vote_is_zero_or_raw() -> None:
 
 
 def test_a_trajectorys_vote_counts_once_in_each_agents_group() -> None:
-    grouping = Grouping(peers=("task", "agent"), vote=("trajectory",))
+    grouping = Grouping(peer_columns=("task", "agent"), vote_columns=("trajectory",))
     statistics = grouping.statistics(two_scales())
     assert statistics.size.tolist() == [2] * 6  # both trajectories are in both agents' groups
     assert statistics.mean.tolist() == [3.0] * 6
 
 
 def test_an_estimator_returns_the_groups_that_it_compared() -> None:
-    turns = replace(two_scales(), steps=torch.zeros(6, 1).double())
+    turns = replace(two_scales(), step_rewards=torch.zeros(6, 1).double())
     groupings = {}
     for name in sorted(set(ESTIMATORS) - AGENT_LOCAL_ESTIMATORS):
         groups = ESTIMATORS[name](turns).groups
         groupings[name] = {
-            kind: (group.grouping.peers, group.grouping.vote) for kind, group in groups.items()
+            kind: (group.grouping.peer_columns, group.grouping.vote_columns)
+            for kind, group in groups.items()
         }
     turn = ("trajectory", "node", "turn")
     team = (("task",), ("trajectory",))

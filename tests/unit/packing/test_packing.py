@@ -47,7 +47,7 @@ def test_a_shared_prompt_is_stored_once_and_last_tokens_are_not_stored() -> None
     assert batch.behaviour.tolist() == [-4.0, -5.0, -6.0, -7.0, -8.0]
     assert batch.advantages.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
     assert batch.sequences.tolist() == [0, 0, 0, 1, 1]
-    assert batch.unshared == 12 + 11
+    assert batch.tokens_without_sharing == 12 + 11
     assert tokens_saved([batch]) == 1 - 13 / 23
 
 
@@ -220,7 +220,7 @@ def test_segments_of_untrained_samples_are_removed() -> None:
     assert batch.position_ids.tolist() == list(range(12))
     assert batch.predictors.tolist() == [9, 10, 11]
     assert batch.labels.tolist() == [5, 5, 6]
-    assert batch.unshared == 12
+    assert batch.tokens_without_sharing == 12
     assert packed.training_microbatches([]) == []
 
 
