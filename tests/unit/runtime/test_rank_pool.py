@@ -95,7 +95,7 @@ def make_pool(monkeypatch: pytest.MonkeyPatch, actors: Sequence[Any]) -> RankPoo
         threads=1,
         actor_options=[{"num_gpus": 1}] * len(actors),
         monitor=None,
-        turns=None,
+        rotation=None,
     )
 
 
