@@ -252,6 +252,7 @@ def warm(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else every start asks the network for prices
         "CREWAI_TESTING": "true",  # it does not ask whether to show its traces
         "CREWAI_STORAGE_DIR": "crewai",
     }
