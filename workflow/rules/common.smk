@@ -100,7 +100,9 @@ def config_params(stage):
     """
     return {
         "config": lambda wildcards: str(SUITE.config_path(wildcards.run)),
-        "settings": lambda wildcards: sharing.settings_digest(SUITE.runs[wildcards.run], stage),
+        "settings_digest": lambda wildcards: sharing.settings_digest(
+            SUITE.runs[wildcards.run], stage
+        ),
     }
 
 

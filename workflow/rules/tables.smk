@@ -16,7 +16,7 @@ rule make_paper_table:
     output:
         csv="<results>/tables/{table}.csv",
         markdown="<results>/tables/{table}.md",
-        made="<results>/tables/{table}.json",
+        provenance="<results>/tables/{table}.json",
         charts="<results>/figures/{table}/charts.html",
     log:
         "<results>/logs/make_paper_table_{table}.log",
@@ -41,7 +41,7 @@ rule make_bundle:
     input:
         "<results>/tables/{table}.csv",
         "<results>/tables/{table}.md",
-        made="<results>/tables/{table}.json",
+        provenance="<results>/tables/{table}.json",
     output:
         bundle="<results>/tables/{table}.bundle.zip",
     log:

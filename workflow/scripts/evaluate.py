@@ -6,6 +6,7 @@ from mcore_mas.runtime.joblog import logged
 from mcore_mas.runtime.slurm import requeue_when_stopped
 
 scores = Path(snakemake.output.scores)
+# A stopped evaluation saves parts, from which the next attempt continues.
 with logged(snakemake.log[0]), requeue_when_stopped(scores.with_suffix(""), "part_*"):
     from mcore_mas.evaluation.evaluate import evaluate
     from mcore_mas.tracking.publish import publish_evaluation

@@ -7,4 +7,4 @@ from mcore_mas.runtime.joblog import logged
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.bundle import make_bundle
 
-    make_bundle(Path(snakemake.input.made), Path(snakemake.output.bundle))
+    make_bundle(Path(snakemake.input.provenance), Path(snakemake.output.bundle))

@@ -133,7 +133,10 @@ class Guess:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Return a step that ends the task if the letter is right; the spender's reward is 0."""
+        """Return a step that ends the task if the letter is right.
+
+        The spender's reward is 0 here, because `scale` gives it a penalty as its local score.
+        """
         agent, _, guessed = action.partition(" ")
         right = float(guessed == letter(self._prompt, agent))
         return Step(
@@ -149,8 +152,9 @@ def guess(task: Task) -> Guess:
 async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveInt = 4) -> None:
     """Play a team in which the rescuer acts only if the solver is wrong; all share one reward.
 
-    The rescuer is called up to `calls` times until it is right. It acts only in the few
-    trajectories that start with a failure, so its mean reward is far below that of the team.
+    The rescuer is called up to `calls` times until it is right. If the solver is mostly right from
+    the start, the rescuer acts in few trajectories, all of which begin with a wrong letter, so its
+    mean reward is far below that of the team.
     """
     problem = env.reset(task)
     reply = await team.act("solver", problem=problem)
