@@ -16,7 +16,6 @@ import torch
 
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
-from mcore_mas.evaluation.engine_gpus import assign_engine_gpus
 from mcore_mas.evaluation.identity import evaluation_identity
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
 from mcore_mas.evaluation.running_team import running_team
@@ -47,6 +46,8 @@ def evaluate(
     out_path: Path,
     seats: Mapping[str, Any] = MappingProxyType({}),
     stop: StopSignal | None = None,
+    *,
+    address: str | None = None,
 ) -> dict[str, Any]:
     """Evaluate the team of a run on its test tasks; return the scores as they are written.
 
@@ -60,6 +61,7 @@ def evaluate(
         out_path: JSON file of the scores.
         seats: which model plays an agent; see `config_with_seats`.
         stop: stops the evaluation; by default signals do, if this is the main thread.
+        address: address of a running Ray, whose nodes run SGLang's servers; None: this machine.
 
     Raises:
         FolderError: a run whose trained policies play has not finished its training, or another
@@ -80,7 +82,7 @@ def evaluate(
     commit = code_commit()
     log = config.folder / "logs" / f"evaluate_{out_path.stem}.log"
     with owned(folder), stage_record(log):
-        _play_missing(config, folder, board, stop)
+        _play_missing(config, folder, board, stop, address or "local")
 
     max_failed = config.evaluation.max_failed
     if len(board.lost) > max_failed * board.expected_replies:
@@ -103,7 +105,9 @@ def evaluate(
     return scores
 
 
-def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) -> None:
+def _play_missing(
+    config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal, address: str
+) -> None:
     """Fill a scoreboard with the trajectories in a folder, and play those that are missing.
 
     Logs of servers are written beside the folder.
@@ -119,7 +123,7 @@ def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: Stop
     finished = total - missing
     with ExitStack() as stack:
         stack.callback(shards.flush)
-        team = stack.enter_context(running_team(config, f"{folder}-", _EVALUATION_STEP))
+        team = stack.enter_context(running_team(config, f"{folder}-", _EVALUATION_STEP, address))
         reporter = stack.enter_context(
             ProgressReporter(f"{config.run} evaluate {folder.name}", total, finished)
         )
@@ -133,7 +137,6 @@ def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: Stop
             env=config.env.name,
         )
         collector = replace(team.collector, options=options)
-        servers = sum(len(servers) for servers in assign_engine_gpus(config).values())
         finished_numbers = itertools.count(finished + 1)
         report_every = max(1, total // 10)
 
@@ -149,7 +152,7 @@ def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: Stop
             measuring = measure(
                 board,
                 collector,
-                in_flight=config.trajectories_in_flight(servers),
+                in_flight=config.trajectories_in_flight(team.servers),
                 retries=config.evaluation.retries,
                 on_trajectory=write_and_report,
             )

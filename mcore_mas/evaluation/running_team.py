@@ -1,6 +1,8 @@
 """Team of a run with its engines, for evaluations, chats and servers, where nothing is trained."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,11 +10,14 @@ from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
+from mcore_mas.evaluation.server_nodes import place_servers, uses_all_nodes
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
+from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.engine_factory import close_engines, engine_requests, make_engines
 from mcore_mas.runtime.players import make_players, open_remotes
 from mcore_mas.runtime.run_environments import open_environments
 from rollout.config.agents import build_team
+from rollout.engines.build import EngineRequest
 from rollout.teams.collect import Collector
 
 
@@ -23,41 +28,53 @@ class RunningTeam:
     Attributes:
         collector: plays tasks with the team.
         runner: runner of the event loop in which the collector must be called.
+        servers: number of engines and of their replicas.
     """
 
     collector: Collector
     runner: asyncio.Runner
+    servers: int
 
 
 @contextmanager
-def running_team(config: RunConfig, path_prefix: str, step: int) -> Iterator[RunningTeam]:
-    """Start the engines and the environments of a team for the block, on all GPUs of the machine.
+def running_team(
+    config: RunConfig, path_prefix: str, step: int, address: str = "local"
+) -> Iterator[RunningTeam]:
+    """Start the engines and the environments of a team for the block, on all GPUs.
+
+    They are those of this machine, or those of all nodes of a Ray cluster if all engines are SGLang
+    servers.
 
     Args:
         config: config of the run.
         path_prefix: beginning of all paths that remote models, engines and the retriever write to.
         step: number that is part of the seeds of the trajectories.
+        address: address of a running Ray; "local": this machine.
 
     Raises:
+        ClusterError: the Ray cannot be joined.
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model or the retriever cannot be used.
     """
-    gpus = assign_engine_gpus(config)
-    config = share_gpu_memory(config, gpus)
     remotes = open_remotes(config, Path(f"{path_prefix}remotes"))
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         retriever_log = str(Path(f"{path_prefix}retriever").absolute())
         make_env = stack.enter_context(open_environments(config, retriever_log))
-        requests = engine_requests(
-            config, config.models, Path(f"{path_prefix}engines"), trained=False, gpus=gpus
-        )
+        log_folder = Path(f"{path_prefix}engines")
+        if address != "local" and uses_all_nodes(config):
+            requests = stack.enter_context(_requests_on_nodes(config, log_folder, address))
+        else:
+            requests = _requests_on_machine(config, log_folder)
         engines = make_engines(requests)
         stack.callback(close_engines, engines)
         runner = stack.enter_context(asyncio.Runner())
         for remote in remotes.values():
             stack.callback(lambda client: runner.run(client.aclose()), remote)
 
-        players = make_players(config, engines, gpus)
+        servers = {
+            policy: _server_count(request) for request in requests for policy in request.policies
+        }
+        players = make_players(config, engines, servers)
         collector = Collector(
             team=build_team(config.agents, {**players, **remotes}),
             make_env=make_env,
@@ -65,4 +82,38 @@ def running_team(config: RunConfig, path_prefix: str, step: int) -> Iterator[Run
             seed=config.seed,
             step=step,
         )
-        yield RunningTeam(collector=collector, runner=runner)
+        yield RunningTeam(collector=collector, runner=runner, servers=sum(servers.values()))
+
+
+def _requests_on_machine(config: RunConfig, log_folder: Path) -> list[EngineRequest]:
+    """Return requests of engines on all GPUs of this machine."""
+    gpus = assign_engine_gpus(config)
+    config = share_gpu_memory(config, gpus)
+    return engine_requests(config, config.models, log_folder, trained=False, gpus=gpus)
+
+
+@contextmanager
+def _requests_on_nodes(
+    config: RunConfig, log_folder: Path, address: str
+) -> Iterator[list[EngineRequest]]:
+    """Join a Ray for the block; yield requests of servers on all GPUs of its nodes."""
+    log_folder.mkdir(parents=True, exist_ok=True)
+    file = log_folder / "nodes.txt"  # every node must see the folder
+    file.write_text(f"{os.getpid()} of {socket.gethostname()}")
+    with joined_ray(address, file) as nodes:
+        placements = place_servers(config, nodes).options
+        yield engine_requests(
+            config,
+            config.models,
+            log_folder,
+            trained=False,
+            placements={policy: placements[policy, "engine"] for policy in config.models},
+            nodes=len(nodes),
+        )
+
+
+def _server_count(request: EngineRequest) -> int:
+    """Return the number of servers or replicas of an engine."""
+    if request.gpus is not None:
+        return len(request.gpus)
+    return len(request.placements or ()) // request.config.tp or 1

@@ -26,7 +26,7 @@ from mcore_mas.planning.memory import (
     embedded_weight_bytes,
     engine_weight_bytes,
 )
-from mcore_mas.planning.shared_pool import fit_pool
+from mcore_mas.planning.shared_pool import fit_pool, started_servers
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     count_devices,
@@ -99,6 +99,9 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         return _train_needs(config, device_type, node_gpus)
 
     if stage == "evaluate":
+        nodes = _evaluation_nodes(config, device_type, node_gpus)
+        if nodes > 1:
+            return _evaluation_on_nodes(config, nodes, node_gpus)
         gpus = _evaluation_gpus(config, node_gpus) if device_type == "GPU" else 0
         processes = max(len(config.models), gpus)
     else:
@@ -208,8 +211,35 @@ def _cpus(
     return -(-threads // nodes) + driver + searching
 
 
+def _evaluation_nodes(config: RunConfig, device_type: DeviceType, node_gpus: int) -> int:
+    """Return the nodes of an evaluation: those of the training, if all engines are SGLang servers.
+
+    Other engines run on one node, and so does a retriever on GPUs.
+    """
+    all_are_servers = len(started_servers(config)) == len(config.models) > 0
+    has_retriever = config.retriever is not None and config.retriever.gpus > 0
+    if device_type == "CPU" or not all_are_servers or has_retriever:
+        return 1
+    training = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+    return max(1, -(-training // node_gpus))
+
+
+def _evaluation_on_nodes(config: RunConfig, nodes: int, node_gpus: int) -> JobNeeds:
+    """Return the resources of an evaluation whose servers take whole nodes."""
+    gpus = nodes * node_gpus
+    needs = _needs_of_one_node(
+        config, "GPU", gpus=node_gpus, processes=node_gpus, node_gpus=node_gpus
+    )
+    return JobNeeds(
+        nodes=nodes,
+        gpus=node_gpus,
+        cpus=_cpus(config, "GPU", gpus=gpus, processes=gpus, nodes=nodes),
+        memory_mb=needs.memory_mb,
+    )
+
+
 def _evaluation_gpus(config: RunConfig, node_gpus: int) -> int:
-    """Return the GPUs of an evaluation, which has engines only and is on one machine.
+    """Return the GPUs of an evaluation on one machine, which has engines only.
 
     It gets as many engines of each policy as fit the GPUs of the training. If the machine has fewer
     GPUs than one engine of each policy needs, the engines share them.

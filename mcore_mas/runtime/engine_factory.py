@@ -72,7 +72,8 @@ def engine_requests(
             weights_folder = (weights_folder or log_folder / policy).resolve()
 
         engine_placements = placements.get(policy) if placements else None
-        shares_gpus = bool(engine_placements) and config.cluster.pool == "shared"
+        # In an evaluation, servers that Ray places have GPUs of their own.
+        shares_gpus = bool(engine_placements) and trained and config.cluster.pool == "shared"
         if gpus is not None:
             shares_gpus = _has_gpus_of_others(policy, gpus)
 

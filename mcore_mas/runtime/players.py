@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[
 def make_players(
     config: RunConfig,
     engines: Mapping[str, Any],
-    servers: Mapping[str, Sequence[object]] | None = None,
+    servers: Mapping[str, int] | None = None,
 ) -> dict[str, PolicyClient]:
     """Return the clients of the policies that have an engine.
 
@@ -58,7 +58,7 @@ def make_players(
     their deadline already runs. Adapters of one host share its slots.
 
     Args:
-        servers: servers of each policy's engine; None: as many as the config says.
+        servers: number of servers of each policy's engine; None: as many as the config says.
     """
     renderers = make_renderers(config, {policy: config.models[policy] for policy in engines})
     slots: dict[int, asyncio.Semaphore] = {}  # by host
@@ -67,7 +67,7 @@ def make_players(
         section = for_policy(config, policy).engine
         host = getattr(engine, "host", engine)
         if id(host) not in slots:
-            count = section.servers if servers is None else len(servers[policy])
+            count = section.servers if servers is None else servers[policy]
             slots[id(host)] = asyncio.Semaphore(section.slots * count)
         players[policy] = build_player(
             engine,

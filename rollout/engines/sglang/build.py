@@ -22,6 +22,15 @@ def build_sglang_engines(request: EngineRequest) -> list[Any]:
     return [SGLangEngine(settings, restart_guard=request.restart_guard)]
 
 
+def _replicas(request: EngineRequest) -> int:
+    """Return the number of servers: as many as have GPUs, or as the config says."""
+    if request.gpus is not None:
+        return len(request.gpus)
+    if request.placements and not request.trained:
+        return len(request.placements) // request.config.tp
+    return request.config.replicas
+
+
 def sglang_settings(request: EngineRequest) -> SGLangSettings:
     """Return the settings of the SGLang engine of a request."""
     config = request.config
@@ -40,7 +49,7 @@ def sglang_settings(request: EngineRequest) -> SGLangSettings:
         key=read_regular_text(config.key_file).strip() if config.key_file else None,
         multi_node=request.multi_node,
         members=config.members,
-        replicas=config.replicas if request.gpus is None else len(request.gpus),
+        replicas=_replicas(request),
         tp=config.tp,
         transport=config.transport or TRANSPORTS["sglang"][0],
         weights_folder=request.weights_folder,

@@ -162,9 +162,22 @@ def test_a_training_requests_the_gpus_of_its_placement() -> None:
 
 @pytest.mark.parametrize(("node_gpus", "gpus"), [(1, 1), (2, 2), (8, 8)])
 def test_an_evaluation_requests_no_more_gpus_than_a_machine_has(node_gpus: int, gpus: int) -> None:
-    """Four servers share one or two GPUs; of eight each policy has two."""
-    needs = job_needs(config(FOUR_POLICIES), "evaluate", node_gpus)
+    """Four engines share one or two GPUs; of eight each policy has two."""
+    embedded = config(FOUR_POLICIES, "engine={name: embedded, python: null}")
+    needs = job_needs(embedded, "evaluate", node_gpus)
     assert (needs.nodes, needs.gpus) == (1, gpus)
+
+
+def test_servers_of_an_evaluation_are_on_all_nodes_of_the_training() -> None:
+    run = config(
+        FOUR_POLICIES, "retriever.urls=[http://search:8000]", "retriever.folder=null"
+    )  # 36 GPUs
+    needs = job_needs(run, "evaluate", 8)
+    assert (needs.nodes, needs.gpus) == (5, 8)
+    assert needs.memory_mb == 16_000 + 8 * 6_000  # of each node
+    assert job_needs(run, "evaluate", 64) == JobNeeds(
+        nodes=1, gpus=36, cpus=36 + 2 + 36, memory_mb=16_000 + 36 * 6_000
+    )
 
 
 def test_an_evaluation_of_embedded_engines_on_gpus() -> None:
