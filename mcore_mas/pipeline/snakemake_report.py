@@ -1,5 +1,6 @@
 """Snakemake's HTML report of a suite, written from inside a running Snakemake."""
 
+import base64
 import subprocess
 import sys
 import tempfile
@@ -11,14 +12,19 @@ import yaml
 
 from mcore_mas.pipeline.suite_file import SNAKEFILE
 
-_STYLESHEET = SNAKEFILE.parent / "report" / "narrow.css"
+_STYLESHEET = SNAKEFILE.parent / "report" / "first_page.css"
+# Stands for the picture of the curves on the first page, in base64. Snakemake's report prints the
+# suite file, which would otherwise hold the whole picture.
+CURVES_PLACEHOLDER = "Y3VydmVzIG9mIHRoZSBydW5z"
 
 
 class ReportError(RuntimeError):
     """Snakemake could not write its report; its own messages are in the log above."""
 
 
-def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> None:
+def make_report(
+    suite: Mapping[str, Any], targets: Sequence[str], out: Path, curves: str = ""
+) -> None:
     """Write one HTML page about the files `targets` and all jobs that they depend on.
 
     A second Snakemake reads the records of the running one. It takes no lock, because the first one
@@ -28,6 +34,7 @@ def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> 
         suite: the content of the suite file, with additions for the first page.
         targets: files that the report shows.
         out: the HTML page.
+        curves: SVG for the first page; "" for none.
 
     Raises:
         ReportError: Snakemake ended with an error.
@@ -35,7 +42,10 @@ def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> 
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as folder:
         suite_path = Path(folder) / "suite.yaml"
         page = Path(folder) / "report.html"
-        suite_path.write_text(yaml.safe_dump(dict(suite), sort_keys=False), encoding="utf-8")
+        content = dict(suite)
+        if curves:
+            content["curves"] = CURVES_PLACEHOLDER
+        suite_path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
         command = [sys.executable, "-m", "snakemake"]
         command += ["--snakefile", str(SNAKEFILE)]
@@ -46,4 +56,10 @@ def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> 
         status = subprocess.run(command, check=False).returncode
         if status != 0 or not page.is_file():
             raise ReportError(f"{out}: snakemake --report ended with status {status}")
+        picture = base64.b64encode(curves.encode()).decode()
+        address = "data:image/svg+xml;base64,"
+        text = page.read_text(encoding="utf-8")
+        page.write_text(
+            text.replace(f"{address}{CURVES_PLACEHOLDER}", f"{address}{picture}"), encoding="utf-8"
+        )
         page.replace(out)

@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,25 @@ def key_curves(metrics: Mapping[str, Metrics]) -> str:
     """Return the first section of the page as SVG: reward and validation accuracy of each run."""
     panels = sections(metrics)[_FIRST_SECTION]
     return _figure(panels, list(metrics), _accuracy_bands(metrics))
+
+
+def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
+    """Return the same section as an SVG file, without the runs whose metrics cannot be read.
+
+    Args:
+        runs: the metrics.jsonl of each run.
+
+    Returns:
+        "" if no run has metrics.
+    """
+    metrics: dict[str, Metrics] = {}
+    for run, path in runs.items():
+        with suppress(MetricsError):
+            metrics[run] = read_metrics(path)
+    if not metrics:
+        return ""
+    # Matplotlib declares the namespace of SVG, which a file needs.
+    return key_curves(metrics).strip()
 
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:

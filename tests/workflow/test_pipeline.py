@@ -1,7 +1,9 @@
 """The whole pipeline with all real components: both demo teams train for two steps."""
 
+import base64
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -70,6 +72,9 @@ def test_the_tiny_suite_runs_to_its_report_and_a_second_run_does_nothing(tmp_pat
 
     page = (results / "reports/tiny.html").read_text()
     assert "@media (max-width: 640px)" in page  # the project's stylesheet
+    assert "#rulegraph { display: none; }" in page
+    (curves,) = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page)
+    assert b"validation accuracy" in base64.b64decode(curves)
     assert "</html>" in page
     # The page has a link to MLflow's comparison of both trainings.
     assert "Compare the trainings in MLflow" in page

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.reports.charts import sections, write_charts
+from mcore_mas.reports.charts import picture_of_key_curves, sections, write_charts
 from mcore_mas.reports.curves import curve, curves_of
 from mcore_mas.reports.step_metrics import MetricsError
 from tests.support.run_files import METRICS_DAMAGE, damage_cases, write_small_run
@@ -153,3 +153,12 @@ def test_bad_metrics_are_reported_in_one_line(tmp_path: Path, content: str) -> N
         write_charts({"demo": path}, tmp_path / "charts.html")
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_picture_of_the_report_has_the_runs_that_can_be_read(tmp_path: Path) -> None:
+    good = write_small_run(tmp_path / "good", {"t": 0.5}) / "train/metrics.jsonl"
+    picture = picture_of_key_curves({"good": good, "missing": tmp_path / "metrics.jsonl"})
+    assert picture.startswith("<svg ") and picture.endswith("</svg>")
+    assert 'xmlns="http://www.w3.org/2000/svg"' in picture
+    assert ">good<" in picture and ">missing<" not in picture
+    assert picture_of_key_curves({"missing": tmp_path / "metrics.jsonl"}) == ""

@@ -6,6 +6,7 @@ from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.snakemake_report import make_report
+    from mcore_mas.reports.charts import picture_of_key_curves
     from mcore_mas.reports.tables import headline
     from mcore_mas.tracking.publish import publish_within_limit
 
@@ -17,4 +18,5 @@ with logged(snakemake.log[0]):
     if mlflow_page:
         suite["links"] = {"Compare the trainings in MLflow": mlflow_page}
     suite["headline"] = headline(Path(snakemake.input.table).with_suffix(".csv"))
-    make_report(suite, list(snakemake.input), html)
+    metrics = {run: results / run / "train" / "metrics.jsonl" for run in suite["experiments"]}
+    make_report(suite, list(snakemake.input), html, picture_of_key_curves(metrics))
