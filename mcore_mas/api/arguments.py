@@ -15,23 +15,20 @@ from mcore_mas.config.experiments import GROUPS
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.config.trainer import TrainerConfig
+from rollout.base.error_lines import KEY_SYNONYMS
 from rollout.base.nested import merged
 from rollout.base.text import nearest_hint
 
-# Settings of `Run` by the names that other trainers give to them.
-_SYNONYMS = {
-    "learning_rate": "lr",
-    "model": "policies",
-    "models": "policies",
+# Arguments of `Run` by the names that other trainers give to them.
+_ARGUMENT_SYNONYMS = {
     "dataset": "tasks",
-    "train_dataset": "tasks",
-    "reward_funcs": "reward",
     "environment": "env",
+    "model": "policies",
+    "model_name_or_path": "policies",
+    "models": "policies",
     "output_dir": "folder",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "num_generations": "group_size",
-    "batch_size": "tasks_per_step",
+    "reward_funcs": "reward",
+    "train_dataset": "tasks",
 }
 # Sections of a config that are arguments of `Run` with the same name.
 _OWN_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")
@@ -163,8 +160,11 @@ def read_settings(arguments: Mapping[str, Any]) -> Settings:
 
 def _expected_setting(key: str) -> str:
     """Describe how to write a key of a nested section; for others name a similar setting, or list all."""
-    if key in _SYNONYMS:
-        return f"write {_SYNONYMS[key]}=..."
+    if key in _ARGUMENT_SYNONYMS:
+        return f"write {_ARGUMENT_SYNONYMS[key]}=..."
+    key = KEY_SYNONYMS.get(key, key)
+    if key in TrainerConfig.model_fields or key in PolicyConfig.model_fields:
+        return f"write {key}=..."
     value = f'{{"{key}": ...}}'
     spellings = []
     for name, section in RunConfig.model_fields.items():

@@ -30,7 +30,12 @@ from mcore_mas.api.tasks import split_tasks
 from mcore_mas.api.training_thread import StepRow, TrainingThread
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import MAX_NAME_CHARS, RunConfig
-from mcore_mas.pipeline.check import machine_problems, model_problems, task_count_problems
+from mcore_mas.pipeline.check import (
+    answer_problems,
+    machine_problems,
+    model_problems,
+    task_count_problems,
+)
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
@@ -41,7 +46,6 @@ from rollout.records.trajectory import Task, Trajectory
 _T = TypeVar("_T")
 _TASKS_PER_STEP = 8  # default of tasks_per_step
 _EXPLAINED_TASKS = 3
-_COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the task's answers
 
 
 class Run:
@@ -101,8 +105,9 @@ class Run:
                 f"folder: {self.folder.name:.80}… has {len(self.folder.name)} characters; the name of "
                 f"a run has at most {MAX_NAME_CHARS}"
             )
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ArgumentError(f"folder: {self.folder} is a file; name the folder of the run")
+        for path in (self.folder, *self.folder.parents):
+            if path.exists() and not path.is_dir():
+                raise ArgumentError(f"folder: {path} is a file; name the folder of the run")
         name = self.folder.name
         split: dict[str, list[Task]] = {}
         data = tasks
@@ -351,22 +356,12 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
         raise ArgumentError("; ".join(problems))
 
     if train:
-        _check_answers(config.env.name, train)
+        for problem in answer_problems(config.env.name, train):
+            raise ArgumentError(problem)
         try:
             config.env.check_task(train[0])
         except ValueError as error:
             raise ArgumentError(str(error)) from error
-
-
-def _check_answers(env: str, tasks: Sequence[Task]) -> None:
-    """Raise ArgumentError if an environment that compares answers gets a task without one."""
-    without_answers = [task for task in tasks if not any(task.answers)]
-    if env in _COMPARING_ENVS and without_answers:
-        raise ArgumentError(
-            f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares "
-            f"replies with it; the first is {without_answers[0].prompt!r:.80}; give each an answer, "
-            "or use an env of your own"
-        )
 
 
 def _call_in_thread(

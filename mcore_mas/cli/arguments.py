@@ -5,12 +5,25 @@ from typing import Annotated
 
 import typer
 
-from rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError, private_folder_error
 from rollout.base.text import nearest_hint
 
 
 class UsageError(ValueError):
     """A command cannot do what it was called with; the message says what was expected."""
+
+
+def setting_hint(option: str) -> str:
+    """Return how to write an option that is a setting of a run, or "" if it is none."""
+    from mcore_mas.config.run import RunConfig
+    from rollout.base.error_lines import dotted_keys
+
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    keys = dotted_keys(name, RunConfig)
+    if not keys:
+        return ""
+    settings = " or ".join(f"{key}=..." for key in keys)
+    return f"; a setting of a run has no dashes: `mcore-mas run SUITE {settings}`"
 
 
 def run_names() -> list[str]:
@@ -28,10 +41,19 @@ def run_folder(run: Path) -> Path:
         return run
     if str(run) in run_names():
         return Path("results") / run
+    check_readable(run)
     raise FolderError(
         f"{run}: no run here; expected a run's folder, its name in results/, or its config.yaml"
         f"{nearest_hint(run.name, run_names())}"
     )
+
+
+def check_readable(run: Path) -> None:
+    """Raise FolderError if a run, by its folder or its name in results/, is private to another user."""
+    for folder in (run, Path("results") / run):
+        error = private_folder_error(folder)
+        if error:
+            raise FolderError(error)
 
 
 def run_config(run: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mcore_mas import resolve_page_paths
+from mcore_mas.cli.arguments import setting_hint
 from mcore_mas.cli.data import data_commands
 from mcore_mas.cli.machine import machine_commands
 from mcore_mas.cli.names import name_commands
@@ -99,6 +100,8 @@ def _print_usage_error(error: typer.TyperException) -> None:
     message = " ".join(error.format_message().split()).rstrip(".?")
     if not message:
         return  # the command was called without arguments, and its help has been printed
+    if message.startswith("No such option"):
+        message += setting_hint(str(getattr(error, "option_name", "")))
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "mcore-mas"
     print(f"error: {message}; `{command} --help` says what is expected", file=sys.stderr)

@@ -118,9 +118,11 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
     A line below the table names each file that is damaged, and what to do; the exit status is then
     1.
     """
-    from mcore_mas.reports.run_states import read_run_states
+    from mcore_mas.reports.run_states import private_run_errors, read_run_states
 
     runs = read_run_states(results)
+    for error in private_run_errors(results):
+        print(escape_line(error))
     if not runs:
         print(f"no runs in {escape_line(str(results))}")
         return

@@ -5,11 +5,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from mcore_mas.cli.arguments import UsageError
+from mcore_mas.cli.arguments import UsageError, setting_hint
 from mcore_mas.pipeline.suite import suite_values
 from mcore_mas.pipeline.suite_file import SNAKEFILE
+from rollout.base.text import nearest_hint
 
 # Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
 _OPTIONS_WITH_PAIRS = {
@@ -77,18 +78,33 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse unknown options here, as Snakemake's own error is preceded by all its options."""
+    """Refuse wrong options here, as Snakemake's own error is preceded by all its options."""
     from snakemake.cli import get_argument_parser
 
-    _, unknown = get_argument_parser().parse_known_args(list(arguments))
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"{message}{_setting_hints(arguments)}")
+
+    parser = get_argument_parser()
+    parser.error = refuse  # an option that is ambiguous, or has a wrong value
+    _, unknown = parser.parse_known_args(list(arguments))
     options = [argument for argument in unknown if argument.startswith("-")]
     if options:
+        all_options = [name for action in parser._actions for name in action.option_strings]
+        hints = _setting_hints(options)
+        if not hints:
+            hints = "".join(nearest_hint(option, all_options) for option in options)
         raise UsageError(
-            f"unrecognized arguments: {' '.join(options)}; `mcore-mas run --help` and "
+            f"unrecognized arguments: {' '.join(options)}{hints}; `mcore-mas run --help` and "
             "`snakemake --help` list the options"
         )
     if "=" in arguments:
         raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
+
+
+def _setting_hints(options: Sequence[str]) -> str:
+    """Return how to write the options that are settings of a run."""
+    hints = [setting_hint(option) for option in options if option.startswith("-")]
+    return "".join(dict.fromkeys(hints))
 
 
 def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:

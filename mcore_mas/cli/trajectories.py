@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mcore_mas.cli.arguments import UsageError, run_names
+from mcore_mas.cli.arguments import UsageError, check_readable, run_names
 from rollout.base.text import escape_text, nearest_hint
 
 trajectory_commands = typer.Typer()
@@ -30,6 +30,7 @@ def trajectory_file(name: Path) -> Path:
     if steps:
         return steps[-1]
 
+    check_readable(name)
     has_trajectories = any(name.glob("*.parquet"))  # a folder of an evaluation
     if any(folder.is_dir() for folder in run_folders) and not has_trajectories:
         raise UsageError(

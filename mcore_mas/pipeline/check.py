@@ -42,6 +42,8 @@ from rollout.tasks.splits import SPLITS
 # Data files up to this size are read by the check; larger ones are read when the tasks are made.
 _MAX_CHECKED_BYTES = 2**24
 
+_COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the task's answers
+
 
 def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8) -> list[str]:
     """Return one line for each problem of a suite, with the runs that have it.
@@ -242,6 +244,8 @@ def _task_problems(
                 tasks = {split: [] for split in SPLITS}
             _check_environment(config, tasks)
             checked_tasks[config.run] = tasks["train"]
+            all_tasks = [task for split in SPLITS for task in tasks[split]]
+            yield from answer_problems(config.env.name, all_tasks)
         except (RecordError, UnknownName, ValueError) as error:
             yield f"data: {error}"
             return
@@ -300,6 +304,17 @@ def _check_environment(config: RunConfig, tasks: dict[str, list[Task]]) -> None:
     check_envs(task for split in tasks.values() for task in split)
     if tasks["train"]:
         config.env.check_task(tasks["train"][0])
+
+
+def answer_problems(env: str, tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield a problem if an environment that compares answers gets tasks without one."""
+    without_answers = [task for task in tasks if not any(task.answers)]
+    if env in _COMPARING_ENVS and without_answers:
+        yield (
+            f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares "
+            f"replies with it; the first is {without_answers[0].prompt!r:.80}; give each an answer, "
+            "or use an env of your own"
+        )
 
 
 def task_count_problems(config: RunConfig, train_tasks: int) -> Iterator[str]:

@@ -354,6 +354,12 @@ def _compose_run(
     cache: ConfigCache | None,
 ) -> dict[str, Any]:
     """Return the resolved config of a run, with its placement on GPUs."""
+    for override in overrides:
+        if override.startswith("results="):
+            raise SuiteError(
+                f"run '{run}': {override}: all runs of a suite have one folder; write `--config "
+                f"{override}` in a command, or results: in the suite file"
+            )
     scale = suite.get("scale", "paper")
     settings = [*overrides, f"run={run}", f"results={suite.get('results', 'results')}"]
 

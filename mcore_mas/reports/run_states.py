@@ -11,9 +11,11 @@ import yaml
 
 from mcore_mas.reports.evaluation_files import read_score_rows
 from mcore_mas.reports.step_metrics import STEP_LIMIT, Metrics, MetricsError, read_step_rows
-from rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError, private_folder_error
 from rollout.base.yaml_files import read_yaml
 from rollout.records.files import RecordError
+
+_MLFLOW_ARTIFACTS = "mlflow-artifacts"  # folder beside the runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,19 @@ def run_folders(results: Path) -> list[Path]:
     return [
         folder for folder in sorted(results.iterdir()) if os.path.lexists(folder / "config.yaml")
     ]
+
+
+def private_run_errors(results: Path) -> list[str]:
+    """Return a line for each folder in a results folder that only another user can read.
+
+    Runs are private to the user who made them.
+    """
+    errors = [
+        private_folder_error(folder)
+        for folder in sorted(results.iterdir())
+        if folder.name != _MLFLOW_ARTIFACTS  # private too, and no run
+    ]
+    return [error for error in errors if error]
 
 
 def read_run_states(results: Path) -> list[RunState]:

@@ -12,6 +12,24 @@ from rollout.base.text import escape_line, nearest_hint
 
 _SHOWN_CHARS = 120  # length of a shown value or key
 _SHOWN_KEYS = 10  # number of wrong keys that a line describes
+# Keys of a config by the names that other trainers give to them.
+KEY_SYNONYMS = {
+    "batch_size": "tasks_per_step",
+    "epochs": "passes",
+    "k": "samples",
+    "learning_rate": "lr",
+    "max_completion_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "group_size",
+    "num_steps": "steps",
+    "num_train_epochs": "passes",
+    "num_samples": "samples",
+    "rollouts_per_prompt": "group_size",
+    "train_batch_size": "tasks_per_step",
+}
+
 # Types of errors, as pydantic names them.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
@@ -109,10 +127,13 @@ def _message(details: ErrorDetails, model: type[BaseModel], keys: Sequence[int |
 def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
     *parents, name = map(str, keys)
     section_keys = _section_keys(model, parents)
+    synonym = KEY_SYNONYMS.get(name)
+    if synonym in section_keys:
+        return f"unknown key; write {'.'.join([*parents, synonym])}"
     nearest = nearest_hint(name, section_keys)
     if nearest:
         return f"unknown key{nearest}"
-    keys_elsewhere = list(_keys_named(name, model))
+    keys_elsewhere = dotted_keys(name, model)
     if keys_elsewhere:
         return f"unknown key; write {' or '.join(keys_elsewhere)}"
     return f"unknown key; known here: {', '.join(section_keys)}" if section_keys else "unknown key"
@@ -151,8 +172,15 @@ def _sections_in(annotation: Any) -> Iterator[Any]:
         yield from _sections_in(argument)
 
 
+def dotted_keys(name: str, model: type[BaseModel]) -> list[str]:
+    """Return the keys with a name, or of which it is a synonym, in the sections of a model.
+
+    In place of a name in a mapping, such as that of an agent, a key has `*`.
+    """
+    return list(_keys_named(name, model)) or list(_keys_named(KEY_SYNONYMS.get(name, ""), model))
+
+
 def _keys_named(name: str, model: type[BaseModel]) -> Iterator[str]:
-    """Yield the dotted keys with this name in the sections of a model, `*` for a name in a mapping."""
     for key, annotation in _field_types(model).items():
         for section in _sections_in(annotation):
             if name in _field_types(section):

@@ -23,6 +23,17 @@ class FolderError(RuntimeError):
     """A folder cannot be used: one line that says what is wrong, where, and what to do."""
 
 
+def private_folder_error(folder: Path) -> str:
+    """Return why a folder cannot be read, with its owner; "" if it can be read or does not exist."""
+    if not folder.is_dir() or os.access(folder, os.R_OK | os.X_OK):
+        return ""
+    try:
+        owner = folder.owner()
+    except KeyError:  # a container need not know the users of its host
+        owner = f"user {folder.stat().st_uid}"
+    return f"{folder}: not readable here; it belongs to {owner}, who can open it (chmod -R a+rX)"
+
+
 def epoch_of(path: Path) -> int:
     """Return the epoch of this process as the owner of a folder around `path`; 0 if it owns none."""
     path = path.absolute()

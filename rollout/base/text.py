@@ -69,5 +69,5 @@ def nearest_hint(name: str, choices: Iterable[str]) -> str:
     The hint ends an error message that has listed the choices.
     """
     # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
-    names = get_close_matches(name, list(choices), n=3, cutoff=0.66)
+    names = get_close_matches(name, list(dict.fromkeys(choices)), n=3, cutoff=0.66)
     return f"; nearest: {', '.join(names)}" if names else ""

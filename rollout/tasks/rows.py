@@ -4,7 +4,7 @@ import csv
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
 def _read_csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
+        _check_delimiter(path, rows.fieldnames or ())
         column_counts = Counter(rows.fieldnames or ())
         for column, count in column_counts.items():
             if count > 1:
@@ -122,6 +123,17 @@ def _read_csv(path: Path) -> Iterator[Any]:
                     "that contain a comma in double quotes"
                 )
             yield row
+
+
+def _check_delimiter(path: Path, columns: Sequence[str]) -> None:
+    """Refuse a file whose cells are separated by another sign than a comma."""
+    if len(columns) != 1:
+        return
+    for sign, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if sign in columns[0]:
+            raise RecordError(
+                f"{path}: its header '{columns[0]}' has {name} between the columns; expected commas"
+            )
 
 
 # Readers of a file's rows by suffix.

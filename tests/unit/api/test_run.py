@@ -164,10 +164,17 @@ def test_numbers_of_numpy_and_paths_from_home(
         ),
         ({"stepz": 3}, ArgumentError, "^Run has no setting 'stepz'; nearest: steps"),
         ({"learning_rate": 3}, ArgumentError, r"'learning_rate'; write lr=\.\.\."),
+        ({"max_steps": 3}, ArgumentError, r"'max_steps'; write steps=\.\.\.$"),
+        (
+            {"k": 3},
+            ArgumentError,
+            r"^Run has no setting 'k'; write evaluation=\{\"samples\": \.\.\.\}$",
+        ),
         ({"model": "m"}, ArgumentError, r"'model'; write policies=\.\.\."),
         ({"policies": None}, ArgumentError, "^policies is missing"),
         ({"policies": ["m"]}, ArgumentError, r"^policies is \['m'\]; expected a model's folder"),
         ({"folder": __file__}, ArgumentError, "^folder: .*test_run.py is a file; name the folder"),
+        ({"folder": f"{__file__}/run"}, ArgumentError, "^folder: .*test_run.py is a file; name"),
         (
             {"tasks": [(f"{n}+1", "") for n in range(20)]},
             ArgumentError,

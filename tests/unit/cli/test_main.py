@@ -77,6 +77,29 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("leaks {missing}", "missing: no such file"),
         ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
         ("check demo_mat", "(`mcore-mas list experiments`); nearest: demo_math"),
+        (
+            "check demo_math trainer.learning_rate=3",
+            "trainer.learning_rate: unknown key; write policies.*.lr or cold_start.lr",
+        ),
+        ("check demo_math k=4", ": k: unknown key; write evaluation.samples ("),
+        ("check demo_math trainer.max_steps=4", "max_steps: unknown key; write trainer.steps ("),
+        (
+            "run demo_math --steps 3",
+            "unrecognized arguments: --steps; a setting of a run has no dashes: `mcore-mas run "
+            "SUITE trainer.steps=...`",
+        ),
+        ("run demo_math --dryrunn", "arguments: --dryrunn; nearest: --dryrun, --dry-run; "),
+        (
+            "run demo_math --k 8",
+            "ambiguous option: --k could match --keep-going, --keep-incomplete, "
+            "--keep-storage-local-copies; a setting of a run has no dashes: `mcore-mas run SUITE "
+            "evaluation.samples=...`",
+        ),
+        (
+            "check demo_math results=elsewhere",
+            "results=elsewhere: all runs of a suite have one folder; write `--config "
+            "results=elsewhere`",
+        ),
         ("check demo_math trainer.stepz=3", "trainer.stepz: unknown key; nearest: steps"),
         ("list envz", "teams, recipes; nearest: envs"),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
@@ -201,3 +224,26 @@ def test_a_damaged_evaluation_is_named(
         assert result.status == 1
         for run in ("a", "b"):
             assert f"{run}: {run}/evaluation/trained.json: damaged ({reason}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ("check demo_math --steps 3", "trainer.steps"),
+        ("evaluate demo_math --k 8", "evaluation.samples"),
+    ],
+)
+def test_a_setting_that_is_written_as_an_option_is_named(
+    arguments: str,
+    setting: str,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call_command: CallCommand,
+) -> None:
+    monkeypatch.chdir(project)
+    result = call_command(*arguments.split())
+    assert result.status == 2
+    assert result.stderr.startswith(f"error: No such option: {arguments.split()[2]}")
+    hint = f"; a setting of a run has no dashes: `mcore-mas run SUITE {setting}=...`; `mcore-mas "
+    assert hint in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,32 @@ def test_a_folder_without_a_run_does_not_hide_the_run_of_its_name(
         run_folder(Path("onee"))
     write_small_run(tmp_path / "one", {"t": 1.0})
     assert run_folder(Path("one")) == Path("one")
+
+
+def test_runs_that_only_another_user_can_read_are_named(tmp_path: Path) -> None:
+    for run in ("mine", "theirs"):
+        write_small_run(tmp_path / "results" / run, {"t": 1.0})
+    (tmp_path / "results" / "theirs").chmod(0)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mcore_mas", *arguments]
+        if os.geteuid() == 0:  # root can read all files as long as it has these capabilities
+            without = "-dac_override,-dac_read_search"
+            command = ["setpriv", "--bounding-set", without, "--inh-caps", without, *command]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    message = (
+        f"results/theirs: not readable here; it belongs to {getpass.getuser()}, who can open it "
+        "(chmod -R a+rX)"
+    )
+    listed = call("ls")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.startswith(f"{message}\n")
+    assert "mine" in listed.stdout
+    for command in ("chat", "show", "explain"):
+        refused = call(command, "theirs")
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"error: {message}"), refused.stderr

@@ -486,6 +486,19 @@ def test_bytes_are_no_answer_and_a_float32_has_its_own_digits() -> None:
     assert task.answers == ("0.1",)
 
 
+@pytest.mark.parametrize(("sign", "name"), [(";", "semicolons"), ("\t", "tabs")])
+def test_another_sign_than_a_comma_between_columns_is_named(
+    tmp_path: Path, sign: str, name: str
+) -> None:
+    (tmp_path / "x.csv").write_text(f"question{sign}answer\nWhat is 2?{sign}2\n")
+    with pytest.raises(
+        RecordError, match=f"x.csv: its header .* has {name} between the columns; e"
+    ):
+        list(read_rows(tmp_path / "x.csv"))
+    (tmp_path / "y.csv").write_text("question\nWhat is 2; or 3?\n")
+    assert [*read_rows(tmp_path / "y.csv")] == [{"question": "What is 2; or 3?"}]
+
+
 def test_lines_of_json_are_read_from_a_file_named_json(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": "1"}\n{"a": "2"}\n')
     assert list(read_rows(tmp_path / "x.json")) == [{"a": "1"}, {"a": "2"}]
