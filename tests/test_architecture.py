@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.records.files import write_trajectories
+from tests.support.played import trajectory, turn
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
 PROGRAMS = ("workflow", "benchmarks", "docs", "tests")  # these import the packages
@@ -389,6 +392,27 @@ def test_fast_commands_load_without_the_heavy_libraries() -> None:
     assert "from mcore_mas.pipeline import paper_suite" in workflow_imports
     lines = [f"import {', '.join(LIGHT_MODULES)}", *workflow_imports]
     assert not set(HEAVY_LIBRARIES) & modules_after(*lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [(["--help"], set()), (["ls", "."], set()), (["show", "{file}"], {"torch"})],
+    ids=lambda value: " ".join(value),
+)
+def test_commands_load_what_they_need(
+    arguments: list[str], heavy: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "step_000000.parquet"
+    write_trajectories(file, [trajectory(turn(0))])
+    command = ["mcore-mas", *(argument.format(file=file) for argument in arguments)]
+    modules = loaded(
+        "import contextlib, sys",
+        f"sys.argv = {command}",
+        "from mcore_mas.cli.main import main",
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr): main()",
+    )
+    assert set(HEAVY) & modules == heavy
+    assert "mcore_mas.cli.trajectories" in modules
 
 
 @pytest.mark.slow

@@ -85,16 +85,16 @@ def show_trajectory(
     ] = None,
 ) -> None:
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
-    from mcore_mas.reports.game_pictures import write_game_pictures
     from mcore_mas.reports.task_texts import find_task_text
     from mcore_mas.reports.trajectory_files import select_trajectory
-    from mcore_mas.reports.trajectory_page import trajectory_page
     from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
     from mcore_mas.reports.turn_credit import compute_turn_credit
     from rollout.base.files import write_text
     from rollout.records.files import read_trajectories
 
     if picture is not None:
+        from mcore_mas.reports.game_pictures import write_game_pictures
+
         for drawing in write_game_pictures(
             file, picture, index=index or 0, trajectory_id=trajectory
         ):
@@ -112,6 +112,8 @@ def show_trajectory(
 
     chosen = select_trajectory(file, trajectories, index or 0, trajectory)
     if html is not None:
+        from mcore_mas.reports.trajectory_page import trajectory_page
+
         task = find_task_text(file, chosen.task_id)
         write_text(html, trajectory_page(chosen, advantages, task=task))
         print(html)
