@@ -1,6 +1,7 @@
-"""The terminal that a person watches, also in a process whose output goes to a log."""
+"""The output that a person watches, also in a process whose own output goes to a log."""
 
 import os
+import stat
 import sys
 from typing import TextIO
 
@@ -8,14 +9,18 @@ _terminal: TextIO | None = None  # a duplicate of stderr from before it was redi
 
 
 def keep_terminal() -> None:
-    """Duplicate stderr if it is a terminal, so that it can be written to after stderr has been redirected."""
+    """Duplicate stderr for messages to the user after it has been redirected.
+
+    It may be a terminal, or a pipe such as `make demo | tee log` or a notebook reads. A file, such as
+    the log of a Slurm job, gets no messages: nobody watches it.
+    """
     global _terminal
-    if os.isatty(2):
+    if os.isatty(2) or stat.S_ISFIFO(os.fstat(2).st_mode):
         _terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)
 
 
 def user_terminal() -> TextIO | None:
-    """Return the terminal of this process, or None if it was not started from one."""
+    """Return the terminal or pipe that this process was started from, or None if it has none."""
     if _terminal is not None:
         return _terminal
     return sys.stderr if sys.stderr.isatty() else None

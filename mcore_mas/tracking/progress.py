@@ -13,15 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mcore_mas.runtime.user_terminal import user_terminal
 from rollout.base.processes import say
 
-_SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share
+_SECONDS_BETWEEN_LINES = 5.0  # on an output that several jobs share
 
 
 class ProgressReporter:
     """Reports finished steps and notes of a job.
 
     A process whose stderr is a terminal draws a bar there. A job whose stderr is its log writes one
-    line per step to the log, and every 15 seconds one line to the terminal that started it, where
-    other jobs may be writing too.
+    line per step to the log, and every 5 seconds one line to the terminal or pipe of the pipeline,
+    where other jobs may be writing too. Bar and shared lines show the newest value of each metric,
+    such as the accuracy of the latest validation.
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
@@ -34,6 +35,7 @@ class ProgressReporter:
         self._total = total
         self._last_shared_line = time.monotonic()
         self._first_report: tuple[int, float] | None = None  # steps done, time
+        self._newest: dict[str, float] = {}  # metrics by label
         self._shared_terminal = None if sys.stderr.isatty() else user_terminal()
         # A notebook cell shows the last line only.
         self._line_end = "\r" if Console(stderr=True).is_jupyter else "\n"
@@ -61,19 +63,21 @@ class ProgressReporter:
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
         """Report that `done` steps are finished, with metrics by the labels to show."""
-        status = "  ".join(f"{label} {value:.4g}" for label, value in metrics.items())
+        self._newest = self._newest | metrics
         if self._bar:
-            self._bar.update(self._task, completed=done, status=status)
+            self._bar.update(self._task, completed=done, status=_status(self._newest))
             return
 
         now = time.monotonic()
         finished = done == self._total
-        line = f"{self._title}: {done}/{self._total}  {status}{self._remaining_time(done, now)}"
+        remaining = self._remaining_time(done, now)
+        start = f"{self._title}: {done}/{self._total}"
+        line = f"{start}  {_status(metrics)}{remaining}"
         say(line, end="\n" if finished else self._line_end)
         due = now - self._last_shared_line > _SECONDS_BETWEEN_LINES
         if self._shared_terminal and (finished or due):
             self._last_shared_line = now
-            say(line, self._shared_terminal)
+            say(f"{start}  {_status(self._newest)}{remaining}", self._shared_terminal)
 
     def note(self, text: str) -> None:
         """Print one line of text, above the bar if there is one."""
@@ -95,3 +99,7 @@ class ProgressReporter:
         seconds_per_step = (now - first_time) / (done - first_done)
         seconds = seconds_per_step * (self._total - done)
         return f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+def _status(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{label} {value:.4g}" for label, value in metrics.items())
