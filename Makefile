@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,17 @@ test-mlflow: $(STAMP) $(VENV)/chromium .venv-mlflow2/.stamp ## compare two runs 
 .venv-mlflow2/.stamp: # a server of MLflow 2, whose requirements conflict with ours
 	$(PYTHON) -m venv .venv-mlflow2
 	.venv-mlflow2/bin/python -m pip install --quiet --no-compile mlflow==2.22.5 'sqlalchemy<2.1'
+	@touch $@
+
+DIST ?= dist
+package: .venv-package/.stamp ## build a wheel and an sdist in dist/, and check them as an index does (twine upload dist/* publishes)
+	rm -rf $(DIST)
+	.venv-package/bin/python -m build --outdir $(DIST) . >.venv-package/build.log 2>&1 || { tail -20 .venv-package/build.log; exit 1; }
+	.venv-package/bin/python -m twine check --strict $(DIST)/*
+
+.venv-package/.stamp: # the tools that build a package
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python -m pip install --quiet --no-compile --disable-pip-version-check 'build>=1.2,<2' 'twine>=6,<7'
 	@touch $@
 
 test-package: $(STAMP) ## build the package, check it, and use it in an empty environment and folder

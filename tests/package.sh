@@ -11,10 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m venv "$work/tools"
-"$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check build twine
-"$work/tools/bin/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
-"$work/tools/bin/python" -m twine check --strict "$work"/dist/*
+make --no-print-directory package DIST="$work/dist"
 
 mapfile -t commands < <(sed -n '/^```sh$/,/^```$/p' docs/quickstart.md | sed -n 's/ *#.*//; /^pip install/p')
 [[ ${#commands[@]} = 2 && ${commands[0]} = *torch* && ${commands[1]} = *.whl ]] || { echo "docs/quickstart.md: ${commands[*]}"; exit 1; }
