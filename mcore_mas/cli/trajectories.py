@@ -85,7 +85,6 @@ def show_trajectory(
     ] = None,
 ) -> None:
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
-    from mcore_mas.reports.task_texts import find_task_text
     from mcore_mas.reports.trajectory_files import select_trajectory
     from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
     from mcore_mas.reports.turn_credit import compute_turn_credit
@@ -112,6 +111,7 @@ def show_trajectory(
 
     chosen = select_trajectory(file, trajectories, index or 0, trajectory)
     if html is not None:
+        from mcore_mas.reports.task_texts import find_task_text
         from mcore_mas.reports.trajectory_page import trajectory_page
 
         task = find_task_text(file, chosen.task_id)
