@@ -84,6 +84,10 @@ ConfigFile = Annotated[
 ResultsFolder = Annotated[Path, typer.Argument(help="The folder of the runs, or of one run.")]
 
 SuiteName = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3."),
+]
 ConfigDir = Annotated[
     Path | None, typer.Option(help="Folder of your own configs, if it is not configs/.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mcore_mas import resolve_page_paths
-from mcore_mas.cli.arguments import ConfigDir, ConfigFile, SuiteName
+from mcore_mas.cli.arguments import ConfigDir, ConfigFile, Overrides, SuiteName
 from mcore_mas.runtime.stop_signal import ignore_stop_signals, stop_at_start
 
 pipeline_commands = typer.Typer()
@@ -51,10 +51,7 @@ def new_team(
 @pipeline_commands.command("check", rich_help_panel=PIPELINE_PANEL)
 def check_runs(
     suite: SuiteName,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3."),
-    ] = None,
+    overrides: Overrides = None,
     config_dir: ConfigDir = None,
 ) -> None:
     """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
@@ -77,6 +74,7 @@ def check_runs(
 @pipeline_commands.command("plan", rich_help_panel=PIPELINE_PANEL)
 def plan_suite(
     suite: SuiteName,
+    overrides: Overrides = None,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -109,7 +107,7 @@ def plan_suite(
         named_cluster = Cluster.parse(gpus)
 
     fits = True
-    loaded = load_suite(suite, config_dir=config_dir)
+    loaded = load_suite(suite, overrides or [], config_dir)
     for run in loaded.runs:
         config = loaded.run_config(run)
         run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")

@@ -117,6 +117,8 @@ def verify_bundle(path: Path) -> str:
     Raises:
         BundleError: a file in the bundle is missing, altered or inconsistent.
     """
+    if not path.is_file():
+        raise BundleError(f"{path}: no such file; expected results/tables/TABLE.bundle.zip")
     try:
         members = _read_members(path)
         with tempfile.TemporaryDirectory() as folder:

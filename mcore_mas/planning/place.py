@@ -72,10 +72,15 @@ def check_plannable(config: RunConfig) -> None:
     on_gpus = engine.name == "sglang" or (
         engine.name == "embedded" and engine.device != "cpu" and engine.replicas == 1
     )
-    if engine.urls or not on_gpus or config.cluster.device == "cpu":
+    if config.cluster.device == "cpu":
         raise PlanError(
-            f"{config.run}: a plan places engines on the run's GPUs; it needs cluster.device: auto, and "
-            "engine.name: sglang without urls, or one embedded engine with device: cuda"
+            f"{config.run}: it computes on CPUs (cluster.device: cpu); to plan it for GPUs, add "
+            "cluster.device=auto"
+        )
+    if engine.urls or not on_gpus:
+        raise PlanError(
+            f"{config.run}: a plan places engines on the run's GPUs; it needs engine.name: "
+            "sglang without urls, or one embedded engine with device: cuda"
         )
     for policy in config.models:
         engine_settings = config.policies[policy].overrides.engine.keys()

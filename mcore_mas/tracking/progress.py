@@ -63,7 +63,7 @@ class ProgressReporter:
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
         """Report that `done` steps are finished, with metrics by the labels to show."""
-        self._newest = self._newest | metrics
+        self._newest = {**self._newest, **metrics}
         if self._bar:
             self._bar.update(self._task, completed=done, status=_status(self._newest))
             return

@@ -90,6 +90,10 @@ class Quarantined:
             fields = {
                 name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")
             }
+        except FileNotFoundError as error:
+            raise RecordError(
+                f"{path}: no such file; expected a file of results/<run>/train/quarantine"
+            ) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(
                 f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); "

@@ -169,8 +169,13 @@ def test_an_embedded_engine_gets_the_slots_for_which_there_is_memory() -> None:
 
 
 def test_runs_that_cannot_be_planned_are_refused() -> None:
-    with pytest.raises(PlanError, match="demo_math: a plan places engines on the run"):
+    with pytest.raises(
+        PlanError, match=r"demo_math: it computes on CPUs .* add cluster.device=auto"
+    ):
         place_run(config("demo_math"), EIGHT)
+    elsewhere = config("demo_math", "cluster.device=auto", "engine.device=cpu")
+    with pytest.raises(PlanError, match="demo_math: a plan places engines on the run"):
+        place_run(elsewhere, EIGHT)
     own_tp = config("drmas_t1_4b_separate_drmas", "policies.verifier.overrides.engine={tp: 2}")
     message = r"policies.verifier.overrides.engine.tp: a plan gives all engines the same"
     with pytest.raises(PlanError, match=message):
