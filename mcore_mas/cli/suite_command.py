@@ -4,8 +4,10 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mcore_mas.cli.arguments import UsageError, setting_hint
 from mcore_mas.pipeline.suite import suite_values
@@ -81,12 +83,14 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     """Refuse wrong options here, as Snakemake's own error is preceded by all its options."""
     from snakemake.cli import get_argument_parser
 
-    def refuse(message: str) -> NoReturn:
-        raise UsageError(f"{message}{_setting_hints(arguments)}")
-
     parser = get_argument_parser()
-    parser.error = refuse  # an option that is ambiguous, or has a wrong value
-    _, unknown = parser.parse_known_args(list(arguments))
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            _, unknown = parser.parse_known_args(list(arguments))
+    except SystemExit as error:  # an option is ambiguous, or has a wrong value
+        message = printed.getvalue().rpartition("error: ")[2].strip()
+        raise UsageError(f"{message}{_setting_hints(arguments)}") from error
     options = [argument for argument in unknown if argument.startswith("-")]
     if options:
         all_options = [name for action in parser._actions for name in action.option_strings]
