@@ -405,13 +405,13 @@ def test_commands_load_what_they_need(
     file = tmp_path / "step_000000.parquet"
     write_trajectories(file, [trajectory(turn(0))])
     command = ["mcore-mas", *(argument.format(file=file) for argument in arguments)]
-    modules = loaded(
+    modules = modules_after(
         "import contextlib, sys",
         f"sys.argv = {command}",
         "from mcore_mas.cli.main import main",
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr): main()",
     )
-    assert set(HEAVY) & modules == heavy
+    assert set(HEAVY_LIBRARIES) & modules == heavy
     assert "mcore_mas.cli.trajectories" in modules
 
 
