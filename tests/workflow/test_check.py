@@ -477,24 +477,6 @@ def test_environments_of_the_users_tasks_are_checked(own_world: None, tmp_path: 
     )
 
 
-def test_tasks_without_an_answer_are_reported_if_the_environment_compares_it(
-    own_world: None, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    data = "+data={generator: 'own_world:MADE', train: 40, validation: 1, test: 1}"
-    models = [f"policies.{name}.model={tmp_path}" for name in POLICIES]
-
-    def answer_lines(env: str) -> list[str]:
-        lines = demo_problems("cold_start=null", *models, "~data", data, f"env.name='{env}'")
-        return [line for line in lines if "no answer" in line]
-
-    assert answer_lines("math") == [
-        "run 'demo_math': tasks: 42 of 42 have no answer, and env 'math' compares replies with it; "
-        "the first is '?'; give each an answer, or use an env of your own"
-    ]
-    assert answer_lines("own_world:Letters") == []
-
-
 def test_all_unknown_keys_are_named_at_once() -> None:
     with pytest.raises(SuiteError) as refused:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
