@@ -436,11 +436,11 @@ def _check_credit(config: RunConfig) -> None:
         is_trained = agent.policy in config.trained
         if required == "values" and is_trained and config.policies[agent.policy].critic is None:
             raise ValueError(f"{label} needs policies.{agent.policy}.critic")
-        if required == "greedy" and config.reward.name == "tree_shaping":
+        if required == "greedy_rewards" and config.reward.name == "tree_shaping":
             raise ValueError(
                 f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
             )
-        if required == "steps" and "trees" in config.vote_sources:
+        if required == "step_rewards" and "trees" in config.vote_sources:
             raise ValueError(
                 f"{label} needs rewards of steps in one line of time, and trees have none; choose another"
             )

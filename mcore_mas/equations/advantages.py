@@ -419,7 +419,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": gae,
 }
 # The optional column of `Turns` that an estimator requires.
-REQUIRED_COLUMN = {"gae": "values", "remax": "greedy_rewards", "gigpo": "step_rewards"}
+REQUIRED_COLUMN: dict[str, Literal["values", "greedy_rewards", "step_rewards"]] = {
+    "gae": "values",
+    "remax": "greedy_rewards",
+    "gigpo": "step_rewards",
+}
 # Estimators that are given only the turns of their own agents, because other turns may lack the
 # required column.
 AGENT_LOCAL_ESTIMATORS = frozenset({"gae", "remax"})
