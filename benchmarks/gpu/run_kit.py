@@ -116,7 +116,7 @@ def pack_run(run: Path, folder: Path, settings: Sequence[str] = DEMO_SETTINGS) -
     shutil.copytree(run / "tasks", folder / "tasks")
     shutil.copytree(model, folder / "bootstrap" / "model")
     values = resolve([*settings, f"results={KIT_ROOT}"])
-    RunConfig.check(values, str(folder / "config.yaml"))
+    RunConfig.from_values(values, str(folder / "config.yaml"))
     (folder / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
 

@@ -135,7 +135,7 @@ class Run:
             split_name: [replace(task, env=task.env or default_env) for task in split_tasks_]
             for split_name, split_tasks_ in split.items()
         }
-        self.config = RunConfig.check(self._values, f"run '{name}'")
+        self.config = RunConfig.from_values(self._values, f"run '{name}'")
         _check_run(self.config, self._tasks.get("train"))
         self._training: TrainingThread | None = None  # that of the newest loop
 

@@ -90,7 +90,7 @@ def resolve(
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
 
-    return RunConfig.check(values, origin).model_dump(mode="json")
+    return RunConfig.from_values(values, origin).model_dump(mode="json")
 
 
 def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -118,11 +118,11 @@ class RunConfig(Section):
             raise ConfigError(
                 f"{path}: {type(values).__name__}, where a config is a mapping; name another file"
             )
-        return cls.check(relocate_paths(values, path), str(path))
+        return cls.from_values(relocate_paths(values, path), str(path))
 
     @classmethod
-    def check(cls, values: Any, origin: str) -> RunConfig:
-        """Validate plain values, and return their config with the default correction filled in.
+    def from_values(cls, values: Any, origin: str) -> RunConfig:
+        """Return the config of plain values, with the default correction filled in.
 
         Args:
             values: nested mappings, as YAML or JSON yields them.

@@ -205,7 +205,7 @@ class Suite:
     def run_config(self, run: str) -> RunConfig:
         """Return the validated config of a run."""
         if run not in self._run_configs:
-            self._run_configs[run] = RunConfig.check(dict(self.runs[run]), f"run '{run}'")
+            self._run_configs[run] = RunConfig.from_values(dict(self.runs[run]), f"run '{run}'")
         return self._run_configs[run]
 
     def config_path(self, run: str) -> Path:
@@ -369,7 +369,7 @@ def _compose_run(
             gpus = values["cluster"]["gpus"]
             if scale != "paper" or gpus is None:
                 return values
-            config = RunConfig.check(values, f"run '{run}'")
+            config = RunConfig.from_values(values, f"run '{run}'")
             return place_run(config, Cluster.parse(gpus)).model_dump(mode="json")
         except (ConfigError, ModelError, PlanError) as error:
             prefix = f"run '{run}': "

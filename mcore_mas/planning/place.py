@@ -58,7 +58,7 @@ def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
         kv_cache = estimate_peak_memory(candidate.config, models, cluster.gpu).kv_cache
         share = (max(weights.values()) + kv_cache) / cluster.gpu.memory_bytes
         values["engine"]["options"]["mem-fraction-static"] = round(share, 3)
-    return RunConfig.check(values, f"run '{config.run}'")
+    return RunConfig.from_values(values, f"run '{config.run}'")
 
 
 def check_plannable(config: RunConfig) -> None:

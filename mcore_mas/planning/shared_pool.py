@@ -46,7 +46,7 @@ def fit_pool(config: RunConfig, gpus: int) -> tuple[RunConfig, str]:
     if config.cluster.pool == "shared" or needed <= gpus or count_devices(groups, "shared") > gpus:
         return config, ""
     try:
-        shared = RunConfig.check(_values_of_shared_pool(config), f"run '{config.run}'")
+        shared = RunConfig.from_values(_values_of_shared_pool(config), f"run '{config.run}'")
     except ConfigError:  # such as several actors of an embedded engine, which cannot share a GPU
         return config, ""
 

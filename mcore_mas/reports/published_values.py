@@ -71,7 +71,7 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
             sources[name] = source
         reasons |= family.get("reasons", {})
 
-    ours = compared_values(RunConfig.check(resolve([f"experiment={experiment}"]), experiment))
+    ours = compared_values(RunConfig.from_values(resolve([f"experiment={experiment}"]), experiment))
     return {
         name: PublishedValue(
             name=name,

@@ -222,7 +222,7 @@ def test_flipped_bits_of_an_evaluation_are_refused(tmp_path: Path) -> None:
 )
 def test_flipped_bits_of_a_finished_model_are_refused(tmp_path: Path, name: str) -> None:
     """Evaluations, `serve`, `chat` and `export` accept a model only with the files that training wrote."""
-    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "test")
+    config = RunConfig.from_values(resolve(["experiment=demo_math", f"results={tmp_path}"]), "test")
     model = config.folder / "train" / "models" / "solver"
     make_tiny_model(model)
     (config.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))

@@ -146,7 +146,7 @@ def test_a_tracking_uri_without_a_password_is_accepted() -> None:
         "databricks",
     ):
         values["tracking"]["uri"] = uri
-        assert RunConfig.check(values, "test").tracking.uri == uri
+        assert RunConfig.from_values(values, "test").tracking.uri == uri
 
 
 @pytest.mark.parametrize(

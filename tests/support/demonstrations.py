@@ -8,7 +8,7 @@ from rollout.records.trajectory import Demonstration
 
 def make_demonstrations(experiment: str, n: int, **options: object) -> list[Demonstration]:
     """Return `n` demonstrations of an experiment's cold start, with some of its options changed."""
-    config = RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+    config = RunConfig.from_values(resolve([f"experiment={experiment}"]), experiment)
     assert config.cold_start is not None
     changed = config.cold_start.options | options
     cold_start = config.cold_start.model_copy(update={"options": changed})

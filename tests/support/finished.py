@@ -35,7 +35,7 @@ def finished(
             f"+tracking.tags.experiment={experiment}",
         ]
     )
-    config = RunConfig.check(values, run)
+    config = RunConfig.from_values(values, run)
     write_text(config.folder / "config.yaml", yaml.safe_dump(values))
     rows = [_row(step, seed) for step in range(STEPS)]
     write_text(

@@ -219,7 +219,7 @@ def team_config(team: str, sharing: str, model: str, results: Path) -> RunConfig
         settings.append("orchestra.options.max_turns=2")
     if team == "ab_mcts":
         settings.append("orchestra.options.max_nodes=4")
-    return RunConfig.check(resolve(settings), team)
+    return RunConfig.from_values(resolve(settings), team)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

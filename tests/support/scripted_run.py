@@ -33,7 +33,7 @@ def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession
         *overrides,
     ]
     values = resolve(["experiment=demo_math", f"results={tmp_path}", *settings])
-    config = RunConfig.check(values, "test")
+    config = RunConfig.from_values(values, "test")
     tasks = [
         Task(
             id=str(number),

@@ -199,7 +199,7 @@ def simulated_run(
         "orchestra.options.max_loops=2",
         *overrides,
     ]
-    config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "simulated")
+    config = RunConfig.from_values(resolve(["experiment=demo_math", *settings]), "simulated")
     tasks = [
         Task(
             id=str(number),

@@ -236,7 +236,7 @@ def test_python_runs(
     (body,) = [b.values[1] for b in blocks("python") if b.values[0] == name]
     there: dict[str, Any] = dict.fromkeys(("Task", "TeamSession", "Env"), object)
     there |= {
-        "config": RunConfig.check(resolve(["experiment=demo_math", "coach=openai"]), "here"),
+        "config": RunConfig.from_values(resolve(["experiment=demo_math", "coach=openai"]), "here"),
         "folder": tmp_path,
     }
     script = tmp_path / "block.py"

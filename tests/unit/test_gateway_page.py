@@ -17,7 +17,7 @@ def form(prompt: str) -> str:
 
 def test_the_served_demo_is_asked_one_of_its_tasks() -> None:
     values = resolve(["experiment=demo_math", "run=demo_math"])
-    config = RunConfig.check(values, "demo_math")
+    config = RunConfig.from_values(values, "demo_math")
     tasks = make_tasks(config.data.model_copy(update={"train": 60}), config.seed)["train"]
     forms = {form(task.prompt) for task in tasks}
     assert "What is 00+00?" in forms

@@ -261,7 +261,7 @@ def test_acceptance_asks_for_as_many_gpus_as_its_trainings_and_their_evaluations
             *SMALL,
             *places,
         ]
-        config = RunConfig.check(resolve(["experiment=demo_math", *settings]), transport)
+        config = RunConfig.from_values(resolve(["experiment=demo_math", *settings]), transport)
         trained = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
         assert least == max(trained, sum(gpus_per_engine(config).values())), transport
 

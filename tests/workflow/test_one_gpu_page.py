@@ -107,7 +107,7 @@ def table_row(values: dict[str, Any], model: str, changes: str) -> list[str]:
             policy["recompute"] = "full"
         if "LoRA" in changes:
             policy["lora"] = {"rank": 16, "alpha": 32}
-    config = RunConfig.check(changed, "a test")
+    config = RunConfig.from_values(changed, "a test")
     return [plan_cell(config, gpus) for gpus in GPUS]
 
 
@@ -141,7 +141,7 @@ def test_the_check_and_the_jobs_of_every_suite(node: Path) -> None:
 def test_a_run_of_own_team_without_a_plan_shares_the_gpu(project: Path) -> None:
     """As written it needs four GPUs, and one suffices, on this machine and under Slurm."""
     values = resolve(["experiment=my_math"], project / "configs")
-    config = RunConfig.check(values, "a test")
+    config = RunConfig.from_values(values, "a test")
     shared, line = fit_pool(config, 1)
     assert f"```\n{line}\n```" in PAGE
     assert (shared.cluster.pool, shared.engine.device) == ("shared", "auto")

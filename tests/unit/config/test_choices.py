@@ -255,7 +255,7 @@ PLACES = {  # where the key that is wrong is below the one that is set
 @pytest.mark.parametrize(("experiment", "path", "value", "message"), WRONG)
 def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        RunConfig.check(changed(experiment, path, value), "run 'x'")
+        RunConfig.from_values(changed(experiment, path, value), "run 'x'")
     line = str(refused.value)
     assert line.startswith(f"run 'x': {PLACES.get(path, path)}")
     assert message in line
@@ -306,7 +306,9 @@ UNKNOWN = [
 @pytest.mark.parametrize(("experiment", "path", "message"), UNKNOWN)
 def test_an_unknown_option_is_one_line(experiment: str, path: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        RunConfig.check(changed(experiment, path, {} if "penalties" in path else 1), "run 'x'")
+        RunConfig.from_values(
+            changed(experiment, path, {} if "penalties" in path else 1), "run 'x'"
+        )
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -445,25 +447,25 @@ def test_own_code_is_checked_before_any_process_starts(
     section: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        RunConfig.check(changed(MATH, section, value), "run 'x'")
+        RunConfig.from_values(changed(MATH, section, value), "run 'x'")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
-    config = RunConfig.check(changed(MATH, "loss.options", {"clip_high": 1}), "run 'x'")
+    config = RunConfig.from_values(changed(MATH, "loss.options", {"clip_high": 1}), "run 'x'")
     assert config.loss.arguments == {"clip_high": 1.0}
     assert isinstance(config.loss.arguments["clip_high"], float)
-    config = RunConfig.check(changed(MATH, "policies.solver.betas", [0, 0.5]), "run 'x'")
+    config = RunConfig.from_values(changed(MATH, "policies.solver.betas", [0, 0.5]), "run 'x'")
     assert config.policies["solver"].betas == (0.0, 0.5)
-    config = RunConfig.check(
+    config = RunConfig.from_values(
         changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'"
     )  # which says: none
     assert config.loss.arguments == {"dual_clip": math.inf}
 
 
 def test_an_engine_of_ones_own_that_has_the_methods_is_taken() -> None:
-    config = RunConfig.check(changed(MATH, "engine", {"name": f"{__name__}:Told"}), "run 'x'")
+    config = RunConfig.from_values(changed(MATH, "engine", {"name": f"{__name__}:Told"}), "run 'x'")
     assert config.engine.name == f"{__name__}:Told"
 
 
@@ -471,7 +473,7 @@ def test_a_team_that_searches_needs_a_retriever() -> None:
     with pytest.raises(
         ConfigError, match=r"env 'search' needs a retriever; add retriever: \{\}, or name"
     ):
-        RunConfig.check(changed(SEARCH, "retriever", None), "run 'x'")
+        RunConfig.from_values(changed(SEARCH, "retriever", None), "run 'x'")
 
 
 def test_tasks_without_demonstrations_make_no_cold_start() -> None:
@@ -481,4 +483,4 @@ def test_tasks_without_demonstrations_make_no_cold_start() -> None:
     with pytest.raises(
         ConfigError, match="task generator 'repositories' has no demonstrations; name models that"
     ):
-        RunConfig.check(values, "run 'x'")
+        RunConfig.from_values(values, "run 'x'")

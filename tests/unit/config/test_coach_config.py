@@ -14,7 +14,7 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
     values = resolve(
         ["experiment=demo_math", "coach=mappa", "+coach.judged_with_answer=[verifier]"]
     )
-    coach = RunConfig.check(values, "here").coach
+    coach = RunConfig.from_values(values, "here").coach
     assert coach is not None
     assert (coach.provider, coach.model, coach.fallback, coach.retries) == (
         "gemini",

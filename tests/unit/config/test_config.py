@@ -561,7 +561,7 @@ def test_a_push_needs_the_gpus_that_it_is_for(transport: str, pool: str) -> None
 
 def test_policies_in_turn_share_the_updates_of_a_run() -> None:
     settings = ["+trainer.alternate={order: [verifier, solver], steps: 2}", "trainer.steps=7"]
-    config = RunConfig.check(
+    config = RunConfig.from_values(
         resolve(["experiment=demo_math", *settings, "+trainer.updates_per_step=3"]), "test"
     )
     assert [config.in_turn(step) for step in range(7)] == [
@@ -574,7 +574,7 @@ def test_policies_in_turn_share_the_updates_of_a_run() -> None:
         4 * 3,
         3 * 3,
     )
-    together = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
+    together = RunConfig.from_values(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
     assert together.in_turn(3) == ("solver", "verifier")
     assert schedule_length(together, "solver") == 7
 
@@ -677,14 +677,14 @@ def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> Non
 def test_names_of_runs_policies_and_agents_are_names_of_folders(name: str) -> None:
     values = resolve(["experiment=demo_math"])
     with pytest.raises(ConfigError, match="run: String should"):
-        RunConfig.check({**values, "run": name}, "a config")
+        RunConfig.from_values({**values, "run": name}, "a config")
 
     solver = values["agents"]["solver"]
     policies = {name: values["policies"]["solver"], "verifier": values["policies"]["verifier"]}
     agents = {"solver": {**solver, "policy": name}, "verifier": values["agents"]["verifier"]}
     with pytest.raises(ConfigError, match=r"policies.*String should"):
-        RunConfig.check({**values, "agents": agents, "policies": policies}, "a config")
+        RunConfig.from_values({**values, "agents": agents, "policies": policies}, "a config")
 
     agents = {name: {**solver, "role": "solver"}, "verifier": values["agents"]["verifier"]}
     with pytest.raises(ConfigError, match=r"agents.*String should"):
-        RunConfig.check({**values, "agents": agents}, "a config")
+        RunConfig.from_values({**values, "agents": agents}, "a config")

@@ -26,7 +26,7 @@ OWN = [
 
 
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(
+    return RunConfig.from_values(
         resolve(["experiment=demo_math", "engine.max_length=512", *overrides]), "a test"
     )
 

@@ -115,7 +115,7 @@ ONE_OF_EACH = [
 @pytest.mark.parametrize("experiment", ONE_OF_EACH)
 def test_no_number_of_a_recipe_changes_unseen(experiment: str) -> None:
     values = resolve([f"experiment={experiment}"])
-    before = compared_values(RunConfig.check(values, experiment))
+    before = compared_values(RunConfig.from_values(values, experiment))
     unseen = set()
     for place, number in numbers(
         {section: values[section] for section in RECIPE if values.get(section)}
@@ -130,7 +130,7 @@ def test_no_number_of_a_recipe_changes_unseen(experiment: str) -> None:
             changed = deepcopy(values)
             reduce(getitem, place[:-1], changed)[place[-1]] = type(number)(other)
             with suppress(ConfigError):
-                if compared_values(RunConfig.check(changed, experiment)) == before:
+                if compared_values(RunConfig.from_values(changed, experiment)) == before:
                     unseen.add(key)
                 break
     assert not unseen, "name these in docs/published.yaml, or above"

@@ -80,7 +80,7 @@ def test_d2_a_run_that_can_learn_nothing_is_refused(
     overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        RunConfig.check(resolve(list(overrides)), "test")
+        RunConfig.from_values(resolve(list(overrides)), "test")
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -136,7 +136,7 @@ def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
     ids=" ".join,
 )
 def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
-    RunConfig.check(resolve(list(overrides)), "test")
+    RunConfig.from_values(resolve(list(overrides)), "test")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_bounds_on_agreement_are_named() -> None:
 
 def test_d10_replies_from_a_cut_distribution_are_told_of() -> None:
     def warning(*overrides: str) -> str:
-        run = RunConfig.check(resolve(["experiment=demo_math", *overrides]), "test")
+        run = RunConfig.from_values(resolve(["experiment=demo_math", *overrides]), "test")
         return truncated_sampling_warning(run.agents)
 
     assert warning() == ""

@@ -21,7 +21,7 @@ LORA = [f"+policies.{name}.lora={{rank: 16, alpha: 32}}" for name in POLICIES]
 
 
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(
+    return RunConfig.from_values(
         resolve(["experiment=demo_math", "policies.solver.tp=1", *overrides]), "a test"
     )
 

@@ -12,7 +12,7 @@ from rollout.engines.sglang.build import sglang_settings
 
 
 def test_a_reply_of_32768_tokens_ends_before_its_request_does() -> None:
-    config = RunConfig.check(resolve(["experiment=marti_mars2_32b"]), "a test")
+    config = RunConfig.from_values(resolve(["experiment=marti_mars2_32b"]), "a test")
     longest = max(agent.max_tokens for agent in config.agents.values())
     tokens_per_s = 25
     assert config.engine.request_deadline_s > 2 * longest / tokens_per_s  # after a wait
@@ -31,7 +31,7 @@ def test_a_server_has_time_to_read_a_large_model(
     with (tmp_path / "model-00001-of-00001.safetensors").open("wb") as file:
         file.truncate(64 * 10**9)
     overrides = ["experiment=marti_mars2_32b", f"+engine.start_s={start_s}"]
-    config = RunConfig.check(resolve(overrides), "a test")
+    config = RunConfig.from_values(resolve(overrides), "a test")
     (request,) = engine_requests(config, {"generator_1": tmp_path}, tmp_path, trained=False)
     settings = sglang_settings(request)
     assert (settings.start_s, settings.timeout_s) == (expected, config.engine.request_deadline_s)

@@ -323,7 +323,7 @@ def config(*overrides: str) -> RunConfig:
         "+engine.adapters=slots",
         "cluster.pool=shared",
     ]
-    return RunConfig.check(
+    return RunConfig.from_values(
         resolve(["experiment=demo_math", "policies.solver.tp=1", *shared, *slots, *overrides]),
         "a test",
     )

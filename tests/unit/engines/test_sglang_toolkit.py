@@ -77,7 +77,7 @@ def test_check_and_doctor_name_it_before_anything_starts(
     monkeypatch.setattr(machine, "count_visible_gpus", lambda: 8)
     monkeypatch.setattr("rollout.engines.sglang.nccl.nccl_version", lambda _: "2.30.7")
     monkeypatch.setenv("SGLANG_PYTHON", str(python))
-    config = RunConfig.check(resolve(["experiment=drmas_t1_4b_shared_drmas"]), "a test")
+    config = RunConfig.from_values(resolve(["experiment=drmas_t1_4b_shared_drmas"]), "a test")
     assert config.engine.python == python  # as an image with SGLang says
 
     def problems() -> list[str]:

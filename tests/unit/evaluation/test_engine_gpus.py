@@ -36,7 +36,7 @@ EMBEDDED = ("engine.name=embedded", "engine.python=null", "+engine.device=cuda")
 def make_config(*overrides: str) -> RunConfig:
     """Return the config of a run whose engines are SGLang servers."""
     sglang = ["cluster.device=auto", "engine.name=sglang", "engine.python=p"]
-    return RunConfig.check(resolve(["experiment=demo_math", *sglang, *overrides]), "test")
+    return RunConfig.from_values(resolve(["experiment=demo_math", *sglang, *overrides]), "test")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_the_retriever_has_the_last_gpu() -> None:
         "retriever.device=cuda",
         "cluster.device=cuda",
     ]
-    config = RunConfig.check(resolve(["experiment=demo_search", *settings]), "test")
+    config = RunConfig.from_values(resolve(["experiment=demo_search", *settings]), "test")
     used = [gpu for servers in assign_engine_gpus(config).values() for (gpu,) in servers]
     assert used == ["8", "9", "10", "11", "12", "13", "14"]
 

@@ -23,7 +23,7 @@ from tests.support.run_folder import make_run
 
 def make_config(*overrides: str) -> RunConfig:
     servers = ["engine=sglang", "cluster.device=auto"]
-    return RunConfig.check(resolve(["experiment=demo_math", *servers, *overrides]), "a test")
+    return RunConfig.from_values(resolve(["experiment=demo_math", *servers, *overrides]), "a test")
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_a_model_without_an_end_of_replies_is_refused(folder: Path) -> None:
 
 
 def demo_config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", *overrides]), "a test")
+    return RunConfig.from_values(resolve(["experiment=demo_math", *overrides]), "a test")
 
 
 def test_each_policy_has_its_own_template_arguments(folder: Path) -> None:

@@ -122,14 +122,14 @@ def test_tools_are_refused_in_an_orchestra_without_chats() -> None:
     overrides = ["experiment=demo_math", "+agents.solver.tools={calculator: {}}"]
     expected = "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats"
     with pytest.raises(ConfigError, match=expected):
-        RunConfig.check(resolve(overrides), "here")
+        RunConfig.from_values(resolve(overrides), "here")
 
 
 def config_with_summariser(name: str) -> RunConfig:
     """Return a config in which `name` sums up the reviewer's chats; `summing` is an agent for it."""
     summing = "+agents.summing={role: chat_summariser, policy: shared}"
     chats = f"+agents.reviewer.chats={{when_full: fold, summariser: {name}}}"
-    return RunConfig.check(resolve(["experiment=demo_coder", summing, chats]), "here")
+    return RunConfig.from_values(resolve(["experiment=demo_coder", summing, chats]), "here")
 
 
 def test_the_summariser_of_a_chat_is_an_agent_with_the_slot_conversation() -> None:

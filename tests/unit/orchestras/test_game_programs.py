@@ -43,7 +43,9 @@ print("**Actions List**:", *paths[goal])
 
 @pytest.mark.slow
 def test_a_breadth_first_search_is_the_proposal_of_the_published_team() -> None:
-    config = RunConfig.check(resolve(["experiment=strongermas_t1_plan_path_shared"]), "a test")
+    config = RunConfig.from_values(
+        resolve(["experiment=strongermas_t1_plan_path_shared"]), "a test"
+    )
     replies = (PROGRAM, f"#### {SOLUTION}")
     engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
     client = EngineClient(engine=engine, renderer=Bytes())  # type: ignore[arg-type]

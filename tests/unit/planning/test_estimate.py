@@ -24,7 +24,7 @@ IN_TURN = ["engine.sleep=true", "policies.shared.offload=true"]
 
 
 def config(experiment: str, *overrides: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+    return RunConfig.from_values(resolve([f"experiment={experiment}", *overrides]), experiment)
 
 
 def one_policy(*overrides: str) -> RunConfig:

@@ -34,7 +34,7 @@ FOUR_POLICIES = "unitymas_t3_hotpotqa_m_ask_7b"
 
 @cache
 def config(experiment: str, *overrides: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+    return RunConfig.from_values(resolve([f"experiment={experiment}", *overrides]), experiment)
 
 
 def train_mb(experiment: str, *overrides: str) -> int:

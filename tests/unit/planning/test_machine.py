@@ -42,7 +42,7 @@ def test_a_run_on_cpus_hides_the_gpus_from_its_processes(
     device: str, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    config = RunConfig.check(
+    config = RunConfig.from_values(
         resolve(["experiment=demo_math", f"cluster.device={device}"]), "a test"
     )
     with hide_gpus_from_cpu_run(config):

@@ -32,7 +32,7 @@ EIGHT = Cluster.parse("8xH100")
 
 @cache
 def config(experiment: str, *overrides: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+    return RunConfig.from_values(resolve([f"experiment={experiment}", *overrides]), experiment)
 
 
 def paper_gpus(experiment: str) -> str | None:

@@ -20,7 +20,7 @@ EMBEDDED = (*ONE_RANK, "engine={name: embedded, python: null}")
 
 @cache
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={EXPERIMENT}", *overrides]), EXPERIMENT)
+    return RunConfig.from_values(resolve([f"experiment={EXPERIMENT}", *overrides]), EXPERIMENT)
 
 
 def test_a_run_that_needs_four_gpus_takes_turns_on_one() -> None:

@@ -6,7 +6,7 @@ from mcore_mas.planning.workload import estimate_workloads
 
 
 def config(experiment: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+    return RunConfig.from_values(resolve([f"experiment={experiment}"]), experiment)
 
 
 def test_two_agents_with_two_loops() -> None:

@@ -34,7 +34,7 @@ LAYOUT = [
 
 
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
+    return RunConfig.from_values(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
 
 
 def named(worker_groups: list[WorkerGroup]) -> list[tuple[str, str, int]]:

@@ -64,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWithInputs:
         f"env={{name: repository, options: {{checkouts: {checkouts}}}}}",
         "+retriever={}",
     ]
-    config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "test")
+    config = RunConfig.from_values(resolve(["experiment=demo_math", *settings]), "test")
     task = Task(id="t/1", prompt="?", answers=(str(game),), env="math", source="t", split="train")
     write_tasks(config.folder / "tasks" / "train.parquet", [task])
 

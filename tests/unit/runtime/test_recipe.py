@@ -49,7 +49,7 @@ def test_other_tasks_are_another_recipe(tmp_path: Path) -> None:
     make_model(0).save_pretrained(model)
     models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
     settings = ["run=x", f"results={tmp_path}", *models]
-    config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "test")
+    config = RunConfig.from_values(resolve(["experiment=demo_math", *settings]), "test")
     task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="train")
     tasks = config.folder / "tasks" / "train.parquet"
     write_tasks(tasks, [task])
@@ -69,7 +69,7 @@ class TestRecipe:
 
     def recipe(self, *overrides: str) -> dict[str, object]:
         resolved = resolve(["experiment=demo_math", "run=x", *overrides])
-        return recipe_of(RunConfig.check(resolved, "test"))
+        return recipe_of(RunConfig.from_values(resolved, "test"))
 
     def test_layouts_lengths_and_checks_are_not_part_of_it(self) -> None:
         changed = self.recipe(

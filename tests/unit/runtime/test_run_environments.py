@@ -25,7 +25,7 @@ class NothingStartedError(Exception):
 
 
 def make_config(experiment: str, *overrides: str) -> RunConfig:
-    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), "a test")
+    return RunConfig.from_values(resolve([f"experiment={experiment}", *overrides]), "a test")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(model: Path, *overrides: str) -> RunConfig:
     models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
     values = resolve(["experiment=demo_math", *models, "policies.solver.tp=1", *overrides])
-    return RunConfig.check(values, "a test")
+    return RunConfig.from_values(values, "a test")
 
 
 def check_layouts(config: RunConfig) -> None:

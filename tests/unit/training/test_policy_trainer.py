@@ -27,7 +27,7 @@ CRITIC = (
 
 
 def make_config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", *overrides]), "test")
+    return RunConfig.from_values(resolve(["experiment=demo_math", *overrides]), "test")
 
 
 def make_trainer(

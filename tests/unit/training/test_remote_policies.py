@@ -125,5 +125,5 @@ def test_impossible_policies_and_engines_are_refused_in_one_line(
             section = section[parent]
         section[key] = value
     with pytest.raises(ConfigError, match=message) as raised:
-        RunConfig.check(values, "here")
+        RunConfig.from_values(values, "here")
     assert "\n" not in str(raised.value)

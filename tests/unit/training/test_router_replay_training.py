@@ -71,7 +71,7 @@ def run_config(folder: Path, model: Path, *overrides: str) -> RunConfig:
             *overrides,
         ]
     )
-    return RunConfig.check(values, "a test")
+    return RunConfig.from_values(values, "a test")
 
 
 def gaps(folder: Path, model: Path, replay: bool) -> list[float]:

@@ -69,7 +69,7 @@ class TestConfig:
         self, overrides: list[str], last_steps: list[int]
     ) -> None:
         values = resolve(["experiment=demo_math", "trainer.steps=6", *overrides])
-        config = RunConfig.check(values, "test")
+        config = RunConfig.from_values(values, "test")
         for step, last in enumerate(last_steps):
             allowed = [later for later in range(step, 6) if config.may_collect(later, step)]
             assert max(allowed) == last
