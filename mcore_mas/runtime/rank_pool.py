@@ -165,15 +165,19 @@ class RankPool:
             ProcessLost: a rank has died.
         """
         calls = [actor.written.remote(policy) for actor in self._actors]
+        # The results of all ranks are read, because Ray logs a traceback of each error that is not.
+        futures = [asyncio.wrap_future(call.future()) for call in calls]
+        results = await asyncio.gather(*futures, return_exceptions=True)
         digests: dict[str, Digest] = {}
-        for rank, call in enumerate(calls):
-            try:
-                digests |= await call
-            except ray.exceptions.RayActorError as error:
-                raise _lost_error(policy, [rank]) from error
-            except ray.exceptions.RayError as error:
-                reason = str(getattr(error, "cause", error)).strip().splitlines()[-1]
-                raise OSError(f"rank {rank} of {policy}: {reason}") from error
+        for rank, result in enumerate(results):
+            if isinstance(result, ray.exceptions.RayActorError):
+                raise _lost_error(policy, [rank]) from result
+            if isinstance(result, ray.exceptions.RayError):
+                reason = str(getattr(result, "cause", result)).strip().splitlines()[-1]
+                raise OSError(f"rank {rank} of {policy}: {reason}") from result
+            if isinstance(result, BaseException):
+                raise result
+            digests |= result
         return digests
 
     async def sleep(self) -> int:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import ray
 
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.runtime import rank_pool
@@ -180,3 +181,30 @@ def test_of_trainers_that_take_turns_only_one_has_memory() -> None:
         "critic wakes",
         "work",
     ]
+
+
+def test_errors_of_all_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray logs a traceback of each error that nobody reads."""
+    read: list[int] = []
+
+    class Unread(Future[Any]):
+        """Failed result that records that it is read."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self._rank = rank
+            self.set_exception(ray.exceptions.RayError(f"disk {rank} is full"))
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            read.append(self._rank)
+            return super().exception(timeout)
+
+    actors = [FakeRank("10.0.0.1", []) for _ in range(2)]
+    for rank, actor in enumerate(actors):
+        result = Unread(rank)
+        method = FakeMethod(lambda policy, result=result: result)
+        monkeypatch.setattr(actor, "written", method, raising=False)
+    pool = make_pool(monkeypatch, actors)
+    with pytest.raises(OSError, match="rank 0 of solver: disk 0 is full"):
+        asyncio.run(pool.written("solver"))
+    assert set(read) == {0, 1}
