@@ -51,9 +51,10 @@ def model_problems(model: Path | str, *overrides: str) -> list[str]:
 
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int, slurm: bool = False) -> None:
-    """Let the check see this number of GPUs, and Slurm's programs or no programs at all."""
+    """Let the check see this number of GPUs, a compiler, and Slurm's programs or no others."""
     monkeypatch.setattr(
-        "mcore_mas.pipeline.check.shutil.which", lambda name: name if slurm else None
+        "mcore_mas.pipeline.check.shutil.which",
+        lambda name, **_: name if slurm or name == "c++" else None,
     )
     monkeypatch.setattr("mcore_mas.pipeline.check.count_visible_gpus", lambda: gpus)
 
