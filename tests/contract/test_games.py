@@ -181,7 +181,7 @@ def test_four_by_four_sudokus_have_one_solution() -> None:
     [
         ("blocksworld", {"blocks": 2}, "blocksworld_2: 99 test tasks asked for, but there are"),
         ("blocksworld", {"blocks": 3}, "blocksworld_3: 99 test tasks asked for, but there are"),
-        ("plan_path", {"size": 2, "obstacles": 0.0}, "20000 draws after the .* found no other"),
+        ("plan_path", {"size": 2, "obstacles": 0.0}, "20000 draws in a row gave no new one"),
     ],
 )
 def test_more_puzzles_than_exist_are_refused(

@@ -112,8 +112,8 @@ def test_each_job_requests_the_resources_of_its_plan(
         "evaluate cpus trained": ("1", "1", None, "3", "240"),
         "evaluate gpus base": ("1", "1", "gpu:4", "10", "240"),  # 2 servers of each policy
         "evaluate gpus trained": ("1", "1", "gpu:4", "10", "240"),
-        "evaluate wide base": ("1", "1", "gpu:8", "18", "240"),  # 4 servers of each policy
-        "evaluate wide trained": ("1", "1", "gpu:8", "18", "240"),
+        "evaluate wide base": ("2", "2", "gpu:8", "26", "240"),  # 8 servers of each policy
+        "evaluate wide trained": ("2", "2", "gpu:8", "26", "240"),
     }
 
     memory_mb = {job: int(resources["mem_mb"]) for job, resources in jobs.items()}

@@ -333,7 +333,7 @@ def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
 def test_a_chat_whose_first_prompt_is_too_long_is_overlong(qwen: Renderer) -> None:
     trajectory, _ = play(qwen, one_chat, max_length=451)
     assert (trajectory.status, trajectory.metrics) == (Status.FAILED, {"overlong": 1.0})
-    assert trajectory.error.startswith("PromptTooLong: chat a/0: prompt of ")
+    assert trajectory.error.startswith("PromptTooLong: a (turn 0): chat a/0: prompt of ")
 
 
 def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer) -> None:
