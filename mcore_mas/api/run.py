@@ -208,7 +208,7 @@ class Run:
     def trajectories_of(self, step: int | None) -> list[Conversation]:
         """Return the trajectories of a step, or of the newest one if it is None.
 
-        The list is empty if the step has not been taken.
+        The list is empty if the step has not been taken, or if its trajectories were not kept.
         """
         from mcore_mas.reports.turn_credit import compute_turn_credit
 
@@ -246,16 +246,15 @@ class Run:
             options: options of the estimator.
 
         Raises:
-            ArgumentError: no such step was taken.
+            ArgumentError: no such step was taken, or its trajectories were not kept.
             CreditError: the estimator is unknown, lacks what it needs, or has no such option.
         """
         from mcore_mas.reports.credit_terminal import print_credit
 
         file = self._trajectory_file(step)
         if file is None:
-            raise ArgumentError(
-                f"{self.folder}: no trajectories of step {step or 0}; train it first"
-            )
+            missing = "no trajectories yet" if step is None else f"no trajectories of step {step}"
+            raise ArgumentError(f"{self.folder}: {missing}; they are written when a step is taken")
         console = Console(highlight=False)
         print_credit(file, advantage, options, task, _EXPLAINED_TASKS, console)
 

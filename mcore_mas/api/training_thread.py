@@ -86,7 +86,8 @@ class TrainingThread:
         except BaseException as error:
             cause: BaseException | None = error
             if "at interpreter shutdown" in str(error):
-                # From Python 3.12 on, asyncio cannot end its other threads when a program ends.
+                # From Python 3.12 on, asyncio fails to end its threads while the interpreter shuts down. That
+                # error hides the one that ended the training, which is its context.
                 cause = error.__context__
             if isinstance(cause, Stopped):
                 say(f"{self._folder}: {cause}")

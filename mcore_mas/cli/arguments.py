@@ -39,6 +39,8 @@ def run_folder(run: Path) -> Path:
     """
     if (run / "config.yaml").is_file():
         return run
+    if run.name == "config.yaml" and run.is_file():
+        return run.parent
     if str(run) in run_names():
         return Path("results") / run
     check_readable(run)

@@ -44,7 +44,7 @@ class ClusterConfig(Section):
     restarts: int = Field(3, ge=0)
     # Seconds without a sign of life from a trainer at work; None: any time.
     hang_s: float | None = Field(1800.0, gt=0)
-    # None: the cores divided by the processes that work at the same time.
+    # None: the cores divided by the processes that work at the same time; 1 with engine.deterministic.
     threads_per_process: int | None = Field(None, ge=1)
     # None: enough for the samples of a step.
     object_store_mb: int | None = Field(None, ge=80)

@@ -52,7 +52,7 @@ class RateConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     # The rate at which the schedule ends.
     min_lr: float = Field(0.0, ge=0)
-    # The update with which the schedule ends, counted as warmup_steps and including them; None: the run's last one.
+    # Updates until the schedule ends, including the warm-up, in the unit of warmup_steps; None: all updates of the run.
     decay_steps: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")

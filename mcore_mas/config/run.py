@@ -493,8 +493,8 @@ def _check_engines(config: RunConfig) -> None:
     may_use_cpu = config.engine.name == "embedded" and config.engine.device != "cuda"
     if threads > 1 and config.engine.deterministic and may_use_cpu:
         raise ValueError(
-            f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
-            "thread only; set it to 1, or leave it out"
+            f"cluster.threads_per_process: {threads}, but on a CPU engine.deterministic needs 1 thread for equal "
+            "bits; set threads_per_process to 1, or leave it out"
         )
     if config.engine.router_replay and not config.models:
         raise ValueError(

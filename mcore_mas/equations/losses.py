@@ -148,6 +148,7 @@ def _ratio_statistics(tokens: TokenBatch, old: Tensor, ratio: Tensor) -> Statist
         # KL(π_old‖π), because the old policy sampled the tokens: the size of the update. The distance to the reference
         # model is `reference_kl`. Files of existing runs have the two metrics under these names.
         "kl": k3(old, tokens.logprobs.detach()),
+        # One tensor under three names, because the suffix of a name chooses its reduction (`_max`, `_min`, mean).
         "ratio": ratio.detach(),
         "ratio_max": ratio.detach(),
         "ratio_min": ratio.detach(),
@@ -343,11 +344,11 @@ AGGREGATIONS: dict[AggregationName, Aggregation] = {
 def token_weights(
     lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None
 ) -> Tensor:
-    """Return the weight of a single token of each sample, [n] float64, including the denominator of the update.
+    """Return the weight of a single token of each sample, [m] float64, including the denominator of the update.
 
     Args:
-        lengths: [n] number of trained tokens of every sample of the update. A sample without
-            trained tokens gets weight 0 and does not count in n.
+        lengths: [m] number of trained tokens of every sample of the update. A sample without
+            trained tokens gets weight 0 and does not count as a sample in the denominators.
         mode: name in `AGGREGATIONS`.
         norm: the constant length L in tokens, for modes that divide by one; None for the others.
     """

@@ -144,10 +144,11 @@ class Grouping:
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """Source of several votes per group: trajectories of a task ("groups") or branches of a tree ("trees").
+        """Sources of several votes in a peer group; empty if a group cannot have several.
 
-        Where peers share a state, trajectories give several votes only if the environment names its
-        states ("states"): prompts as texts hardly ever repeat beyond the first turn.
+        "groups": several trajectories of a task. "trees": several branches of a tree. "states", in
+        place of "groups" where peers share a state: trajectories in an environment that names its
+        states, because prompts as texts hardly ever repeat beyond the first turn.
         """
         sources = {
             "trajectory": "states" if "state" in self.peer_columns else "groups",

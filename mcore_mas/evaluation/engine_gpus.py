@@ -23,10 +23,11 @@ EngineGpus = Mapping[str, Sequence[Sequence[str]]]  # GPU ids of each server, by
 
 
 def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
-    """Assign all GPUs of the machine to the servers of the policies' engines.
+    """Assign the machine's GPUs, without those of the retriever, to the servers of the policies' engines.
 
-    If there are fewer GPUs than one server of each policy needs, servers share them, and each GPU
-    has the same number of servers.
+    Every policy gets the same number of servers, and GPUs that remain stay idle. If there are fewer
+    GPUs than one server of each policy needs, the servers take them in turn, so that a GPU may have
+    more servers than another.
 
     Returns:
         GPU ids of each server by policy; [] for a server that needs no GPU of this machine.
@@ -48,7 +49,7 @@ def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
     if sizes[largest] > len(gpus):
         raise PlacementError(
             f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and "
-            f"there are {len(gpus)}; lower engine.tp"
+            f"there are {len(gpus)} without the retriever's; lower engine.tp"
         )
 
     replicas = max(1, len(gpus) // sum(sizes.values()))

@@ -156,7 +156,7 @@ def _play_missing(
                 retries=config.evaluation.retries,
                 on_trajectory=write_and_report,
             )
-            message = "; the same command goes on from what was played"
+            message = "; the same command continues from what was played"
             try:
                 await stop.run_until_stopped(measuring, message)
             finally:

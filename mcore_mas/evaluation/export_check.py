@@ -61,8 +61,8 @@ def check_export(
 ) -> None:
     """Compare the token ids and log-probabilities of transformers with those of the run.
 
-    Adds the policy's chat template to the folder if it has none, and rewrites a Qwen2 whose
-    tokenizer transformers would replace.
+    Adds the policy's chat template to the folder if it has none. Rewrites a Qwen2 as a Llama if
+    transformers would give it another tokenizer.
 
     Args:
         folder: folder of the exported model.
@@ -80,7 +80,7 @@ def check_export(
     )
     texts = _texts_of(turns) or list(_DEFAULT_TEXTS)
     prompts = [turn.prompt_ids for turn in turns[:2]] or [renderer.encode(_DEFAULT_TEXTS[0])]
-    # The engine must read the folder before it may be rewritten as a Llama.
+    # The engine samples before the folder may be rewritten as a Llama, from the model as the run had it.
     replies = sample_replies(folder, prompts) if _can_compare_replies(folder) else []
 
     if not _has_same_ids(folder, renderer, texts):
@@ -95,12 +95,11 @@ def check_export(
     gap = _largest_gap(folder, replies) if replies else 0.0
     if gap > _TOLERANCE:
         raise ExportError(
-            f"{folder}: log-probabilities in transformers are {gap:.2g} nats from the run's "
-            "engine's"
+            f"{folder}: log-probabilities of transformers and of the run's engine differ by {gap:.2g} nats"
         )
     tokens = sum(len(reply.token_ids) for reply in replies)
-    compared = f"log-probabilities of {tokens} tokens" if replies else "no replies"
-    note(f"checked: ids of {len(texts)} texts and {compared} are those of transformers")
+    compared = f"log-probabilities of {tokens} tokens" if replies else "no log-probabilities"
+    note(f"compared with transformers, and equal: ids of {len(texts)} texts, {compared}")
 
 
 def _texts_of(turns: Sequence[Turn]) -> list[str]:

@@ -35,7 +35,7 @@ def logged(path: Path | str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        message = "ended by a second Ctrl-C; the same command goes on from what is saved"
+        message = "ended by a second Ctrl-C; the same command continues from what is saved"
         print(f"{CAUSE}{message}", file=sys.stderr)
         sys.exit(130)
     except Stopped as stop:

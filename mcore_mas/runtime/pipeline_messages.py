@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_mas.runtime.joblog import CAUSE, STARTED_AGAIN
 from rollout.base.text import escape_line
 
-_STOPPED = "the pipeline was stopped; the same command goes on from what is saved"
+_STOPPED = "the pipeline was stopped; the same command continues from what is saved"
 _SILENT = "the job ended without saying why (killed, or out of memory?); the end of its log:"
 _NOT_SUBMITTED = re.compile(
     r"SLURM sbatch failed\. The error message was '(.*?)'\.$"

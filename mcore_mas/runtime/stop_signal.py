@@ -79,7 +79,7 @@ def _raise_stopped(number: int, _frame: object) -> None:
     # Python drops an exception that is raised within a finaliser, so the signal is remembered as well
     _early_signals.append(number)
     raise Stopped(
-        f"stopped by {signal.Signals(number).name}; the same command goes on from what is saved"
+        f"stopped by {signal.Signals(number).name}; the same command continues from what is saved"
     )
 
 

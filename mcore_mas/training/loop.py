@@ -146,7 +146,7 @@ async def _save_and_stop(
         await _save(session, steps, accuracy=accuracy, unreported=unreported)
         await session.checkpoints.finish()
     raise Stopped(
-        f"stopped by {session.stop.sender} after step {steps}; the same command goes on from its "
+        f"stopped by {session.stop.sender} after step {steps}; the same command continues from its "
         "checkpoint"
     )
 

@@ -34,7 +34,7 @@ async def train_session(
     """
     await session.stop.run_until_stopped(
         load_weights(session, checkpoint, engines_may_be_newer=engines_may_be_newer),
-        " while it was loading; the same command goes on",
+        " while it was loading; the same command continues",
     )
     async with resend_lost_weights(session.weight_sync.values()):
         if checkpoint is None:

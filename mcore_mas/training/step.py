@@ -174,7 +174,7 @@ async def _wait_for_one_version(session: TrainingSession) -> None:
     """
     under_way = session.rollouts.under_way.values()
     if session.config.engine.deterministic and under_way:
-        message = "; the same command goes on from the newest checkpoint and from its files"
+        message = "; the same command continues from the newest checkpoint and from its files"
         await session.stop.run_until_stopped(asyncio.wait(under_way), message)
 
 

@@ -198,7 +198,8 @@ class _TrainingRun:
                     except ProcessLost as lost:
                         if not restarts.take():
                             raise TrainingError(
-                                f"{lost}; no cluster.restarts left; the same command goes on"
+                                f"{lost}; no cluster.restarts left; run the same command again to "
+                                "continue from the newest checkpoint"
                             ) from lost
                         logbook.note(
                             f"{lost}; trainers start again from the newest checkpoint, "

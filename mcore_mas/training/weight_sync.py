@@ -32,8 +32,8 @@ class WeightSync:
         """Connect a trainer and an engine.
 
         Args:
-            versions: versions that the engine was given so far. After a restart, these include as
-                many earlier ones as turns may be behind.
+            versions: versions that the engine has had, the oldest first. After a restart, they
+                begin with the oldest version whose turns may still be trained on.
             sleeps: True if the engine frees its weights before an update.
         """
         self.versions = list(versions)

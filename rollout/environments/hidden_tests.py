@@ -357,6 +357,11 @@ class _TestRewriter:
         return block
 
     def _rewrite_assert(self, statement: ast.Assert, is_required: bool) -> list[ast.stmt]:
+        """Return the statements in place of an assertion.
+
+        A conjunction becomes an assertion of each part. A comparison with a stated value becomes a
+        check outside of this process, which withholds the value. Other comparisons are recorded.
+        """
         test = _simplify(statement.test)
         statement.test = test
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):

@@ -51,7 +51,7 @@ def test_a_signal_ends_a_process_that_still_imports(number: signal.Signals, tmp_
     process.send_signal(number)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert stderr == f"stopped by {number.name}; the same command goes on from what is saved\n"
+    assert stderr == f"stopped by {number.name}; the same command continues from what is saved\n"
 
 
 # Prints the imported libraries at the point where handlers are installed, and ends there
@@ -88,7 +88,7 @@ def test_a_signal_while_models_are_loaded_ends_the_run_at_once(tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 143, stderr
-    message = "stopped by SIGINT while it was loading; the same command goes on"
+    message = "stopped by SIGINT while it was loading; the same command continues"
     assert stderr.splitlines()[-1] == message
     _, alive = psutil.wait_procs(children, timeout=30)
     running = [child.cmdline() for child in alive if child.status() != psutil.STATUS_ZOMBIE]
@@ -113,7 +113,7 @@ def test_the_log_of_a_stopped_job_names_the_signal(tmp_path: Path) -> None:
     # The log has no traceback, because a stop is not a bug.
     assert log.read_text().splitlines() == [
         "at work",
-        "error: stopped by SIGTERM; the same command goes on from what is saved",
+        "error: stopped by SIGTERM; the same command continues from what is saved",
     ]
 
 
@@ -175,5 +175,5 @@ def test_the_first_ctrl_c_is_acknowledged_at_once_and_the_second_ends_the_job(
     assert job.exitstatus == 130
     _, acknowledgement, error = log.read_text().splitlines()  # without a traceback
     assert acknowledgement.startswith("SIGINT: stopping, once")
-    assert error == "error: ended by a second Ctrl-C; the same command goes on from what is saved"
+    assert error == "error: ended by a second Ctrl-C; the same command continues from what is saved"
     assert failure_message([str(log)], 0, []).strip().startswith(error)

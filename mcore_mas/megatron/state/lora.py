@@ -66,7 +66,7 @@ class Adapter(torch.nn.Module):
         inputs_are_split: bool,
         lora: LoraConfig,
     ) -> None:
-        """Create factors of zeros.
+        """Create factors of zeros, into which an initial or a saved adapter is loaded.
 
         Args:
             linear: the `ColumnParallelLinear` or `RowParallelLinear` that is adapted.

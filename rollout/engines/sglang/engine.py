@@ -101,7 +101,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """Number of starts of servers, and of servers that have left."""
+        """Number of starts of servers so far, plus the number of servers that have left."""
         return sum(replica.starts for replica in self.fleet.replicas) + self.fleet.starts_of_left
 
     async def stream(
@@ -235,6 +235,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 )
             began = opened.began
         before = self._last_update
+        # A server that dies while it takes this update loads it when it has started again.
         self._last_update = update
         self._open_update = None
         self._weight_check.begin_update()
@@ -278,7 +279,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         return True
 
     async def _apply(self, replica: Replica, update: WeightUpdate) -> None:
-        """Have a server serve the weights that were written for it, and compare them."""
+        """Load written weights on a server (pushed ones are there), and compare them with another server's."""
         client = replica.client
         if update.transport not in PUSH_TRANSPORTS:
             # Without a pause, SGLang would wait for the last request to end.

@@ -34,7 +34,8 @@ class Fleet:
 
     Attributes:
         replicas: servers that are called.
-        starts_of_left: number of servers that have left, and of their starts.
+        starts_of_left: starts of the servers that have left, plus 1 for each of them, so that the
+            number of starts changes when a server leaves.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Fleet:
     async def read_members(self) -> list[Replica]:
         """Let servers leave that the file of members no longer names, and return new ones.
 
-        New servers that answer are paused, the last named first. They get no request before they
-        have weights and `join`.
+        New servers that answer are paused. They are returned in reverse order, because
+        `commit_update` takes them from the end. They get no request before they have weights and
+        `join`.
         """
         if not self._settings.members:
             return []
@@ -147,7 +149,10 @@ class Fleet:
 
     @asynccontextmanager
     async def _restarting(self, replica: Replica) -> AsyncIterator[None]:
-        """End the block early if the server is lost, and start it again."""
+        """Suppress the error of a lost server in the block, and start the server again.
+
+        The caller then repeats the block.
+        """
         starts = replica.starts
         try:
             yield
@@ -161,7 +166,9 @@ class Fleet:
             starts: its starts when it was called; if it has more now, another call was faster.
 
         Raises:
-            EngineError: it is not owned, no restart is left, or it does not take the weights.
+            Left: the server is gone for good, and others go on.
+            EngineError: its process runs but does not answer, it is not owned, no restart is left,
+                or it does not take the weights.
         """
         # The caller may be cancelled meanwhile, and a server that was left without its weights
         # would answer other calls with old ones.

@@ -79,7 +79,7 @@ def test_the_retriever_has_the_last_gpu() -> None:
 
 
 def test_a_server_with_more_gpus_than_the_machine_is_refused() -> None:
-    message = r"16 GPUs for a server of solver \(engine\.tp\), and there are 8; lower"
+    message = r"16 GPUs for a server of solver \(engine\.tp\), and there are 8 without"
     with pytest.raises(PlacementError, match=message):
         assign_engine_gpus(make_config("engine.tp=16"))
 

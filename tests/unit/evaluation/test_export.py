@@ -74,7 +74,7 @@ class TestRefusals:
             "mcore_mas.evaluation.export_check.sample_replies",
             lambda folder, prompts: [wrong_reply],
         )
-        message = r"log-probabilities in transformers are \S+ nats from the run's"
+        message = r"log-probabilities of transformers and of the run.s engine differ by \S+ nats"
         with pytest.raises(ExportError, match=message):
             export(run, "solver", run / "out", print)
 
@@ -98,7 +98,7 @@ def test_transformers_reads_an_export_like_the_run(
     export(run, "solver", exported, notes.append)
     assert notes[0] == f"solver from {model}"
     assert notes[-1] == (
-        "checked: ids of 2 texts and log-probabilities of 16 tokens are those of transformers"
+        "compared with transformers, and equal: ids of 2 texts, log-probabilities of 16 tokens"
     )
     config = json.loads((exported / "config.json").read_text())
     assert config["model_type"] == exported_type

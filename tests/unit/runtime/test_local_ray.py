@@ -168,7 +168,7 @@ def test_a_signal_while_ray_starts_stops_the_run_and_leaves_neither_folder_nor_p
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
-    stopped = f"stopped by {number.name}; the same command goes on from what is saved"
+    stopped = f"stopped by {number.name}; the same command continues from what is saved"
     assert result.stdout.splitlines() == [stopped, "[]", "[]"], result.stderr
 
 

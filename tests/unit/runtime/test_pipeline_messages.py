@@ -66,7 +66,7 @@ def test_a_job_that_ends_well_while_the_pipeline_is_stopped_was_not_killed(tmp_p
     snakemake.write_text(
         "[Sat Nov 28]\nFinished\nTerminating processes on user request, this might take some time.\n"
     )
-    cause = "error: the pipeline was stopped; the same command goes on from what is saved"
+    cause = "error: the pipeline was stopped; the same command continues from what is saved"
     assert failure_message([str(job)], 0.0, [str(snakemake)]) == f"\n{cause}\n  logs: {job}"
 
     job.write_text("error: stopped by SIGTERM after step 3\n")

@@ -70,7 +70,7 @@ def run_process(moment: str, number: signal.Signals) -> subprocess.CompletedProc
 @pytest.mark.parametrize("moment", ["Ray starts", "Ray runs"])
 def test_a_signal_before_the_work_stops_the_process(moment: str, number: signal.Signals) -> None:
     result = run_process(moment, number)
-    line = f"stopped by {number.name}; the same command goes on from what is saved\n"
+    line = f"stopped by {number.name}; the same command continues from what is saved\n"
     assert (result.returncode, result.stdout, result.stderr) == (143, "", line)
 
 
@@ -109,5 +109,5 @@ def test_a_second_signal_at_the_end_changes_nothing() -> None:
     result = subprocess.run(
         [sys.executable, "-c", SIGNALLED_AGAIN], capture_output=True, text=True, check=False
     )
-    line = "stopped by SIGTERM; the same command goes on from what is saved\n"
+    line = "stopped by SIGTERM; the same command continues from what is saved\n"
     assert (result.returncode, result.stderr) == (143, line)

@@ -120,7 +120,7 @@ def test_a_run_that_is_stopped_while_weights_wait_comes_to_the_same_trajectories
     async def train_until_stopped() -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(60.0, session.stop.request)
-        message = r"^stopped by its caller; the same command goes on from the newest"
+        message = r"^stopped by its caller; the same command continues from the newest"
         with pytest.raises(Stopped, match=message):
             await train_steps(session, 0)
         assert loop.time() == pytest.approx(60.0)

@@ -91,7 +91,7 @@ def trajectory_files(session: TrainingSession) -> list[str]:
 def test_a_rollout_is_cancelled_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
     rows: Rows = []
     session = make_interrupted_session(tmp_path, at_call=2 * CALLS_PER_STEP + 3, rows=rows)
-    message = "stopped by SIGTERM after step 2; the same command goes on"
+    message = "stopped by SIGTERM after step 2; the same command continues"
     with pytest.raises(Stopped, match=message):
         asyncio.run(train_steps(session, 0))
     assert [step for step, _ in rows] == [0, 1]
