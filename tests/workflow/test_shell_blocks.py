@@ -253,14 +253,14 @@ def watch(folder: Folder, page: Browser) -> Watched:
     reader.start()
     try:
         folder.run("mcore-mas train results/demo_math")
-        page.until("document.getElementById('facts').textContent.startsWith('2 steps')")
+        page.until("document.getElementById('facts').textContent === 'trained for 2 steps'")
     finally:
         ended.set()
         reader.join()
     changes = page.value("seen")
-    shown = {}
-    for step in (0, 1):
-        shown[step] = min(time_ for time_, text in changes if int(text.split()[0]) > step)
+    # The page says "step 1 of 2", and at the end "trained for 2 steps".
+    steps_shown = [(time_, int(re.findall(r"\d+", text)[0])) for time_, text in changes]
+    shown = {step: min(time_ for time_, steps in steps_shown if steps > step) for step in (0, 1)}
     polls_ms = page.value(POLLS)
     intervals_ms = [later - earlier for earlier, later in itertools.pairwise(polls_ms)]
     return Watched(written, shown, max(intervals_ms) / 1000)
