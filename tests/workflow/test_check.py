@@ -217,26 +217,26 @@ async def chatting(task, team, env):
 def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    project = new_project("poets", tmp_path)
-    with (project / "poets" / "team.py").open("a") as file:
+    project = new_project("novelists", tmp_path)
+    with (project / "novelists" / "team.py").open("a") as file:
         file.write(CHATTING)
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
 
     def check(*overrides: str) -> tuple[object, str]:
-        monkeypatch.setattr("sys.argv", ["mcore-mas", "check", "poets.yaml", *overrides])
+        monkeypatch.setattr("sys.argv", ["mcore-mas", "check", "novelists.yaml", *overrides])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code, capsys.readouterr().out
 
-    chats = "orchestra.name=poets.team:chatting"
+    chats = "orchestra.name=novelists.team:chatting"
     tools = "+agents.writer.tools={calculator: {}}"
-    assert check(chats) == (0, "ok: poets\n")
+    assert check(chats) == (0, "ok: novelists\n")
 
     status, line = check(chats, tools)
     assert status == 1
     found = re.fullmatch(
-        r"no: run 'poets': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
+        r"no: run 'novelists': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
         r"and there is room for 120 beside the reply; raise engine.max_length \(128\), or shorten "
         r"the prompts\n",
         line,

@@ -48,9 +48,9 @@ def test_a_registry_is_known_by_the_key_of_a_config(
 def test_the_users_experiments_and_teams_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_command: CallCommand
 ) -> None:
-    monkeypatch.chdir(new_project("poets", tmp_path))
+    monkeypatch.chdir(new_project("sculptors", tmp_path))
     for registry in ("experiments", "teams"):
-        assert "poets" in call_command("list", registry).stdout.splitlines()
+        assert "sculptors" in call_command("list", registry).stdout.splitlines()
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def test_processes_that_work_at_a_time_share_the_cores(
     )  # a product's bits depend on what else two threads multiply
     with pytest.raises(
         ConfigError,
-        match=r"cluster.threads_per_process: 2, and engine.deterministic has the same bits",
+        match=r"cluster.threads_per_process: 2, but on a CPU engine.deterministic needs 1 thread",
     ):
         config("+engine.deterministic=true", "cluster.threads_per_process=2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
