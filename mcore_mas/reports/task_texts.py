@@ -17,7 +17,7 @@ _BATCH_ROWS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskText:
-    """What a task asks, and all accepted answers."""
+    """Question of a task and all its accepted answers."""
 
     question: str
     answers: tuple[str, ...]

@@ -62,17 +62,17 @@ def page(rows: Mapping[str, str], before: str) -> str:
 
 
 def version_of(framework: Framework) -> str:
-    """The version of a framework's package that its requirements file pins."""
+    """Return the version of a framework's package that its requirements file pins."""
     file = ROOT / "requirements" / f"{framework.requirements}.txt"
     package = re.escape(framework.package)
     pinned = file.read_text(encoding="utf-8")
-    found = re.search(rf"^{package}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
-    assert found, framework.package
-    return found[1]
+    match = re.search(rf"^{package}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
+    assert match, framework.package
+    return match[1]
 
 
 def main(names: Sequence[str]) -> int:
-    """1 where a framework's team did not learn: each is trained in a process of its own."""
+    """Train each framework in its own process; return 1 if the team of one did not learn."""
     if names[:1] == ["--one"]:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(train(names[1], Path(folder))))

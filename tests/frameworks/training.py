@@ -426,7 +426,7 @@ async def learn(
 
 
 def train(name: str, folder: Path) -> dict[str, object]:
-    """What came of the training of a framework's program: shares right before and after, with the gain's interval."""
+    """Train a framework's program; return the shares of right answers before and after, and the gain's interval."""
     framework = FRAMEWORKS[name]
     began, cpu = time.monotonic(), time.process_time()
     init_process_groups(rank=0, threads=1)
@@ -438,11 +438,11 @@ def train(name: str, folder: Path) -> dict[str, object]:
             turns = sum(len(teacher.said) for teacher in teachers.values())
             models = {}
             for agent, teacher in teachers.items():
-                said = sorted(teacher.said, key=repr)
+                demonstrations = sorted(teacher.said, key=repr)
                 base = folder / f"base-{agent}"
                 models[agent] = folder / f"model-{agent}"
-                base_model(said, base)
-                cold_start(said, base, models[agent], steps=400)
+                base_model(demonstrations, base)
+                cold_start(demonstrations, base, models[agent], steps=400)
             before, after, curve = asyncio.run(learn(lesson, models))
     finally:
         destroy_process_groups()

@@ -235,14 +235,14 @@ def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training
 
     status, line = check(chats, tools)
     assert status == 1
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"no: run 'novelists': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
         r"and there is room for 120 beside the reply; raise engine.max_length \(128\), or shorten "
         r"the prompts\n",
         line,
     )
-    assert found is not None, line
-    needed = int(found[1]) + 8  # tokens of the reply
+    assert match is not None, line
+    needed = int(match[1]) + 8  # tokens of the reply
     assert check(chats, tools, f"engine.max_length={needed}")[0] == 0
     assert check(chats, tools, f"engine.max_length={needed - 1}")[0] == 1
 

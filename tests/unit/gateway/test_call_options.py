@@ -32,7 +32,7 @@ def test_choices_are_turns_of_one_prompt(tmp_path: Path) -> None:
 
 
 def test_each_choice_counts_as_a_call(tmp_path: Path) -> None:
-    """Of two calls, the first choice is sampled; it is not trained, since nobody reads it."""
+    """Only the first of two choices is sampled, and it is not trained, because nobody reads it."""
     team, _ = scripted_team(tmp_path, lambda prompt, n: "x")
 
     async def run() -> Any:

@@ -60,14 +60,14 @@ def test_a_schema_is_told_and_replies_are_scored_in_each_api(call: str, tmp_path
         '<think>\nhm\n</think>\n\n{"value": 7}',
     ]
     team, _ = scripted_team(tmp_path, lambda prompt, n: replies[n])
-    given, turns = exchange(team, [CALLS[call]] * 4)
+    bodies, turns = exchange(team, [CALLS[call]] * 4)
     # Every reply is handed on as the model wrote it.
-    assert [text_of(body) for body in given] == ['{"value": 7}', *replies[1:3], '{"value": 7}']
+    assert [text_of(body) for body in bodies] == ['{"value": 7}', *replies[1:3], '{"value": 7}']
     assert [turn.scores["off_schema"] for turn in turns] == [0.0, 1.0, 1.0, 0.0]
     for turn in turns:
-        told = turn.messages[-1].content
-        assert told.startswith("3+4?\n\nReply with one JSON value that follows this JSON schema")
-        assert told.endswith(
+        prompt = turn.messages[-1].content
+        assert prompt.startswith("3+4?\n\nReply with one JSON value that follows this JSON schema")
+        assert prompt.endswith(
             '{"type": "object", "properties": {"value": {"type": "integer"}}, '
             '"required": ["value"], "additionalProperties": false}'
         )

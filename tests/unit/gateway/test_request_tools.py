@@ -93,7 +93,7 @@ def test_a_tool_that_takes_free_text_in_chat_completions(tmp_path: Path) -> None
     team, _ = scripted_team(tmp_path, lambda prompt, n: replies[n])
     custom = {"name": "apply_patch", "format": {"type": "grammar", "grammar": GRAMMAR}}
     tools = [{"type": "custom", "custom": custom}]
-    given, turns = exchange(
+    bodies, turns = exchange(
         team,
         [
             chat(tools=tools),
@@ -111,7 +111,7 @@ def test_a_tool_that_takes_free_text_in_chat_completions(tmp_path: Path) -> None
             ),
         ],
     )
-    (call,) = given[0]["choices"][0]["message"]["tool_calls"]
+    (call,) = bodies[0]["choices"][0]["message"]["tool_calls"]
     assert (call["type"], call["custom"]) == (
         "custom",
         {"name": "apply_patch", "input": '{"patch": "x"}'},

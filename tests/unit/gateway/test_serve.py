@@ -45,9 +45,9 @@ def test_the_commands_of_the_guide_serve_a_run(tmp_path: Path) -> None:
     )
     server, listing, asking = block.replace("\\\n", "").splitlines()
     assert server == "mcore-mas serve results/demo_math --port 8000"
-    child, said = started(str(run), "--port", "0", "--alias", "gpt-4o=solver")
+    child, output = started(str(run), "--port", "0", "--alias", "gpt-4o=solver")
     try:
-        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]  # type: ignore[index]
+        url = re.search(r"http://127\.0\.0\.1:\d+", output)[0]  # type: ignore[index]
 
         def curl(line: str) -> Any:
             command = ["/bin/sh", "-c", line.replace("http://127.0.0.1:8000", url)]
@@ -79,13 +79,13 @@ async def check_calls(url: str) -> None:
     """Check sampling parameters of calls to agents, and refused calls to the whole team."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
         hi: Any = [{"role": "user", "content": "What is 3+4?"}]
-        said = [
+        texts = [
             (await api.chat.completions.create(model="solver", messages=hi, temperature=0))
             .choices[0]
             .message.content
             for _ in range(2)
         ]
-        assert said[0] == said[1]
+        assert texts[0] == texts[1]
         seeded = [
             (
                 await api.chat.completions.create(
@@ -136,10 +136,10 @@ async def check_calls(url: str) -> None:
         counted = httpx.post(
             f"{url}/v1/messages/count_tokens", json=counting, trust_env=False
         ).json()
-        said = httpx.post(
+        reply = httpx.post(
             f"{url}/v1/messages", json=counting | {"max_tokens": 1}, timeout=60, trust_env=False
         ).json()
-        assert counted == {"input_tokens": said["usage"]["input_tokens"]}
+        assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
         whole = httpx.post(
             f"{url}/v1/messages/count_tokens",
             json=counting | {"model": "demo_math"},

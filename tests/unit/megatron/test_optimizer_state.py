@@ -95,11 +95,14 @@ def test_steps_are_restored() -> None:
 def test_an_installed_transformer_engine_does_not_change_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> None:
+    def transformer_engine_adam(**_: object) -> None:
+        calls.append("Adam")
         raise AssertionError("Transformer Engine's Adam is made")
 
+    calls: list[str] = []
     # as megatron-core is after importing transformer_engine.pytorch.optimizers
-    monkeypatch.setattr(megatron_optimizer, "Adam", refuse)
+    monkeypatch.setattr(megatron_optimizer, "Adam", transformer_engine_adam)
     monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
     reference.make_model("qwen2", tmp_path)
     MegatronTrainer(ranks.make_spec(str(tmp_path)))
+    assert calls == []

@@ -95,8 +95,8 @@ def test_a_simulation_removes_what_a_protanope_does_not_see() -> None:
 def test_any_two_agents_have_colours_that_differ(theme: str, vision: str) -> None:
     """A distance of 0.02 in OKLab is just noticed; 0.075 is seen between thin lines."""
     colours = themes()[theme]
-    seen = [oklab(VISIONS[vision] @ linear_rgb(colours[f"c{number}"])) for number in range(8)]
-    assert min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2)) > 0.075
+    perceived = [oklab(VISIONS[vision] @ linear_rgb(colours[f"c{number}"])) for number in range(8)]
+    assert min(float(np.linalg.norm(a - b)) for a, b in combinations(perceived, 2)) > 0.075
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -231,7 +231,7 @@ def test_the_config_has_a_tab(page: Browser, tmp_path: Path) -> None:
 
 
 def test_a_run_of_many_steps_is_drawn_through_means(page: Browser, tmp_path: Path) -> None:
-    """Of 1,200 steps with the rewards 0, 1, 2, ..., groups of three are drawn: 1, 4, 7, ..."""
+    """1,200 steps with the rewards 0, 1, 2, ... are drawn as means of three: 1, 4, 7, ..."""
     with (tmp_path / "results/b/train/metrics.jsonl").open("w") as journal:
         for step in range(1200):
             journal.write(json.dumps({"step": step, "reward/mean": float(step)}) + "\n")
