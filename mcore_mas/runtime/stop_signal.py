@@ -1,6 +1,7 @@
 """Stop signals: handled from process start; training state is saved before the process exits."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -35,9 +36,13 @@ class Abandoned(Exception):
 def stop_at_start(*signals: signal.Signals) -> None:
     """Let signals, by default all of `STOP_SIGNALS`, raise `Stopped` until a `StopSignal` listens to them.
 
+    Python drops an exception that is raised within a finaliser or a callback of a weak reference, which every import
+    has. The signal is then sent again.
+
     Only the main thread receives signals; called from another thread this does nothing.
     """
     if threading.current_thread() is threading.main_thread():
+        sys.unraisablehook = _send_dropped_signal_again
         for number in signals or STOP_SIGNALS:
             signal.signal(number, _raise_stopped)
 
@@ -76,11 +81,25 @@ def sigterm_handler_kept() -> Iterator[None]:
 
 
 def _raise_stopped(number: int, _frame: object) -> None:
-    # Python drops an exception that is raised within a finaliser, so the signal is remembered as well
-    _early_signals.append(number)
+    _early_signals.append(number)  # a library may catch the exception and continue
     raise Stopped(
         f"stopped by {signal.Signals(number).name}; the same command continues from what is saved"
     )
+
+
+def _send_dropped_signal_again(dropped: "sys.UnraisableHookArgs") -> None:
+    if not isinstance(dropped.exc_value, Stopped):
+        sys.__unraisablehook__(dropped)
+        return
+    # A thread sends it, because the main thread would handle it here, where exceptions are dropped
+    timer = threading.Timer(0.01, _send_early_signal_again)
+    timer.daemon = True
+    timer.start()
+
+
+def _send_early_signal_again() -> None:
+    if _early_signals:  # no `StopSignal` has handled it meanwhile
+        os.kill(os.getpid(), _early_signals.pop())
 
 
 class StopSignal:
@@ -115,7 +134,9 @@ class StopSignal:
             self._loop.add_signal_handler(number, self.request, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if _early_signals:
-            self.request(_early_signals.pop())
+            number = _early_signals[0]
+            _early_signals.clear()
+            self.request(number)
 
     def request(self, number: int | None = None) -> None:
         """Tell the run to stop.

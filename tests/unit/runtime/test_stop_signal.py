@@ -111,3 +111,42 @@ def test_a_second_signal_at_the_end_changes_nothing() -> None:
     )
     line = "stopped by SIGTERM; the same command continues from what is saved\n"
     assert (result.returncode, result.stderr) == (143, line)
+
+
+DROPPED_EXCEPTION = """
+import os, signal, sys, time, weakref
+from mcore_mas.runtime.stop_signal import ignore_stop_signals, Stopped, stop_at_start
+
+class Object:
+    pass
+
+def send_signal(reference):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0)  # the handler has been called when this returns
+
+try:
+    stop_at_start()
+    last_object = Object()
+    reference = weakref.ref(last_object, send_signal)
+    del last_object
+    print("the callback has dropped the exception", flush=True)
+    time.sleep(60)
+except Stopped as stop:
+    ignore_stop_signals()
+    print(stop, file=sys.stderr)
+    sys.exit(143)
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_whose_exception_python_drops_is_sent_again(number: signal.Signals) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", DROPPED_EXCEPTION, str(int(number))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    line = f"stopped by {number.name}; the same command continues from what is saved\n"
+    assert result.stdout == "the callback has dropped the exception\n"
+    assert (result.returncode, result.stderr) == (143, line)
