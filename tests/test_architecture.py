@@ -413,6 +413,8 @@ def test_commands_load_what_they_need(
     )
     assert set(HEAVY_LIBRARIES) & modules == heavy
     assert "mcore_mas.cli.trajectories" in modules
+    # The config's models take longer than the rest of the command line.
+    assert ("mcore_mas.config.run" in modules) == (arguments[0] == "show")
 
 
 @pytest.mark.slow

@@ -3,13 +3,17 @@
 `count_visible_gpus` does not import torch, which takes seconds.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mcore_mas.config.run import RunConfig
+if TYPE_CHECKING:  # the command line imports this module, and the models of a config take 0.4 s
+    from mcore_mas.config.run import RunConfig
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MAX_CORES = 8
