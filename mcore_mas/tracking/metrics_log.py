@@ -27,6 +27,7 @@ class MetricsLog:
         self._path = path
         self._warn = warn
         self._unwritten = ""  # rows that could not be written yet
+        self._retry_at: int | None = None  # size of the file before a write that failed
 
         rows = read_json_lines(path)[0] if path.is_file() else []
         retained = [row for row in rows if _is_step_before(row, first_step)]
@@ -52,20 +53,22 @@ class MetricsLog:
             return
         try:
             failpoint("metrics.begun")
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(self._unwritten)
+            with self._path.open("ab") as file:
+                if self._retry_at is not None:
+                    # The write that failed may have left some or all of the rows in the file.
+                    file.truncate(self._retry_at)
+                self._retry_at = file.seek(0, os.SEEK_END)
+                file.write(self._unwritten.encode())
                 file.flush()
                 failpoint("metrics.written")
                 os.fsync(file.fileno())
             self._unwritten = ""
+            self._retry_at = None
         except OSError as error:
             self._warn(
                 f"{self._path}: the metrics of step {self._last_step} cannot be written yet "
                 f"({error.strerror}); they are written with the next step"
             )
-            if not self._unwritten.startswith("\n"):
-                # Part of the rows may be in the file; a line break ends that part.
-                self._unwritten = f"\n{self._unwritten}"
 
 
 def step_metrics(row: MetricsRow) -> dict[str, float]:

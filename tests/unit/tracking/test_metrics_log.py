@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -58,25 +59,32 @@ def test_a_damaged_line_is_skipped(tmp_path: Path, bad: str) -> None:
         read_metrics(path)
 
 
-def test_metrics_that_a_full_disk_refuses_are_written_with_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows_reach_the_file", [True, False])
+def test_metrics_that_a_full_disk_refuses_are_written_once_with_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_reach_the_file: bool
 ) -> None:
+    """The disk is full when the whole row is in the file, or when only its beginning is."""
     path = tmp_path / "metrics.jsonl"
     warnings: list[str] = []
     log = MetricsLog(path, 0, warnings.append)
+    log.append(0, {"x": 1.0})
 
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
+    def fail_fsync(descriptor: int) -> None:
+        if not rows_reach_the_file:
+            os.truncate(path, path.stat().st_size - 5)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        log.append(0, {"x": 1.0})
-    log.append(1, {"x": 2.0})
+        patch.setattr(os, "fsync", fail_fsync)
+        log.append(1, {"x": 2.0})
+        log.append(2, {"x": 3.0})
+    log.append(3, {"x": 4.0})
     assert warnings == [
-        f"{path}: the metrics of step 0 cannot be written yet (No space left on device); "
+        f"{path}: the metrics of step {step} cannot be written yet (No space left on device); "
         "they are written with the next step"
+        for step in (1, 2)
     ]
-    assert {row["step"]: row["x"] for row in read_metrics(path)} == {0: 1.0, 1: 2.0}
+    assert rows_of(path) == [{"step": step, "x": step + 1.0} for step in range(4)]
 
 
 def test_step_time_and_texts_are_no_metrics() -> None:
