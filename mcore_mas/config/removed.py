@@ -16,6 +16,8 @@ REMOVED_KEYS: Mapping[str, str] = {
         "finished trajectories are always kept; those under way are sampled again after a restart"
     ),
     "engine.joining": ("start all actors with engine.replicas, or use SGLang with engine.members"),
+    "engine.name=embedded_local": "write engine.name: embedded",
+    "engine.name=embedded_replicas": "write engine.name: embedded, and engine.replicas",
     "engine.verify": "write engine.compare_servers",
     "policies.*.own": "write policies.NAME.overrides",
     "retriever.backend": "FAISS searches on retriever.device; leave it out",

@@ -49,3 +49,15 @@ def test_a_removed_key_in_an_override_is_refused_before_validation() -> None:
         match=r"trainer\.logprob_tolerance was removed: bound the figures under trainer\.agreement",
     ):
         resolve(["experiment=demo_math", "trainer.logprob_tolerance=1e-3", "seed=text"])
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("embedded_local", "write engine.name: embedded"),
+        ("embedded_replicas", "write engine.name: embedded, and engine.replicas"),
+    ],
+)
+def test_a_removed_engine_is_refused_with_its_replacement(name: str, replacement: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.name: {name} was removed: {replacement}$"):
+        resolve(["experiment=demo_math", f"engine.name={name}"])
