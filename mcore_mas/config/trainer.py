@@ -18,6 +18,15 @@ class AlternateConfig(Section):
     steps: int = Field(1, ge=1)
 
 
+class WatchConfig(Section):
+    """When a line of the log warns that one agent has nearly the whole gradient of a shared policy."""
+
+    # Share of the gradient above which an agent is reported; None: never.
+    share: float | None = Field(0.9, gt=0, lt=1)
+    # Training steps in a row with such a share.
+    steps: int = Field(10, ge=1)
+
+
 class TrainerConfig(Section):
     """The shape of a training run."""
 
@@ -62,6 +71,7 @@ class TrainerConfig(Section):
     max_advantage: float | None = Field(1e3, gt=0)
     # First steps within which a turn must have an advantage, and steps in a row without a finite gradient.
     signal_within: int | None = Field(10, ge=1)
+    watch: WatchConfig = WatchConfig()
     # Bounds of the agreement of engine and trainer, in place of those of the precision.
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
 

@@ -1,12 +1,13 @@
-"""Checks of a run's advantages: too large, all zero, or computed from rewards of very different scales."""
+"""Checks of a run's advantages, of its agents' reward scales, and of their shares of the gradient."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.config.trainer import TrainerConfig, WatchConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
@@ -15,15 +16,18 @@ _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times
 
 
 class CreditWatch:
-    """Checker of a run's advantages, step by step.
+    """Checker of a run's advantages and gradients, step by step.
 
     The check for a missing signal covers the first steps of a run only, not those after a resume.
+    Steps in a row are counted anew after a resume.
     """
 
     def __init__(self) -> None:
         self._steps_without_signal = 0  # from the first step on
         self._had_signal = False
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
+        # Number of the latest steps in which an agent had too large a share, by agent.
+        self._steps_with_large_share: Counter[str] = Counter()
 
     def check(
         self,
@@ -99,6 +103,34 @@ class CreditWatch:
             f"agents' reward scales differ {ratio:.0f}x ({largest} {scales[largest]:g}, {smallest} "
             f"{scales[smallest]:g}): group-relative credit by task will mostly be noise; use drmas or normalised "
             "rewards"
+        )
+
+    def share_warning(self, watch: WatchConfig, shares: Mapping[str, float]) -> str:
+        """Return a warning if an agent has had nearly the whole gradient of its policy for some steps, or "".
+
+        An agent is reported once, in step `watch.steps` of the first such steps in a row.
+
+        Args:
+            watch: share and number of steps that are too many.
+            shares: share of each agent in the gradient of its policy in this step. The count of an
+                agent without a share stays as it is.
+        """
+        if watch.share is None:
+            return ""
+        dominant = []
+        for agent, share in shares.items():
+            steps = self._steps_with_large_share[agent]
+            if steps >= watch.steps:
+                continue  # the agent has been reported
+            self._steps_with_large_share[agent] = steps + 1 if share > watch.share else 0
+            if self._steps_with_large_share[agent] == watch.steps:
+                dominant.append(agent)
+        if not dominant:
+            return ""
+        return (
+            f"{' and '.join(dominant)} had more than {watch.share:.0%} of the gradient of a shared policy in "
+            f"{watch.steps} steps in a row, so the other agents of this policy hardly train; lower the loss_weight of "
+            "this agent, or give it a policy of its own (trainer.watch)"
         )
 
 

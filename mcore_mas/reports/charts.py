@@ -41,6 +41,7 @@ _GROUPED_SECTIONS = {
     "reward by agent": ("agent", "reward_mean"),
     "share of well-formed turns by agent": ("agent", "valid_ratio"),
     "gradient norm by agent": ("agent", "grad_norm"),
+    "share of the policy's gradient by agent": ("agent", "gradient_share"),
     "mean square of advantages by agent": ("agent", "advantage_second_moment"),
     "tokens of a turn by agent": ("agent", "response_length"),
     "mean -log p of sampled tokens by agent": ("agent", "sampled_entropy"),

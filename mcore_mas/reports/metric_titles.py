@@ -35,6 +35,7 @@ _TITLES = {
     "agent/*/reference_kl": _Title(title="KL divergence from the reference by agent"),
     "agent/*/clip_fraction": _Title(title="Clipped tokens by agent", unit="share"),
     "agent/*/grad_norm": _Title(title="Gradient norm by agent"),
+    "agent/*/gradient_share": _Title(title="Share of the policy's gradient by agent", unit="share"),
     "agent/*/advantage_second_moment": _Title(title="Mean square of advantages by agent"),
     "agent/*/advantage_abs_max": _Title(title="Largest absolute advantage by agent"),
     "agent/*/advantage_share": _Title(title="Turns with an advantage by agent", unit="share"),

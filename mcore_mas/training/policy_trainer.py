@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, mini_batches, split, weigh
+from mcore_mas.equations.balance import gradient_shares
 from mcore_mas.equations.divergence import (
     GAP_BOUNDS,
     AdaptiveKL,
@@ -75,6 +76,11 @@ class PolicyTrainer:
         self._config = for_policy(config, policy)
         self._group = group
         self._critic = critic
+        self._trained_agents = [
+            name
+            for name, agent in config.agents.items()
+            if agent.policy == policy and agent.loss_weight
+        ]
         self._turns_per_task = {name: config.advantage_of(name).align for name in config.agents}
         self._precision = config.precision_of(policy)
         self._schedule_positions = schedule_positions(config, policy)
@@ -302,7 +308,20 @@ class PolicyTrainer:
             updates.append(_update_critic(self._critic, critic_microbatches, position))
         for update_metrics in await asyncio.gather(*updates):
             metrics |= update_metrics
-        return metrics
+        return metrics | self._gradient_shares(metrics)
+
+    def _gradient_shares(self, metrics: Mapping[str, float]) -> StepMetrics:
+        """Return the share of each agent in the gradient of an update, if several agents train the policy.
+
+        An agent without a gradient in this update has a share of 0.
+        """
+        if len(self._trained_agents) < 2:
+            return {}
+        norms = {
+            agent: metrics.get(f"agent/{agent}/grad_norm", 0.0) for agent in self._trained_agents
+        }
+        shares = gradient_shares(norms)
+        return {f"agent/{agent}/gradient_share": share for agent, share in shares.items()}
 
     def _check_finite(self, grad_norms: Sequence[float], step: int) -> None:
         """Raise TrainingError if no gradient has been finite for `trainer.signal_within` steps.

@@ -129,6 +129,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     finished = time.perf_counter()
     metrics = _step_metrics(session, rollouts, credited, updates)
+    _note_large_shares(session, number, metrics)
     metrics["time/collect_s"] = collected - started
     metrics["time/update_s"] = finished - collected
     metrics |= speed_metrics(updates)
@@ -163,6 +164,15 @@ def _note_warnings(
         session.logbook.note(f"step {number}: {warning}")
     if session.validates_after(number):
         session.logbook.trace(rollouts.groups, credited)
+
+
+def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
+    """Write a warning to the log if one agent has nearly the whole gradient of a shared policy."""
+    names = {agent: f"agent/{agent}/gradient_share" for agent in session.config.agents}
+    shares = {agent: metrics[name] for agent, name in names.items() if name in metrics}
+    warning = session.credit_watch.share_warning(session.config.trainer.watch, shares)
+    if warning:
+        session.logbook.note(f"step {number}: {warning}")
 
 
 async def _wait_for_one_version(session: TrainingSession) -> None:

@@ -11,7 +11,8 @@ const COLOURS = 8;
 
 // Charts that are always shown, in this order; "*" stands for an agent. Other metrics are folded.
 const KEY_CHARTS = ["reward/mean", "outcome/mean", "validation/accuracy", "agent/*/reward_mean",
-  "agent/*/valid_ratio", "agent/*/response_length", "agent/*/entropy", "agent/*/kl", "agent/*/grad_norm"];
+  "agent/*/valid_ratio", "agent/*/response_length", "agent/*/entropy", "agent/*/kl", "agent/*/grad_norm",
+  "agent/*/gradient_share"];
 // Those of them that are shown even if all values are zero.
 const ZERO_CHARTS = KEY_CHARTS.slice(0, 5);
 const ZERO = 1e-9;  // absolute values below it are rounding errors

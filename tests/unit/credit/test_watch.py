@@ -1,4 +1,4 @@
-"""Checks of advantages and reward scales during a run, which stop the run or warn."""
+"""Checks of advantages, reward scales and shares of the gradient, which stop a run or warn."""
 
 import asyncio
 import math
@@ -9,12 +9,24 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.config.trainer import TrainerConfig, WatchConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.training.loop import train_steps
+from mcore_mas.training.policy_trainer import PolicyTrainer
 from tests.support.scripted_run import Bytes, box, make_run, task_of
-from tests.support.simulated import SimulatedGang, engines_of, make_session, with_engines
+from tests.support.simulated import (
+    Log,
+    SimulatedGang,
+    engines_of,
+    make_session,
+    simulated_run,
+    with_engines,
+)
+from tests.support.virtual_time import run_virtually
+
+# Overrides of the math team of the demo, after which both agents train one policy.
+SHARED = ("+agents.verifier.policy=solver", "~policies.verifier")
 
 
 def trainer(**changes: Any) -> TrainerConfig:
@@ -158,3 +170,54 @@ def test_a_warning_of_scales_is_given_once_for_each_set_of_agents() -> None:
     assert not watch.scale_warning(with_spender, estimators)
     assert watch.scale_warning(with_buyer, estimators)
     assert not watch.scale_warning(with_spender, estimators)
+
+
+def test_an_agent_that_has_nearly_the_whole_gradient_for_some_steps_is_reported_once() -> None:
+    settings = WatchConfig(share=0.8, steps=3)
+    # The bound itself is not too much, and a smaller share begins the count again.
+    solver_shares = [0.9, 0.9, 0.8, 0.9, 0.85, 0.81, 0.9, 0.1, 0.9, 0.9, 0.9]
+    watch = CreditWatch()
+    warnings = [
+        watch.share_warning(settings, {"solver": share, "verifier": 1 - share})
+        for share in solver_shares
+    ]
+    assert [number for number, warning in enumerate(warnings) if warning] == [5]
+    assert warnings[5] == (
+        "solver had more than 80% of the gradient of a shared policy in 3 steps in a row, so the "
+        "other agents of this policy hardly train; lower the loss_weight of this agent, or give it "
+        "a policy of its own (trainer.watch)"
+    )
+
+
+def test_a_step_in_which_the_policy_is_not_trained_leaves_the_count() -> None:
+    watch = CreditWatch()
+    shares = [{"solver": 0.95}, {}, {"solver": 0.95}]
+    warnings = [watch.share_warning(WatchConfig(steps=2), step_shares) for step_shares in shares]
+    assert [bool(warning) for warning in warnings] == [False, False, True]
+
+
+def test_without_a_bound_no_share_is_reported() -> None:
+    watch = CreditWatch()
+    assert not watch.share_warning(WatchConfig(share=None, steps=1), {"solver": 1.0})
+
+
+def test_a_real_loop_notes_a_dominant_agent_and_reports_its_share(tmp_path: Path) -> None:
+    class UnequalGang(SimulatedGang):
+        async def update(self, microbatches: Any, schedule_position: Any = None) -> Any:
+            metrics = await super().update(microbatches, schedule_position)
+            norms = {"agent/solver/grad_norm": 19.0, "agent/verifier/grad_norm": 1.0}
+            return metrics | norms
+
+    settings = ["trainer.steps=3", "trainer.tasks_per_step=2", "trainer.watch.steps=2", *SHARED]
+    rows: dict[int, Any] = {}
+    session = simulated_run(
+        tmp_path, *settings, report=lambda step, metrics: rows.update({step: metrics})
+    )
+    gang: Any = UnequalGang(lambda _: 0.0)
+    trainers = {"solver": PolicyTrainer("solver", session.config, gang)}
+    run_virtually(train_steps(replace(session, trainers=trainers), 0))
+    assert rows[0]["agent/solver/gradient_share"] == 0.95
+    assert rows[0]["agent/verifier/gradient_share"] == 0.05
+    assert isinstance(session.logbook, Log)
+    notes = [note for note in session.logbook.notes if "of the gradient" in note]
+    assert [note.partition(" of the")[0] for note in notes] == ["step 1: solver had more than 90%"]

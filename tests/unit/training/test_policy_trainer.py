@@ -272,3 +272,33 @@ def test_a_run_whose_gradients_are_never_finite_stops() -> None:
     message = "step 4: no gradient of policy solver was finite in 3 steps"
     with pytest.raises(TrainingError, match=message):
         asyncio.run(trainer.update(trainer.pack(samples, 4), samples, 4))
+
+
+# Overrides of the math team of the demo, after which both agents train one policy.
+SHARED = ("+agents.verifier.policy=solver", "~policies.verifier")
+
+
+class TestGradientShares:
+    def update(self, *overrides: str, **norms: float) -> dict[str, float]:
+        """Return the shares after an update in which the agents' gradients have these norms."""
+        metrics = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items()}
+        trainer = make_trainer(make_config(*overrides), ReportingGroup(metrics))
+        samples = [make_sample(number) for number in range(7)]
+        result = asyncio.run(trainer.update(trainer.pack(samples, 0), samples, 0))
+        return {name: value for name, value in result.items() if name.endswith("gradient_share")}
+
+    def test_the_shares_of_a_shared_policy_are_those_of_the_norms(self) -> None:
+        assert self.update(*SHARED, solver=0.9, verifier=0.3) == pytest.approx(
+            {"agent/solver/gradient_share": 0.75, "agent/verifier/gradient_share": 0.25}
+        )
+
+    def test_an_agent_without_a_gradient_has_a_share_of_zero(self) -> None:
+        assert self.update(*SHARED, solver=0.9) == {
+            "agent/solver/gradient_share": 1.0,
+            "agent/verifier/gradient_share": 0.0,
+        }
+
+    def test_an_agent_that_trains_its_policy_alone_has_no_share(self) -> None:
+        assert self.update(solver=0.9) == {}
+        frozen_verifier = "agents.verifier.loss_weight=0"
+        assert self.update(*SHARED, frozen_verifier, solver=0.9) == {}
