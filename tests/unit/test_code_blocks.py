@@ -1,7 +1,7 @@
-"""Every code block of the documents is run, composed into a config, or parsed by its program.
+"""Code blocks of the documents: commands are parsed by their program, configs composed, and Python run.
 
-Some pages have a test of their own that runs their blocks in order. Commands of the others are run in
-tests/workflow/test_shell_blocks.py, as far as they can be run there; the rest is checked here.
+Pages in STORIES have a test of their own, which runs their blocks in order. Shell commands of the other pages are run
+in tests/workflow/test_shell_blocks.py if they can be run there, and only parsed here.
 """
 
 from __future__ import annotations
@@ -33,75 +33,78 @@ from rollout.base.ownership import FolderError
 from tests.support.documents import BLOCKS, ROOT, STORIES
 from tests.support.own_engine import OWN_ENGINE
 
-LINES = [  # commands of shell blocks
-    pytest.param(line, id=f"{block.name}: {line[:50]}")
-    for block in BLOCKS
-    if block.language == "sh" and block.page not in STORIES
-    for line in block.lines
-]
-
-
-OF_A_NEW_PROJECT = {"cluster-8"}  # tests/workflow/test_scaffold.py puts it into one
+CHECKED_BLOCKS = [block for block in BLOCKS if block.page not in STORIES]
+# Blocks that tests/workflow/test_scaffold.py checks in a new project.
+BLOCKS_OF_A_NEW_PROJECT = {"cluster-8"}
 
 
 def blocks(language: str) -> list[Any]:
+    """Return the name and body of each block in a language, as parameters of a test."""
     return [
         pytest.param(block.name, block.body, id=block.name)
-        for block in BLOCKS
-        if block.language == language
-        and block.page not in STORIES
-        and block.name not in OF_A_NEW_PROJECT
+        for block in CHECKED_BLOCKS
+        if block.language == language and block.name not in BLOCKS_OF_A_NEW_PROJECT
     ]
 
 
-def test_no_block_is_left_out() -> None:
-    """Blocks without a language show files, messages and diagrams."""
+def shell_commands() -> list[Any]:
+    """Return the lines of all shell blocks, as parameters of a test."""
+    return [
+        pytest.param(line, id=f"{block.name}: {line[:50]}")
+        for block in CHECKED_BLOCKS
+        if block.language == "sh"
+        for line in block.lines
+    ]
+
+
+def test_every_block_has_a_checked_language_and_every_story_its_test() -> None:
+    """Blocks without a language show files, messages and diagrams; they need no check."""
     assert {block.language for block in BLOCKS} == {"", "sh", "python", "yaml", "toml", "mermaid"}
     for page, test in STORIES.items():
-        words = (
-            page.removesuffix(".md"),
-            f"{page.removesuffix('.md')}.md",
-            f"{page.removesuffix('.md').upper()}",
-        )
-        assert any(word in (ROOT / "tests" / test).read_text() for word in words), page
+        name = page.removesuffix(".md")
+        code = (ROOT / "tests" / test).read_text()
+        assert name in code or name.upper() in code, page
 
 
-# Commands are parsed by their program.
+# Each command is parsed by its program.
 
 
 def check_mcore_mas(words: list[str]) -> None:
     command = typer.main.get_command(app)
     while commands := getattr(command, "commands", None):
         command, words = commands[words[0]], words[1:]
-    with suppress(FolderError, UsageError):  # the runs that a page names do not exist here
-        command.make_context(command.name, words)  # parse, and do not run
+    # The runs that a page names do not exist here.
+    with suppress(FolderError, UsageError):
+        command.make_context(command.name, words)  # parses the words, and runs nothing
 
 
 def check_snakemake(words: list[str]) -> None:
-    given = get_argument_parser().parse_args(words)
-    rules = "".join(
-        file.read_text()
-        for file in [*(ROOT / "workflow").rglob("*.smk"), ROOT / "workflow/Snakefile"]
-    )
-    for target in given.targets:
-        named = re.sub(r"^(table|bundle|acquire)_\w+$", r'f"\1_{name}"', target)
-        assert target.startswith("results/") or named in rules or f"rule {target}:" in rules, target
+    arguments = get_argument_parser().parse_args(words)
+    files = [*(ROOT / "workflow").rglob("*.smk"), ROOT / "workflow/Snakefile"]
+    rules = "".join(file.read_text() for file in files)
+    for target in arguments.targets:
+        if target.startswith("results/"):
+            continue
+        # Rules such as table_drmas_1 are made in a loop, with a name from an f-string.
+        name_in_loop = re.sub(r"^(table|bundle|acquire)_\w+$", r'f"\1_{name}"', target)
+        assert name_in_loop in rules or f"rule {target}:" in rules, target
 
 
 def check_make(words: list[str]) -> None:
     targets = [word for word in words if "=" not in word]
-    assert targets and all(
-        f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets
-    ), targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets
+    assert all(f"\n{target}:" in makefile for target in targets), targets
 
 
 def check_python(words: list[str]) -> None:
-    # whoever looks for pip switches off setuptools' own distutils, in the whole process
-    assert words[0] == "-m" and (words[1] == "pip" or find_spec(words[1])), words
+    assert words[0] == "-m", words
+    # Looking for pip would switch off setuptools' copy of distutils in this process.
+    assert words[1] == "pip" or find_spec(words[1]), words
 
 
 def check_other_program(words: list[str]) -> None:
-    """Check that the files exist which another program reads."""
+    """Check that the files exist that another program reads."""
     files = [word for word in words if re.fullmatch(r"[\w/-]+\.(yml|sh|txt)", word)]
     assert all((ROOT / file).is_file() for file in files), files
 
@@ -113,16 +116,19 @@ COMMANDS = {
     "python": check_python,
     "python3.12": check_python,
 }
-OTHERS = {"curl", "ray", "export", "conda", "bash", "squeue", "tail", "scancel", "run"}  # .ci/run
-OTHERS |= {"cat", "cd", "rm", "sinfo", "job=$(squeue"}
+OTHER_PROGRAMS = {
+    *("bash", "cat", "cd", "conda", "curl", "export", "ray", "rm", "tail"),
+    *("job=$(squeue", "scancel", "sinfo", "squeue"),  # Slurm
+    "run",  # .ci/run
+}
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_command_is_one_that_its_program_takes(line: str) -> None:
-    for command in re.split(r" && ", line):
+@pytest.mark.parametrize("line", shell_commands())
+def test_a_command_is_accepted_by_its_program(line: str) -> None:
+    for command in line.split(" && "):
         words = shlex.split(command, comments=True)
         name = words[0].rpartition("/")[2]
-        assert name in COMMANDS or name in OTHERS, name
+        assert name in COMMANDS or name in OTHER_PROGRAMS, name
         COMMANDS.get(name, check_other_program)(words[1:])
 
 
@@ -136,51 +142,66 @@ def test_a_command_is_one_that_its_program_takes(line: str) -> None:
         "python -m nothing",
     ],
 )
-def test_a_command_that_no_program_takes_is_seen(line: str) -> None:
+def test_a_command_that_its_program_refuses_fails_the_check(line: str) -> None:
     with pytest.raises((KeyError, AssertionError, TyperException)):
-        test_a_command_is_one_that_its_program_takes(line)
+        test_a_command_is_accepted_by_its_program(line)
 
 
-# Configs are composed, with overrides for the settings that a block leaves out.
+# Each config is composed, with overrides for the settings that its block leaves out.
 
-BARE = ["+data={generator: arithmetic, train: 9, validation: 2, test: 2}", "+evaluation={}"]
-BARE += ["+trainer={steps: 1, tasks_per_step: 2, group_size: 2}"]
+REQUIRED_SECTIONS = [
+    "+data={generator: arithmetic, train: 9, validation: 2, test: 2}",
+    "+evaluation={}",
+    "+trainer={steps: 1, tasks_per_step: 2, group_size: 2}",
+]
 MODEL = "policy_defaults={model: models/m, lr: 1e-6}"
-GIVEN = {  # overrides that a block needs besides its own settings
-    "configuration-5": BARE,
+OVERRIDES = {  # by the name of the block that needs them
+    "configuration-5": REQUIRED_SECTIONS,
     "configuration-6": ["cold_start=null"],
     "configuration-7": ["cold_start=null", "data.generator=null"],
     "credit-4": ["experiment=demo_search"],
     "credit-5": [
         "~experiment",
-        *BARE,
+        *REQUIRED_SECTIONS,
         MODEL,
         "team=m_ask",
         "sharing=separate",
         "+retriever={}",
     ],
     "engines-0": ["cluster.device=auto"],
-    "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
-    "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
+    "engines-3": ["~experiment", *REQUIRED_SECTIONS, "team=solver_verifier"],
+    "gateway-0": ["~experiment", *REQUIRED_SECTIONS, MODEL, "sharing=shared", "+run=x"],
     "lora-2": ["policies.solver.tp=1"],
     "lora-3": ["policies.solver.tp=1"],
     "cluster-15": ["engine=sglang", "engine.python=python"],
 }
 
 
-def test_overrides_are_of_blocks_that_exist() -> None:
-    assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
+def test_overrides_belong_to_existing_blocks() -> None:
+    assert set(OVERRIDES) <= {block.name for block in BLOCKS if block.language == "yaml"}
 
 
-def composed(values: dict[str, Any], *given: str) -> None:
-    """Compose the sections of a block into the experiment demo_math, or into that of `given`."""
-    chosen = [
-        f"{group.removeprefix('override /')}={name}"
-        for one in values.pop("defaults", ())
-        for group, name in one.items()
-    ]
-    first = [] if any("experiment" in item for item in given) else ["experiment=demo_math"]
-    resolve([*first, *chosen, *given], sections={"run": "block", **values})
+def compose_block(values: dict[str, Any], *overrides: str) -> None:
+    """Compose the sections of a block into demo_math, or into the experiment that an override chooses."""
+    choices = []
+    for default in values.pop("defaults", ()):
+        for group, name in default.items():
+            choices.append(f"{group.removeprefix('override /')}={name}")
+    if not any("experiment" in override for override in overrides):
+        choices = ["experiment=demo_math", *choices]
+    resolve([*choices, *overrides], sections={"run": "block", **values})
+
+
+def compose_file(group: str, name: str, body: str, configs: Path, overrides: list[str]) -> None:
+    """Write a block as configs/GROUP/NAME.yaml, and compose the config or the rows of its grid."""
+    file = configs / group / f"{name}.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(body)
+    names = [name]
+    if "grid:" in body:
+        names = ["ours_small_shared", "ours_large_separate", "ours_rloo"]
+    for row in names:
+        resolve([*overrides, f"{group}={row}"], configs)
 
 
 @pytest.mark.parametrize(("name", "body"), blocks("yaml"))
@@ -188,78 +209,68 @@ def test_a_config_composes(
     name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = re.search(r"^# configs/(\w+)/(\w+)\.yaml", body, re.MULTILINE)
+    path_comment = re.search(r"^# configs/(\w+)/(\w+)\.yaml", body, re.MULTILINE)
     if body.startswith("suite:"):
         Suite.load(yaml.safe_load(body), tmp_path)
-    elif place:
-        file = tmp_path / "configs" / place[1] / f"{place[2]}.yaml"
-        file.parent.mkdir(parents=True)
-        file.write_text(body)
-        names = (
-            [place[2]]
-            if "grid:" not in body
-            else ["ours_small_shared", "ours_large_separate", "ours_rloo"]
-        )
-        for row in names:
-            resolve([*GIVEN[name], f"{place[1]}={row}"], tmp_path / "configs")
-    elif body.startswith("- {"):  # edges of a graph that ships
-        shipped = "".join(file.read_text() for file in (CONFIGS / "team").glob("*.yaml"))
-        assert all(line in shipped for line in body.splitlines()), body
+    elif path_comment:
+        group, config_name = path_comment.groups()
+        compose_file(group, config_name, body, tmp_path / "configs", OVERRIDES[name])
+    elif body.startswith("- {"):
+        # These are edges of a shipped team's graph.
+        shipped_teams = "".join(file.read_text() for file in (CONFIGS / "team").glob("*.yaml"))
+        assert all(line in shipped_teams for line in body.splitlines()), body
     else:
-        wholes = (
-            body.splitlines() if body.count("\nengine:") else [body]
-        )  # each line another engine
-        for whole in wholes:
-            composed(
-                yaml.safe_load(whole.replace("my_pkg.engines:Mine", OWN_ENGINE)),
-                *GIVEN.get(name, []),
-            )
+        # A block with several engines has one config per line.
+        configs = body.splitlines() if "\nengine:" in body else [body]
+        for text in configs:
+            values = yaml.safe_load(text.replace("my_pkg.engines:Mine", OWN_ENGINE))
+            compose_block(values, *OVERRIDES.get(name, []))
 
 
 @pytest.mark.parametrize(("name", "body"), blocks("toml"))
-def test_entry_points_name_a_group_that_is_looked_up(name: str, body: str) -> None:
+def test_entry_points_name_an_existing_group(name: str, body: str) -> None:
     (group,) = tomllib.loads(body)["project"]["entry-points"]
     assert group.removeprefix("mcore_mas.") in (ROOT / "rollout/base/lookup.py").read_text()
 
 
-# Python is run, with the names that the block expects.
+# Each Python block is run, with the names that it expects.
+
+# End of the output of each block.
+OUTPUTS = {"sandbox-0": "{'data/train.csv': 8}\n", "coaches-1": "", "gateway-2": ""}
 
 
-PRINTS = {"sandbox-0": "{'data/train.csv': 8}\n", "coaches-1": "", "gateway-2": ""}
-
-
-@pytest.mark.parametrize("name", PRINTS)
-def test_python_runs(
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_python_block_runs(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "nobody-is-asked")
-    (body,) = [b.values[1] for b in blocks("python") if b.values[0] == name]
-    there: dict[str, Any] = dict.fromkeys(("Task", "TeamSession", "Env"), object)
-    there |= {
-        "config": RunConfig.from_values(resolve(["experiment=demo_math", "coach=openai"]), "here"),
-        "folder": tmp_path,
-    }
+    monkeypatch.setenv("OPENAI_API_KEY", "no-call-is-made")
+    (body,) = [block.body for block in CHECKED_BLOCKS if block.name == name]
+    config = RunConfig.from_values(resolve(["experiment=demo_math", "coach=openai"]), "a test")
+    expected_names: dict[str, Any] = {"config": config, "folder": tmp_path}
+    expected_names |= dict.fromkeys(("Task", "TeamSession", "Env"), object)
     script = tmp_path / "block.py"
     script.write_text(f"async def block(groups=()):\n{textwrap.indent(body, '    ')}")
-    asyncio.run(runpy.run_path(str(script), there)["block"]())
-    assert capsys.readouterr().out.endswith(PRINTS[name])
+    block = runpy.run_path(str(script), expected_names)["block"]
+    asyncio.run(block())
+    assert capsys.readouterr().out.endswith(OUTPUTS[name])
 
 
-def test_code_for_users_has_public_names_alone() -> None:
+def test_code_for_users_imports_public_names_only() -> None:
     scaffold = (ROOT / "mcore_mas/pipeline/scaffold").rglob("*.txt")
     notebooks = (ROOT / "docs/notebooks").glob("*.ipynb")
     texts = {file.name: file.read_text() for file in (*scaffold, *notebooks)}
     texts |= {block.name: block.body for block in BLOCKS if block.language == "python"}
-    assert {"team.py.txt", "quickstart-1", "first_team.ipynb"} <= set(texts) and "own_team" in str(
-        set(texts)
-    )
-    deep = {
-        name: re.findall(r"\b(?:from|import) mcore_mas\.[\w.]+", text)
-        for name, text in texts.items()
-    }
-    assert {name: found for name, found in deep.items() if found} == {}
+    assert {"team.py.txt", "quickstart-1", "first_team.ipynb"} <= set(texts)
+    assert any(name.startswith("own_team") for name in texts)
+    inner_imports = {}
+    for name, text in texts.items():
+        imports = re.findall(r"\b(?:from|import) mcore_mas\.[\w.]+", text)
+        if imports:
+            inner_imports[name] = imports
+    assert inner_imports == {}
 
 
-def test_all_python_is_run() -> None:
-    """tests/workflow/test_quickstart.py runs the README's block."""
-    assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-1"}
+def test_every_python_block_is_run_by_a_test() -> None:
+    """The README's block is run by tests/workflow/test_quickstart.py."""
+    python_blocks = {block.name for block in CHECKED_BLOCKS if block.language == "python"}
+    assert python_blocks == {*OUTPUTS, "README-1"}

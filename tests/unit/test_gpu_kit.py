@@ -1,14 +1,15 @@
-"""The kit for a GPU writes every line at once, ends what is late, and says what is missing."""
+"""GPU kit: each result line is written at once, late sections are ended, and missing results have a reason."""
 
 import argparse
 import importlib.util
-import io
 import json
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -26,73 +27,70 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def program(code: str, most: float = 20.0) -> Section:
-    return Section(most, (sys.executable, "-c", code))
+def program(code: str, seconds: float = 20.0) -> Section:
+    """Return a section that runs Python code."""
+    return Section(seconds, (sys.executable, "-c", code))
 
 
-def lines(out: io.StringIO) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in json.loads(line).items() if k != "date"}
-        for line in out.getvalue().splitlines()
-    ]
-
-
-class Kept(io.StringIO):
-    def fileno(self) -> int:
-        return sys.__stderr__.fileno()  # type: ignore[union-attr]  # something that can be synced, or says that it cannot
+def lines_of(out: TextIO) -> list[dict[str, Any]]:
+    """Return the result lines of a file without their dates."""
+    out.seek(0)
+    lines = [json.loads(line) for line in out]
+    for line in lines:
+        del line["date"]
+    return lines
 
 
 @pytest.fixture
-def out(monkeypatch: pytest.MonkeyPatch) -> Kept:
-    monkeypatch.setattr("benchmarks.gpu.__main__.os.fsync", lambda _: None)
-    return Kept()
+def out(tmp_path: Path) -> Iterator[TextIO]:
+    """Open an empty results.jsonl."""
+    with (tmp_path / "results.jsonl").open("w+", encoding="utf-8") as file:
+        yield file
 
 
-def test_a_section_that_hangs_keeps_its_lines_and_leaves_time_for_the_next(out: Kept) -> None:
+def test_a_section_that_hangs_is_ended_and_its_lines_stay(out: TextIO) -> None:
     hangs = "import time\nprint('{\"ms\": 3}', flush=True)\nprint('not JSON')\ntime.sleep(600)"
-    sections = {"first": program(hangs, 1.5), "second": program("print('{\"ms\": 4}')")}
-    began = time.monotonic()
+    sections = {"first": program(hangs, seconds=1.5), "second": program("print('{\"ms\": 4}')")}
+    start = time.monotonic()
     assert run(sections, 60, out) == ["first"]
-    assert time.monotonic() - began < 30
-    first, late, took, second, last = lines(out)
-    assert (first, late) == (
-        {"section": "first", "ms": 3},
-        {"section": "first", "failed": "not done after 2 s"},
-    )
-    assert 1.5 <= took["seconds"] < 20
-    assert (second, last["section"]) == ({"section": "second", "ms": 4}, "second")
+    assert time.monotonic() - start < 30
+
+    result, failure, duration, second_result, second_duration = lines_of(out)
+    assert result == {"section": "first", "ms": 3}
+    assert failure == {"section": "first", "failed": "not done after 2 s"}
+    assert 1.5 <= duration["seconds"] < 20
+    assert second_result == {"section": "second", "ms": 4}
+    assert second_duration["section"] == "second"
 
 
-def test_a_section_that_fails_says_why_and_others_go_on(out: Kept) -> None:
+def test_a_failed_section_writes_its_error_and_the_next_section_runs(out: TextIO) -> None:
     fails = "print('{\"ms\": 3}', flush=True)\nraise ValueError('no such kernel: ü')"
-    assert run({"first": program(fails), "second": program("print('{\"ms\": 4}')")}, 60, out) == [
-        "first"
-    ]
-    found = [line for line in lines(out) if "seconds" not in line]
-    assert found == [
+    sections = {"first": program(fails), "second": program("print('{\"ms\": 4}')")}
+    assert run(sections, 60, out) == ["first"]
+    assert [line for line in lines_of(out) if "seconds" not in line] == [
         {"section": "first", "ms": 3},
         {"section": "first", "failed": "ValueError: no such kernel: ü"},
         {"section": "second", "ms": 4},
     ]
 
 
-def test_without_budget_nothing_starts(out: Kept) -> None:
+def test_a_section_without_time_left_is_skipped(out: TextIO) -> None:
     assert run({"first": program("raise SystemExit(3)")}, 0.5, out) == []
-    assert lines(out) == [{"section": "first", "skipped": "the budget of 0.5 s is spent"}]
+    assert lines_of(out) == [{"section": "first", "skipped": "the budget of 0.5 s is spent"}]
 
 
-def test_what_was_computed_wrong_is_named_and_ends_the_kit_with_1(
+def test_failed_checks_are_named_in_the_summary_and_set_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = {"what": "update, again", "ok": True}
-    wrong = [
+    printed_lines = [
+        {"what": "update, again", "ok": True},
         {"what": "attention", "layout": "turns", "dtype": "float32", "ok": False},
         {"ok": False},
+        {"ms": 3},
     ]
-    code = "".join(f"print({json.dumps(line)!r})\n" for line in [right, *wrong, {"ms": 3}])
-    monkeypatch.setattr(
-        "benchmarks.gpu.__main__.SECTIONS", {"first": program(code), "second": program("pass")}
-    )
+    code = "".join(f"print({json.dumps(line)!r})\n" for line in printed_lines)
+    sections = {"first": program(code), "second": program("pass")}
+    monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", sections)
     assert main(["--out", str(tmp_path)]) == 1
     assert read(tmp_path / "results.jsonl")[-1]["wrong"] == [
         "first: attention turns float32",
@@ -103,7 +101,7 @@ def test_what_was_computed_wrong_is_named_and_ends_the_kit_with_1(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--out", "x", "--only", "probe,atention"],
@@ -114,88 +112,80 @@ def test_what_was_computed_wrong_is_named_and_ends_the_kit_with_1(
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_without_a_gpu_sections_say_so_and_small_shapes_run(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--out",
-        str(tmp_path),
-        "--only",
-        "attention,profile",
-    ]
+def test_sections_are_skipped_without_a_gpu(tmp_path: Path) -> None:
     if Path("/dev/nvidiactl").exists():
-        pytest.skip("this is about machines without a GPU")
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        pytest.skip("this test is about machines without a GPU")
+    options = ["--out", str(tmp_path), "--only", "attention,profile"]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    *found, last = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
-    assert last["wrong"] == [] and [line["section"] for line in found] == ["attention", "profile"]
-    assert {line["skipped"] for line in found} == {
-        "no GPU here; --tiny runs small shapes without one"
-    }
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
+    *section_lines, summary = lines
+    assert summary["wrong"] == []
+    assert [line["section"] for line in section_lines] == ["attention", "profile"]
+    for line in section_lines:
+        assert line["skipped"] == "no GPU here; --tiny runs small shapes without one"
 
 
-def test_measurements_stand_beside_predictions() -> None:
-    meter = {
+def test_the_page_shows_measurements_beside_predictions() -> None:
+    case = {"model": "4b", "layout": "groups", "recompute": "full"}
+    probe = {"section": "probe", "date": "2026-11-22", "gpu": "NVIDIA H200", "gib": 140}
+    prediction = {
         "section": "meter",
-        "model": "4b",
-        "layout": "groups",
-        "recompute": "full",
+        **case,
         "bytes": {"peak": 96 << 30},
+        "tokens": 16384,
+        "launches": 9322,
+        "mfu": 0.301,
+        "waits": {"a": 1, "b": 3},
+        "copies": {},
     }
-    written = [
-        {"section": "probe", "date": "2026-11-22", "gpu": "NVIDIA H200", "gib": 140},
-        meter
-        | {
-            "tokens": 16384,
-            "launches": 9322,
-            "mfu": 0.301,
-            "waits": {"a": 1, "b": 3},
-            "copies": {},
-        },
-        {
-            "section": "updates",
-            "date": "2026-11-22",
-            "model": "4b",
-            "layout": "groups",
-            "recompute": "full",
-        }
-        | {"mfu": 0.25, "tokens_per_s": 9000, "gib": 91.5},
-        {
-            "section": "attention",
-            "date": "2026-11-22",
-            "layout": "turns",
-            "triton_ms": 2.4,
-            "torch_ms": 48.0,
-        },
-    ]
-    made = page(written)
-    assert "Measured on NVIDIA H200, 2026-11-22." in made
-    assert (
-        "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 91.5 | 9000 |" in made
-    )
-    assert (
-        f"| 30b-a3b | selective | groups |{9 * ' not measured |'}\n" in made
-    )  # a mixture of experts
-    assert "| turns | 2.4 | not measured | 48.0 |" in made
-    assert "| groups | not measured | not measured | not measured |" in made
-    without = page(
-        [{**written[0], "gpu": None}, *written[1:]]
-    )  # figures of a machine without a GPU say nothing
-    assert "nothing is measured" in without and "9000" not in without and "0.301" in without
+    update = {
+        "section": "updates",
+        "date": "2026-11-22",
+        **case,
+        "mfu": 0.25,
+        "tokens_per_s": 9000,
+        "gib": 91.5,
+    }
+    attention = {
+        "section": "attention",
+        "date": "2026-11-22",
+        "layout": "turns",
+        "triton_ms": 2.4,
+        "torch_ms": 48.0,
+    }
+    text = page([probe, prediction, update, attention])
+    assert "Measured on NVIDIA H200, 2026-11-22." in text
+    update_row = "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 91.5 | 9000 |"
+    assert update_row in text
+    mixture_row = f"| 30b-a3b | selective | groups |{9 * ' not measured |'}\n"
+    assert mixture_row in text
+    assert "| turns | 2.4 | not measured | 48.0 |" in text
+    assert "| groups | not measured | not measured | not measured |" in text
+
+    # Measurements on a machine without a GPU are left out; predictions stay.
+    text = page([probe | {"gpu": None}, prediction, update, attention])
+    assert "nothing is measured" in text
+    assert "9000" not in text
+    assert "0.301" in text
 
 
 @pytest.mark.parametrize(
-    ("sections", "word", "status"),
+    ("sections", "result", "status"),
     [
         (
             {"first": 'print(\'{"skipped": "no GPU here"}\')', "second": "print('{\"gpus\": []}')"},
@@ -212,39 +202,45 @@ def test_measurements_stand_beside_predictions() -> None:
         ({"first": "print('{\"ok\": true}')\nprint('{\"ok\": false}')"}, "failed", 1),
     ],
 )
-def test_acceptance_tells_nothing_measured_from_passed(
+def test_acceptance_distinguishes_nothing_measured_from_passed(
     sections: dict[str, str],
-    word: str,
+    result: str,
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = "import sys; assert sys.argv[1] == '--sglang' and sys.argv[2].startswith('/')\n"  # what each is told
-    monkeypatch.setattr(
-        acceptance, "SECTIONS", {name: program(taken + code) for name, code in sections.items()}
-    )
+    # Every section gets the folder of SGLang's environment.
+    check = "import sys; assert sys.argv[1] == '--sglang' and sys.argv[2].startswith('/')\n"
+    programs = {name: program(check + code) for name, code in sections.items()}
+    monkeypatch.setattr(acceptance, "SECTIONS", programs)
     assert acceptance.main(["--out", str(tmp_path)]) == status
-    *_, last = read(tmp_path / "results.jsonl")
-    assert last["result"] == word and last["failed"] == (
-        ["second" if "second" in sections else "first"] if status else []
-    )
+
+    summary = read(tmp_path / "results.jsonl")[-1]
+    assert summary["result"] == result
+    last_section = list(sections)[-1]
+    assert summary["failed"] == ([last_section] if status else [])
 
 
 @pytest.mark.slow
-def test_acceptance_adds_up_over_ranks_and_says_what_is_not_here(tmp_path: Path) -> None:
+def test_acceptance_sums_over_ranks_and_names_missing_hardware(tmp_path: Path) -> None:
     if Path("/dev/nvidiactl").exists():
-        pytest.skip("this is about machines without a GPU")
+        pytest.skip("this test is about machines without a GPU")
     assert acceptance.main(["--out", str(tmp_path), "--only", "nccl,sglang", "--cpu"]) == 0
-    found = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
-    assert (found[0]["what"], found[0]["ranks"], found[0]["ok"]) == ("all-reduce, GB/s", 2, True)
-    assert "SGLang" in found[1]["skipped"] or "make test-sglang" in found[1]["skipped"]
-    assert found[2]["result"] == "passed"
+    lines = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
+    all_reduce, sglang, summary = lines
+    assert all_reduce["what"] == "all-reduce, GB/s"
+    assert all_reduce["ranks"] == 2
+    assert all_reduce["ok"]
+    assert "SGLang" in sglang["skipped"] or "make test-sglang" in sglang["skipped"]
+    assert summary["result"] == "passed"
+
     assert acceptance.main(["--out", str(tmp_path), "--only", "te"]) == 0
-    *_, said, _took, last = read(tmp_path / "results.jsonl")
-    assert (said["skipped"], last["result"]) == ("no GPU here", "nothing measured")
+    transformer_engine, _, summary = read(tmp_path / "results.jsonl")[-3:]
+    assert transformer_engine["skipped"] == "no GPU here"
+    assert summary["result"] == "nothing measured"
 
 
-def test_without_transformer_engine_acceptance_names_what_installs_it(
+def test_acceptance_without_transformer_engine_names_its_install_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -252,42 +248,40 @@ def test_without_transformer_engine_acceptance_names_what_installs_it(
         te(argparse.Namespace())
 
 
-def test_acceptance_asks_for_as_many_gpus_as_its_trainings_and_their_evaluations_take() -> None:
-    for transport, (least, places) in PLACES.items():
-        settings = [
-            "engine=sglang",
-            "engine.python=/x",
-            f"engine.transport={transport}",
-            *SMALL,
-            *places,
-        ]
-        config = RunConfig.from_values(resolve(["experiment=demo_math", *settings]), transport)
-        trained = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
-        assert least == max(trained, sum(gpus_per_engine(config).values())), transport
+def test_acceptance_requires_the_gpus_of_its_trainings_and_evaluations() -> None:
+    for transport, (required_gpus, placement) in PLACES.items():
+        engine = ["engine=sglang", "engine.python=/x", f"engine.transport={transport}"]
+        overrides = ["experiment=demo_math", *engine, *SMALL, *placement]
+        config = RunConfig.from_values(resolve(overrides), transport)
+        training_gpus = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+        evaluation_gpus = sum(gpus_per_engine(config).values())
+        assert required_gpus == max(training_gpus, evaluation_gpus), transport
 
 
 def test_the_page_is_current() -> None:
     lines = read(RESULTS)
     assert PAGE.read_text(encoding="utf-8") == page(lines)
     assert list(SECTIONS) == list(PROGRAMS)
-    # or an update would be tried that a GPU has no room for; and one of the largest model has room on 80 GB
-    peaks = [of_case(lines, "meter", case)["bytes"]["peak"] / 2**30 for case in CASES]  # type: ignore[index]
-    assert (
-        sum(peak < 75 for case, peak in zip(CASES, peaks, strict=True) if case["model"] == "4b")
-        >= 2
-    )
 
 
-def test_make_test_gpu_looks_wherever_a_test_needs_a_gpu() -> None:
-    told = (
-        (ROOT / "Makefile")
-        .read_text(encoding="utf-8")
-        .partition("pytest -m gpu ")[2]
-        .split("\n")[0]
-    )
-    marked = [
-        path
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "@pytest.mark." + "gpu" in path.read_text()
-    ]
-    assert len(marked) >= 5 and all(path.is_relative_to(ROOT / told) for path in marked)
+def test_the_peak_of_every_case_is_predicted_and_two_cases_of_4b_fit_on_80_gb() -> None:
+    """The kit skips an update that does not fit, and knows that by the prediction."""
+    lines = read(RESULTS)
+    fitting_4b_cases = 0
+    for case in CASES:
+        prediction = of_case(lines, "meter", case)
+        assert prediction is not None, case
+        if case["model"] == "4b" and prediction["bytes"]["peak"] < 75 * 2**30:
+            fitting_4b_cases += 1
+    assert fitting_4b_cases >= 2
+
+
+def test_make_test_gpu_runs_the_folder_of_all_gpu_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    match = re.search(r"pytest -m gpu (\S+)$", makefile, re.MULTILINE)
+    assert match
+    folder = ROOT / match[1]
+    marker = "@pytest.mark." + "gpu"  # in two parts, so that this file is not found
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if marker in path.read_text()]
+    assert len(files) >= 5
+    assert all(path.is_relative_to(folder) for path in files)

@@ -22,7 +22,7 @@ with owned(Path(sys.argv[1])):
     print("owned", flush=True)
     sys.stdin.readline()
 """
-# numbers of processes begin at 1 in there, and the name of the host stays
+# In this PID namespace, process ids start at 1; the host name is the same.
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
@@ -45,7 +45,9 @@ def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
     "record",
     ["", "null", "[1]", '{"pid": 1}', '{"host": "els', "[" * 9000, "\udcff", '{"epoch": "y"}'],
 )
-def test_nothing_depends_on_the_record_in_the_lock(tmp_path: Path, record: str) -> None:
+def test_a_damaged_lock_record_does_not_change_who_owns_the_folder(
+    tmp_path: Path, record: str
+) -> None:
     lock = tmp_path / "lock.json"
     lock.write_text(record, errors="surrogateescape")
     with owned(tmp_path):
@@ -57,10 +59,10 @@ def test_nothing_depends_on_the_record_in_the_lock(tmp_path: Path, record: str) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a namespace")
-def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(
+def test_an_owner_in_a_container_with_the_same_host_name_keeps_the_folder_until_it_ends(
     tmp_path: Path,
 ) -> None:
-    """Its owner is process 1, which exists here too, also when the owner is dead."""
+    """The owner in the container has process id 1; on the host, a process with this id always exists."""
     with start_owner(tmp_path, *CONTAINER) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
         assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1
@@ -69,13 +71,13 @@ def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(
             message = errors.splitlines()[-1]
             assert f"in use by process 1 on '{socket.gethostname()}'" in message
         owner.kill()
-        owner.stdout.read()  # until no process in the container has the lock
+        owner.stdout.read()  # wait until no process in the container holds the lock
     for wrapper in ([], CONTAINER):
         output, errors = start_owner(tmp_path, *wrapper).communicate(timeout=60)
         assert output == "owned\n", errors
 
 
-def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_owner_is_free_at_once(tmp_path: Path) -> None:
     with start_owner(tmp_path) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
         expected = rf"in use by process {owner.pid} on "
@@ -89,19 +91,22 @@ def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
 def test_each_owner_has_a_later_epoch(tmp_path: Path) -> None:
     lock = tmp_path / "lock.json"
     with owned(tmp_path):
-        first = epoch_of(tmp_path / "any" / "file")
-        assert json.loads(lock.read_text())["epoch"] == first
+        first_epoch = epoch_of(tmp_path / "any" / "file")
+        assert json.loads(lock.read_text())["epoch"] == first_epoch
     assert epoch_of(tmp_path) == 0
     with owned(tmp_path):
-        second = epoch_of(tmp_path)
-    lock.write_text(json.dumps({"epoch": second + 10**9}))  # by a host whose clock is ahead
+        second_epoch = epoch_of(tmp_path)
+    # A host whose clock is ahead has written this epoch.
+    future_epoch = second_epoch + 10**9
+    lock.write_text(json.dumps({"epoch": future_epoch}))
     with owned(tmp_path):
-        third = epoch_of(tmp_path)
+        third_epoch = epoch_of(tmp_path)
     lock.unlink()
     with owned(tmp_path):
-        fourth = epoch_of(tmp_path)
-    assert first < second < third == second + 10**9 + 1
-    assert second < fourth
+        fourth_epoch = epoch_of(tmp_path)
+    assert first_epoch < second_epoch
+    assert third_epoch == future_epoch + 1
+    assert second_epoch < fourth_epoch
 
 
 RACES = 1000
@@ -109,7 +114,7 @@ CONTENDERS = 3
 
 
 def contend(folder: Path, start: Any, end: Any, winners: Any) -> None:
-    """Try to own a folder in each race, and count the races that were won."""
+    """Try to own a folder in each race, and add 1 to the winners of each race won."""
     for race in range(RACES):
         start.wait(60)
         with contextlib.suppress(FolderError), owned(folder / f"{race % 10}"):
@@ -120,14 +125,15 @@ def contend(folder: Path, start: Any, end: Any, winners: Any) -> None:
         end.wait(60)
 
 
-def test_of_three_contenders_for_a_dead_owners_folder_one_wins_every_time(tmp_path: Path) -> None:
+def test_exactly_one_of_three_contenders_gets_a_dead_owners_folder(tmp_path: Path) -> None:
     for name in range(10):
         folder = tmp_path / f"{name}"
         folder.mkdir()
         (folder / "lock.json").write_text('{"host": "gone", "pid": 1, "since": ""}')
-    # a fork of the tests could inherit a lock that one of their threads held
+    # A forked child could inherit a lock that another thread of this process holds.
     context = multiprocessing.get_context("forkserver")
-    start, end = context.Barrier(CONTENDERS), context.Barrier(CONTENDERS)
+    start = context.Barrier(CONTENDERS)
+    end = context.Barrier(CONTENDERS)
     winners = context.Array("i", RACES)
     arguments = (tmp_path, start, end, winners)
     contenders = [context.Process(target=contend, args=arguments) for _ in range(CONTENDERS)]
@@ -138,10 +144,10 @@ def test_of_three_contenders_for_a_dead_owners_folder_one_wins_every_time(tmp_pa
     assert set(winners) == {1}
 
 
-def test_an_owner_removes_partial_files_but_not_those_of_a_folder_with_its_own_owner(
+def test_an_owner_removes_partial_files_except_in_a_folder_with_another_owner(
     tmp_path: Path,
 ) -> None:
-    inner = tmp_path / "train"
+    inner = tmp_path / "train"  # has its own owner
     abandoned = tmp_path / "tasks" / ".a.partial"
     in_use = inner / "x" / ".b.partial"
     for path in (abandoned, in_use):

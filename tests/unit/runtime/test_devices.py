@@ -1,4 +1,4 @@
-"""The devices that a run may use, and what it needs them for."""
+"""Devices of a run: how many its trainers and engines need, and the nodes that have them."""
 
 import os
 import sys
@@ -37,44 +37,45 @@ def config(*overrides: str) -> RunConfig:
     return RunConfig.from_values(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
 
 
-def named(worker_groups: list[WorkerGroup]) -> list[tuple[str, str, int]]:
-    return [(workers.policy, workers.part, workers.devices) for workers in worker_groups]
+def summarize(worker_groups: list[WorkerGroup]) -> list[tuple[str, str, int]]:
+    return [(group.policy, group.part, group.devices) for group in worker_groups]
 
 
-def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu() -> None:
-    critic = [
+def test_trainers_and_critics_need_a_device_per_rank_and_engines_one_each() -> None:
+    critics = [
         "advantage=gae",
-        *(f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")),
+        "+policies.solver.critic.lr=1e-3",
+        "+policies.verifier.critic.lr=1e-3",
     ]
-    on_cpu = "+engine.device=cpu"
-    assert named(list_worker_groups(config(*critic, on_cpu), "GPU")) == [
+    engine_on_cpu = config(*critics, "+engine.device=cpu")
+    assert summarize(list_worker_groups(engine_on_cpu, "GPU")) == [
         ("solver", "trainer", 2),
         ("solver", "critic", 2),
         ("verifier", "trainer", 4),
         ("verifier", "critic", 4),
     ]
-    for on_gpu in ([], ["+engine.device=cuda"]):
-        on_gpus = named(list_worker_groups(config(*on_gpu), "GPU"))
-        assert [workers for workers in on_gpus if workers[1] == "engine"] == [
+    for engine_on_gpu in (config(), config("+engine.device=cuda")):
+        groups = list_worker_groups(engine_on_gpu, "GPU")
+        assert summarize([group for group in groups if group.part == "engine"]) == [
             ("solver", "engine", 1),
             ("verifier", "engine", 1),
         ]
-    frozen = config("+agents.verifier.loss_weight=0")
-    assert named(list_worker_groups(frozen, "CPU")) == [
+    frozen_verifier = config("+agents.verifier.loss_weight=0")
+    assert summarize(list_worker_groups(frozen_verifier, "CPU")) == [
         ("solver", "trainer", 2),
         ("solver", "engine", 1),
         ("verifier", "engine", 1),
     ]
 
 
-def test_split_adds_up_and_shared_takes_the_largest() -> None:
+def test_a_split_pool_needs_the_sum_of_all_groups_and_a_shared_pool_the_largest() -> None:
     worker_groups = list_worker_groups(config(), "CPU")
     assert count_devices(worker_groups, "split") == 2 + 1 + 4 + 1
     assert count_devices(worker_groups, "shared") == 4
     assert count_devices([], "split") == 0
 
 
-def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
+def test_too_few_devices_are_refused_with_the_needs_of_each_policy() -> None:
     worker_groups = list_worker_groups(config("+engine.device=cpu"), "GPU")
     check_fits(worker_groups, "split", "GPU", [6])
     check_fits(worker_groups, "split", "GPU", [4, 2])
@@ -105,7 +106,7 @@ SERVERS = [
 GPUS = [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)]
 
 
-def test_servers_on_one_gpu_need_their_shares_of_it() -> None:
+def test_servers_that_share_a_gpu_need_memory_fractions_of_at_most_1_together() -> None:
     with pytest.raises(PlacementError) as caught:
         find_devices(config(*SERVERS), GPUS)
     assert str(caught.value) == (
@@ -120,44 +121,47 @@ def test_servers_on_one_gpu_need_their_shares_of_it() -> None:
     )
 
 
-def test_two_versions_of_nccl_are_refused_before_anything_starts(
+def test_different_nccl_versions_of_trainer_and_server_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     venv.create(tmp_path, with_pip=False)
     python = tmp_path / "bin" / "python"
-    apart = [SERVERS[0], *SERVERS[3:], "engine.transport=distributed", f"engine.python={python}"]
-    assert find_devices(config(*apart), GPUS).device_type == "GPU"  # nobody knows of NCCL there
+    own_gpus = [*SERVERS, "cluster.pool=split", "engine.transport=distributed"]
+    own_gpus.append(f"engine.python={python}")
+    # The engine's environment has no NCCL yet, so there is nothing to compare.
+    assert find_devices(config(*own_gpus), GPUS).device_type == "GPU"
+
     (packages,) = tmp_path.glob("lib/*/site-packages")
-    (packages / "nvidia_nccl_cu13-9.9.9.dist-info").mkdir()
-    (packages / "nvidia_nccl_cu13-9.9.9.dist-info" / "METADATA").write_text(
-        "Name: nvidia-nccl-cu13\nVersion: 9.9.9\n"
-    )
-    here = [
-        d.version
-        for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-        for d in metadata.distributions(name=n)
+    nccl_package = packages / "nvidia_nccl_cu13-9.9.9.dist-info"
+    nccl_package.mkdir()
+    (nccl_package / "METADATA").write_text("Name: nvidia-nccl-cu13\nVersion: 9.9.9\n")
+    installed_versions = [
+        distribution.version
+        for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+        for distribution in metadata.distributions(name=name)
     ]
     assert nccl_version(str(python)) == "9.9.9"
-    assert nccl_version(sys.executable) == "".join(here[:1])
+    assert nccl_version(sys.executable) == "".join(installed_versions[:1])
+
     with monkeypatch.context() as patch:
         versions = {sys.executable: "2.29.7", str(python): "9.9.9"}
         patch.setattr(nccl, "nccl_version", versions.get)
-        told = nccl_mismatch(python)
+        mismatch = nccl_mismatch(python)
         versions[sys.executable] = "9.9.9"
         assert nccl_mismatch(python) is None
-    assert told == (
+    assert mismatch == (
         f"NCCL cannot connect two versions: this environment has 2.29.7, {python} has 9.9.9; install nvidia-nccl "
         "9.9.9 here (environment.post-deploy.sh)"
     )
-    if here:
+    if installed_versions:
         with pytest.raises(
             PlacementError,
             match=r"policies.solver: engine.transport: distributed: NCCL cannot connect two",
         ):
-            find_devices(config(*apart), GPUS)
+            find_devices(config(*own_gpus), GPUS)
 
 
-def test_ranks_that_share_tensors_need_one_node() -> None:
+def test_tensor_parallel_ranks_need_one_node() -> None:
     worker_groups = list_worker_groups(config("+engine.device=cpu"), "GPU")
     assert [(workers.policy, workers.tp) for workers in worker_groups] == [
         ("solver", 2),
@@ -170,18 +174,16 @@ def test_ranks_that_share_tensors_need_one_node() -> None:
     )
 
 
-def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
+def test_the_devices_of_a_cluster_are_those_of_its_nodes() -> None:
     nodes = [
-        Node(address=f"10.0.0.{n}", id=f"n{n}", gpus=0, cpus=cpus) for n, cpus in ((1, 3), (2, 5))
+        Node(address="10.0.0.1", id="n1", gpus=0, cpus=3),
+        Node(address="10.0.0.2", id="n2", gpus=0, cpus=5),
     ]
     devices = find_devices(config(), nodes)
     assert (devices.device_type, devices.nodes) == ("CPU", {"n1": 3, "n2": 5})
     assert (devices.describe()["count"], devices.describe()["nodes"]) == (8, 2)
-    gpus = [
-        Node(address="10.0.0.3", id="n3", gpus=8, cpus=64),
-        *nodes,
-    ]  # nodes without GPUs take no part
-    assert find_devices(config(), gpus).nodes == {"n3": 8, "n1": 0, "n2": 0}
+    # On a cluster with GPUs, the nodes without GPUs give no devices.
+    assert find_devices(config(), [*GPUS, *nodes]).nodes == {"n3": 8, "n1": 0, "n2": 0}
     with pytest.raises(PlacementError, match=r"needs 8 CPUs and there are 3 "):
         find_devices(config(), nodes[:1])
 
@@ -197,7 +199,7 @@ def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
         ("head:port", "expected local, auto, or "),
     ],
 )
-def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> None:
+def test_an_invalid_cluster_address_is_refused(address: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config(f"+cluster.address='{address}'")
     with pytest.raises(ConfigError, match=r"cpus is for a Ray that is started"):
@@ -237,16 +239,16 @@ def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> Non
         ),
     ],
 )
-def test_nodes_and_replicas_that_cannot_be_are_refused(settings: list[str], problem: str) -> None:
+def test_invalid_node_labels_and_replicas_are_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config(*settings)
 
 
-def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:
+def test_cluster_cpus_sets_the_cpus_of_the_local_ray() -> None:
     assert find_devices(config("cluster.cpus=40")).ray_cpus == 40
 
 
-def test_processes_that_work_at_a_time_share_the_cores(
+def test_processes_that_run_at_the_same_time_share_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def threads(*overrides: str) -> int:
@@ -254,17 +256,15 @@ def test_processes_that_work_at_a_time_share_the_cores(
         return find_devices(run).threads_per_process(run)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(40))
-    monkeypatch.setenv(
-        "OMP_NUM_THREADS", "16"
-    )  # six ranks, and two engines that wait while they train
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    # There are six ranks and two engines. The engines wait while the ranks train.
     assert threads() == 16 // 6
     assert threads("+trainer.staleness=1") == 16 // (6 + 2)
     assert threads("cluster.threads_per_process=5") == 5
     node = Node(address="10.0.0.1", id="n1", gpus=0, cpus=8, is_driver=True)
     assert find_devices(config(), [node]).threads_per_process(config()) == 1
-    assert (
-        threads("+engine.deterministic=true") == 1
-    )  # a product's bits depend on what else two threads multiply
+    # With several threads, the bits of a matrix product depend on the other rows of its batch.
+    assert threads("+engine.deterministic=true") == 1
     with pytest.raises(
         ConfigError,
         match=r"cluster.threads_per_process: 2, but on a CPU engine.deterministic needs 1 thread",
@@ -273,13 +273,14 @@ def test_processes_that_work_at_a_time_share_the_cores(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    one = "policies.solver.tp=1", "+agents.verifier.loss_weight=0"  # a rank, two engines
+
+    one_rank = ["policies.solver.tp=1", "+agents.verifier.loss_weight=0"]  # and two engines
     for quota, cores in (("max 100000\n", 8), ("600000 100000\n", 6), ("50000 100000\n", 1)):
         (tmp_path / "cpu.max").write_text(quota)
         monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "cpu.max")
-        assert threads(*one) == max(1, cores // 2)
+        assert threads(*one_rank) == max(1, cores // 2)
     monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "nowhere")
-    assert threads(*one) == 8 // 2  # of 40
+    assert threads(*one_rank) == 8 // 2  # 8 threads at most, although there are 40 cores
 
 
 def test_groups_with_a_label_need_nodes_that_have_it() -> None:
@@ -290,9 +291,10 @@ def test_groups_with_a_label_need_nodes_that_have_it() -> None:
     one_rank = [f"policies.verifier.{size}=1" for size in ("pp", "cp")]
     one_rank += ["policies.verifier.overlap=false", "+cluster.address=auto"]
     servers = ["engine=sglang", "engine.python=p"]
-    apart = config(*one_rank, *servers, "+cluster.nodes.solver={train: a, rollout: b}")
+    two_labels = config(*one_rank, *servers, "+cluster.nodes.solver={train: a, rollout: b}")
     assert [
-        (group.policy, group.part, group.node_label) for group in list_worker_groups(apart, "CPU")
+        (group.policy, group.part, group.node_label)
+        for group in list_worker_groups(two_labels, "CPU")
     ] == [
         ("solver", "trainer", "a"),
         ("solver", "engine", "b"),
@@ -300,15 +302,15 @@ def test_groups_with_a_label_need_nodes_that_have_it() -> None:
         ("verifier", "engine", None),
     ]
     with pytest.raises(PlacementError) as caught:
-        find_devices(apart, nodes)
+        find_devices(two_labels, nodes)
     assert str(caught.value) == (
         "cluster.nodes.solver: no node has the label pool=b for its engine (there are a); start one with "
         "`ray start --labels pool=b`"
     )
 
-    together = [*one_rank, *servers, "+cluster.nodes.solver={train: a, rollout: a}"]
-    assert find_devices(config(*together), nodes).labels == {"n1": None, "n2": "a"}
-    too_many = config(*together, "+policies.solver.overrides.engine.replicas=3")
+    one_label = [*one_rank, *servers, "+cluster.nodes.solver={train: a, rollout: a}"]
+    assert find_devices(config(*one_label), nodes).labels == {"n1": None, "n2": "a"}
+    too_many = config(*one_label, "+policies.solver.overrides.engine.replicas=3")
     with pytest.raises(
         PlacementError,
         match=r"^nodes with the label pool=a: cluster.pool: split needs 5 CPUs and there",

@@ -1,4 +1,4 @@
-"""A Ray of a run's own: what its processes inherit, its token, and what a failed or killed start leaves."""
+"""The Ray that a run starts: environment of its processes, token, and cleanup after a failed or killed start."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from mcore_mas.runtime.local_ray import KEEP_PAGES
 
-_SCRIPT = """
+_COUNT_PAGE_FAULTS = """
 import json, os, resource
 import numpy as np, ray
 from mcore_mas.runtime.local_ray import KEEP_PAGES, running_ray
@@ -29,7 +29,7 @@ with running_ray(1, 100, keep_pages=True):
     print(json.dumps(ray.get(worker.remote())))
 """
 
-_FAILS = """
+_START_FAILS = """
 import os, sys
 from pathlib import Path
 from unittest import mock
@@ -38,36 +38,40 @@ from ray._private import services
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.local_ray import running_ray
 
-found, tries = services.get_node, []
+failing_starts = int(sys.argv[1])
+starts = 0
+original_get_node = services.get_node
 
 def get_node(*arguments, **options):
-    tries.append(None)
-    if len(tries) <= int(sys.argv[1]):
+    global starts
+    starts += 1
+    if starts <= failing_starts:
         raise ValueError("The current node timed out during startup.")
-    return found(*arguments, **options)
+    return original_get_node(*arguments, **options)
 
 def sessions():
     return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray-*/ray/session_*_{os.getpid()}"))
 
-def command(process):
+def command_line(process):
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ""
 
 try:
     with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
-        (own,) = sessions()
-        assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
-        commands = [command(process) for process in psutil.Process().children(recursive=True)]
+        (session,) = sessions()
+        ray_session = Path(ray._private.worker._global_node.get_session_dir_path())
+        assert ray_session.resolve() == session.resolve()
+        commands = [command_line(process) for process in psutil.Process().children(recursive=True)]
         assert sum("gcs_server" in command for command in commands) == 1, commands
-    print("well")
+    print("started")
 except ClusterError as error:
     print(error)
-print(len(tries), sessions())
+print(starts, sessions())
 """
 
-_OPENED = """
+_REPORT_ACCESS = """
 import json, os, subprocess, sys
 from pathlib import Path
 import psutil, ray
@@ -76,61 +80,86 @@ from mcore_mas.runtime.local_ray import running_ray
 
 with running_ray(1, 100):
     session = Path(ray._private.worker._global_node.get_session_dir_path())
-    mode = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())
+    token = Path.home() / ".ray/auth_token"
     children = psutil.Process().children(recursive=True)
-    doors = {c.name().partition(":")[0] for c in children for d in c.net_connections() if d.status == "LISTEN"}
+    listeners = set()
+    for child in children:
+        if any(connection.status == "LISTEN" for connection in child.net_connections()):
+            listeners.add(child.name().partition(":")[0])
     [raylet] = [child for child in children if child.name() == "raylet"]
-    patience = raylet.environ()["RAY_worker_register_timeout_seconds"]
-    modes = [oct(path.stat().st_mode & 0o777) for path in (session.parents[1], Path.home() / ".ray/auth_token")]
-    joining = [sys.executable, "-c", f"import ray; ray.init(address='{ray.get_runtime_context().gcs_address}')"]
-    stranger = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    said = subprocess.run(joining, env=stranger, capture_output=True, text=True).stderr.splitlines()[-1]
-    found = get_authentication_mode() == AuthenticationMode.TOKEN
-    print(json.dumps([found, mode, *modes, sorted(doors), patience, said]))
+
+    # A process without the token tries to join.
+    address = ray.get_runtime_context().gcs_address
+    join = subprocess.run(
+        [sys.executable, "-c", f"import ray; ray.init(address='{address}')"],
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+    )
+    print(json.dumps({
+        "driver uses the token": get_authentication_mode() == AuthenticationMode.TOKEN,
+        "mode of workers": ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote()),
+        "permissions of the folder": oct(session.parents[1].stat().st_mode & 0o777),
+        "permissions of the token": oct(token.stat().st_mode & 0o777),
+        "listeners": sorted(listeners),
+        "seconds for a worker to start": raylet.environ()["RAY_worker_register_timeout_seconds"],
+        "error of joining": join.stderr.splitlines()[-1],
+    }))
 """
 
 
 @pytest.mark.slow
-def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() -> None:
-    """Ray listens at all addresses of the machine: `RAY_AUTH_MODE=disabled` would let everybody in."""
+def test_ray_requires_a_token_even_if_the_environment_disables_it() -> None:
+    """Ray listens at all addresses of the machine, so with `RAY_AUTH_MODE=disabled` anyone could join."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         environment = os.environ | {
             "RAY_TMPDIR": folder,
             "HOME": folder,
             "RAY_AUTH_MODE": "disabled",
         }
-        command = [sys.executable, "-c", _OPENED]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *found, doors, patience, said = json.loads(done.stdout.splitlines()[-1])
-    assert found == [True, "token", "0o700", "0o600"]
-    assert doors == ["gcs_server", "ray", "raylet"]  # no dashboard
-    assert (
-        patience == "300"
-    )  # seconds that a busy machine may take to start a worker; by default 60
-    assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
+        command = [sys.executable, "-c", _REPORT_ACCESS]
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    error = report.pop("error of joining")
+    assert error.startswith("ConnectionError: Failed to connect to Ray cluster")
+    assert report == {
+        "driver uses the token": True,
+        "mode of workers": "token",
+        "permissions of the folder": "0o700",
+        "permissions of the token": "0o600",
+        "listeners": ["gcs_server", "ray", "raylet"],  # there is no dashboard
+        "seconds for a worker to start": "300",  # Ray's default, 60, is too short on a busy machine
+    }
 
 
-SLOW = "no Ray starts on this machine in three tries of 30 s; end other work on it, and start this again"
+START_ERROR = (
+    "cluster.address: local: no Ray starts on this machine in three tries of 30 s; end other work "
+    "on it, and start this again"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("failing", "said"), [(1, ["well", "2 []"]), (3, [f"cluster.address: local: {SLOW}", "3 []"])]
+    ("failing_starts", "expected"),
+    [(1, ["started", "2 []"]), (3, [START_ERROR, "3 []"])],
 )
-def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process(
-    failing: int, said: list[str]
+def test_a_start_that_times_out_is_repeated_and_leaves_no_folder_or_process(
+    failing_starts: int, expected: list[str]
 ) -> None:
-    with tempfile.TemporaryDirectory(
-        dir="/tmp", prefix="r"
-    ) as folder:  # a short path: Ray has sockets in it
+    # The path must be short, because Ray creates sockets below it.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         environment = os.environ | {"RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", _FAILS, str(failing)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-2:] == said, done.stdout + done.stderr
+        command = [sys.executable, "-c", _START_FAILS, str(failing_starts)]
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+    assert result.stdout.splitlines()[-2:] == expected, result.stdout + result.stderr
 
 
-_STOPPED = """
+_STOP_DURING_START = """
 import os, signal, sys
 from pathlib import Path
 from unittest import mock
@@ -159,12 +188,12 @@ print(alive)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ray_starts_stops_the_run_and_leaves_neither_folder_nor_process(
+def test_a_signal_while_ray_starts_stops_the_run_and_leaves_no_folder_or_process(
     number: signal.Signals,
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         environment = os.environ | {"RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", _STOPPED, str(int(number))]
+        command = [sys.executable, "-c", _STOP_DURING_START, str(int(number))]
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
@@ -173,15 +202,14 @@ def test_a_signal_while_ray_starts_stops_the_run_and_leaves_neither_folder_nor_p
 
 
 @pytest.mark.slow
-def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_otherwise() -> None:
+def test_workers_reuse_freed_memory_and_keep_malloc_settings_of_the_environment() -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in KEEP_PAGES}
     environment = inherited | {"MALLOC_TOP_PAD_": "1048576"}
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True
-    )
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen.pop("faults") < 100  # the same pages again
-    assert seen == KEEP_PAGES | {"MALLOC_TOP_PAD_": "1048576"}
+    command = [sys.executable, "-c", _COUNT_PAGE_FAULTS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    worker = json.loads(result.stdout.splitlines()[-1])
+    assert worker.pop("faults") < 100  # the last array reuses the pages of the one before
+    assert worker == KEEP_PAGES | {"MALLOC_TOP_PAD_": "1048576"}
 
 
 _TOKEN_RACE = """
@@ -196,7 +224,7 @@ def make_tokens(barrier, tokens):
     for number in range(HOMES):
         os.environ["HOME"] = f"{sys.argv[1]}/{number}"
         barrier.wait(60)
-        # jobs on machines that share a home can have the same process id
+        # Jobs on machines that share a home can have the same process id.
         os.getpid = lambda: 7
         local_ray.make_private_token()
         os.getpid = getpid
@@ -209,16 +237,17 @@ barrier, tokens = fork.Barrier(JOBS), fork.Queue()
 jobs = [fork.Process(target=make_tokens, args=(barrier, tokens)) for _ in range(JOBS)]
 for job in jobs:
     job.start()
-seen = [tokens.get(timeout=60) for _ in range(HOMES * JOBS)]
+homes_and_tokens = [tokens.get(timeout=60) for _ in range(HOMES * JOBS)]
 for job in jobs:
     job.join()
-print([job.exitcode for job in jobs], len(set(seen)), {len(token) for _, token in seen})
+lengths = {len(token) for _, token in homes_and_tokens}
+print([job.exitcode for job in jobs], len(set(homes_and_tokens)), lengths)
 """
 
 
-def test_jobs_that_start_at_once_in_one_home_agree_on_its_token(tmp_path: Path) -> None:
+def test_jobs_that_start_at_once_in_one_home_share_its_token(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _TOKEN_RACE, str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    # one whole token for each of the 200 homes
+    # Each of the 200 homes has one token, of 64 characters.
     assert finished.stdout == "[0, 0, 0, 0] 200 {64}\n", finished.stderr[-2000:]
     assert {path.name for path in tmp_path.glob("*/.ray/*")} == {"auth_token"}

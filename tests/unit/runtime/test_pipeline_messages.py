@@ -1,4 +1,4 @@
-"""The last lines of a pipeline name what was made, or each cause of a failure with the logs of its jobs."""
+"""Closing message of a pipeline: the results it made, or each cause of a failure with the logs of its jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mcore_mas.runtime.pipeline_messages import failure_message, success_message
 
 
-def test_success_names_what_was_made(tmp_path: Path) -> None:
+def test_success_names_the_report_and_the_studio(tmp_path: Path) -> None:
     assert success_message(tmp_path, "demo").startswith(
         f"\nDone.\n`mcore-mas studio {tmp_path}` opens"
     )
@@ -37,31 +37,36 @@ def test_success_begins_with_the_gains(tmp_path: Path) -> None:
 
 
 def test_failure_names_each_cause_and_its_logs(tmp_path: Path) -> None:
-    first, second, silent = (tmp_path / f"{name}.log" for name in ("first", "second", "silent"))
+    first = tmp_path / "first.log"
+    second = tmp_path / "second.log"
+    silent = tmp_path / "silent.log"
     for log in (first, second):
         log.write_text("Traceback ...\nerror: a.parquet: no such file\n")
     silent.write_text("".join(f"step {number}\n" for number in range(40)))
-    earlier = tmp_path / "earlier.log"  # written by an earlier pipeline
+    earlier = tmp_path / "earlier.log"  # the log of an earlier pipeline
     earlier.write_text("error: long ago\n")
     os.utime(earlier, (1.0, 1.0))
-    missing = tmp_path / "missing.log"  # its job has not begun
+    missing = tmp_path / "missing.log"  # the log of a job that has not begun
 
     logs = [str(log) for log in (first, silent, second, earlier, missing)]
     message = failure_message(logs, 2.0, [], lines=3)
     assert message.count("error: ") == 2
     assert f"error: a.parquet: no such file\n  logs: {first}, {second}" in message
-    end = "the end of its log:\n  | step 37\n  | step 38\n  | step 39\n"
-    assert f"{end}  logs: {silent}" in message
+    last_lines = "the end of its log:\n  | step 37\n  | step 38\n  | step 39\n"
+    assert f"{last_lines}  logs: {silent}" in message
     assert "Traceback" not in message
 
 
-def test_failure_without_any_log_names_snakemakes_own(tmp_path: Path) -> None:
+def test_failure_without_a_job_log_names_snakemakes_log(tmp_path: Path) -> None:
     message = failure_message([str(tmp_path / "missing.log")], 2.0, ["a.log"])
     assert message == "\nerror: no job wrote a log; see a.log"
 
 
-def test_a_job_that_ends_well_while_the_pipeline_is_stopped_was_not_killed(tmp_path: Path) -> None:
-    job, snakemake = tmp_path / "job.log", tmp_path / "snakemake.log"
+def test_a_job_that_succeeds_while_the_pipeline_is_stopped_is_not_reported_as_killed(
+    tmp_path: Path,
+) -> None:
+    job = tmp_path / "job.log"
+    snakemake = tmp_path / "snakemake.log"
     job.write_text("step 8\n")
     snakemake.write_text(
         "[Sat Nov 28]\nFinished\nTerminating processes on user request, this might take some time.\n"
@@ -74,16 +79,16 @@ def test_a_job_that_ends_well_while_the_pipeline_is_stopped_was_not_killed(tmp_p
     assert "error: stopped by SIGTERM after step 3" in message
 
 
-def test_the_end_of_a_log_is_printed_without_terminal_commands(tmp_path: Path) -> None:
+def test_terminal_commands_in_a_log_are_escaped(tmp_path: Path) -> None:
     log = tmp_path / "killed.log"
-    log.write_text("what a program said: \x1b]52;c;aGk=\x07", newline="")
+    log.write_text("output of a program: \x1b]52;c;aGk=\x07", newline="")
     message = failure_message([str(log)], 0.0, [])
-    assert r"  | what a program said: \x1b]52;c;aGk=\x07" in message.splitlines()
+    assert r"  | output of a program: \x1b]52;c;aGk=\x07" in message.splitlines()
     assert not set(message) & set("\x1b\x07\r\x9b\u202e")
 
 
-def ended(number: int, state: str, log: Path, slurm_log: Path) -> str:
-    """Return what Snakemake 9.27 logs about a job that Slurm has ended."""
+def failed_job_entry(number: int, state: str, log: Path, slurm_log: Path) -> str:
+    """Return the entry in Snakemake 9.27's log for a job that Slurm ended in a failed state."""
     return (
         f"[Sun Nov 22 15:54:43 2026]\nError in rule train:\n    message: SLURM-job '{number}' failed, "
         f"SLURM status is: '{state}'. Detailed failure reason unavailable.\n"
@@ -91,8 +96,8 @@ def ended(number: int, state: str, log: Path, slurm_log: Path) -> str:
     )
 
 
-def refused(reason: str, log: Path) -> str:
-    """Return what Snakemake 9.27 logs about a job that Slurm has not accepted."""
+def refused_job_entry(reason: str, log: Path) -> str:
+    """Return the entry in Snakemake 9.27's log for a job that Slurm did not accept."""
     return (
         f"[Sun Nov 22 15:54:44 2026]\nError in rule train:\n    message: {reason}\n"
         f"    log: {log} (check)\n"
@@ -101,35 +106,39 @@ def refused(reason: str, log: Path) -> str:
 
 @pytest.fixture
 def slurm_log(tmp_path: Path) -> Path:
-    """The log that Slurm keeps of job 15."""
+    """Return the path of an empty log that Slurm wrote for job 15."""
     path = tmp_path / "slurm/15.log"
     path.parent.mkdir()
     path.touch()
     return path
 
 
-def test_slurm_says_why_a_job_ended_that_did_not_say_it_itself(
+def test_slurms_state_is_the_cause_if_the_job_logged_no_error(
     tmp_path: Path, slurm_log: Path
 ) -> None:
-    explained, silent = tmp_path / "explained.log", tmp_path / "silent.log"
+    explained = tmp_path / "explained.log"
+    silent = tmp_path / "silent.log"
     explained.write_text("error: a.parquet: no such file\n")
     silent.write_text("step 1\n")
     workflow = tmp_path / "workflow.log"
     workflow.write_text(
-        ended(15, "TIMEOUT", silent, slurm_log) + ended(15, "FAILED", explained, slurm_log)
+        failed_job_entry(15, "TIMEOUT", silent, slurm_log)
+        + failed_job_entry(15, "FAILED", explained, slurm_log)
     )
     message = failure_message([str(explained), str(silent)], 2.0, [workflow])
     assert f"error: a.parquet: no such file\n  logs: {explained}" in message
     assert f"error: Slurm job 15: TIMEOUT; see {slurm_log}\n  logs: {silent}" in message
 
 
-def test_a_group_of_stages_in_one_job_has_one_cause(tmp_path: Path, slurm_log: Path) -> None:
-    explained, silent = tmp_path / "explained.log", tmp_path / "silent.log"
+def test_stages_grouped_in_one_job_report_one_cause(tmp_path: Path, slurm_log: Path) -> None:
+    explained = tmp_path / "explained.log"
+    silent = tmp_path / "silent.log"
     explained.write_text("error: a.parquet: no such file\n")
     silent.write_text("step 1\n")
     workflow = tmp_path / "workflow.log"
     workflow.write_text(
-        ended(15, "FAILED", silent, slurm_log) + ended(15, "FAILED", explained, slurm_log)
+        failed_job_entry(15, "FAILED", silent, slurm_log)
+        + failed_job_entry(15, "FAILED", explained, slurm_log)
     )
     message = failure_message([str(silent), str(explained)], 2.0, [workflow])
     assert message.count("error: ") == 1
@@ -139,7 +148,8 @@ SBATCH = (
     "SLURM sbatch failed. The error message was 'sbatch: error: Requested node configuration\n"
     "is not available'."
 )
-ACCOUNT = (  # Snakemake joins the two lines at the end without a space
+# Snakemake joins the last two lines without a space.
+ACCOUNT = (
     "Job submission failed with exception: The given account x appears to be invalid. "
     "Available accounts:\nlabFor further error details see the cluster/cloud log"
 )
@@ -152,29 +162,32 @@ ACCOUNT = (  # Snakemake joins the two lines at the end without a space
         (ACCOUNT, "The given account x appears to be invalid. Available accounts: lab"),
     ],
 )
-def test_a_job_that_slurm_does_not_take(tmp_path: Path, reason: str, expected: str) -> None:
-    log, workflow = tmp_path / "refused.log", tmp_path / "workflow.log"
-    workflow.write_text(refused(reason, log))
+def test_a_refused_job_reports_sbatchs_reason(tmp_path: Path, reason: str, expected: str) -> None:
+    log = tmp_path / "refused.log"
+    workflow = tmp_path / "workflow.log"
+    workflow.write_text(refused_job_entry(reason, log))
     message = failure_message([str(log)], 2.0, [workflow])
     assert f"error: Slurm does not take the job: {expected}\n" in message
 
 
-def test_a_job_that_used_too_much_memory(tmp_path: Path, slurm_log: Path) -> None:
-    log, workflow = tmp_path / "job.log", tmp_path / "workflow.log"
-    killed = "StepId=15.0 exceeded memory limit (9 > 8), being killed"
-    slurm_log.write_text(f"slurmstepd-n0: error: {killed}\nsrun: error\n")
-    workflow.write_text(ended(15, "FAILED", log, slurm_log))
+def test_an_out_of_memory_kill_is_reported(tmp_path: Path, slurm_log: Path) -> None:
+    log = tmp_path / "job.log"
+    workflow = tmp_path / "workflow.log"
+    reason = "StepId=15.0 exceeded memory limit (9 > 8), being killed"
+    slurm_log.write_text(f"slurmstepd-n0: error: {reason}\nsrun: error\n")
+    workflow.write_text(failed_job_entry(15, "FAILED", log, slurm_log))
     message = failure_message([str(log)], 2.0, [workflow])
-    assert f"error: Slurm job 15: FAILED, {killed}; see {slurm_log}" in message
+    assert f"error: Slurm job 15: FAILED, {reason}; see {slurm_log}" in message
 
 
-def test_a_job_whose_log_is_on_another_machine(tmp_path: Path) -> None:
-    log, workflow = tmp_path / "job.log", tmp_path / "workflow.log"
-    workflow.write_text(ended(16, "CANCELLED", log, tmp_path / "slurm/16.log"))
+def test_a_missing_slurm_log_is_reported_unless_the_job_was_cancelled(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    workflow = tmp_path / "workflow.log"
+    workflow.write_text(failed_job_entry(16, "CANCELLED", log, tmp_path / "slurm/16.log"))
     message = failure_message([str(log)], 2.0, [workflow])
     assert "error: Slurm job 16: CANCELLED\n" in message  # the job may never have run
 
-    workflow.write_text(ended(16, "FAILED", log, tmp_path / "slurm/16.log"))
+    workflow.write_text(failed_job_entry(16, "FAILED", log, tmp_path / "slurm/16.log"))
     message = failure_message([str(log)], 2.0, [workflow])
     expected = "FAILED, and its log is not here; do all machines share this folder?"
     assert f"error: Slurm job 16: {expected}" in message

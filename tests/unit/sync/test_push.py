@@ -1,4 +1,4 @@
-"""Weights that are pushed into SGLang: buckets, sessions, and failures that all ranks hear of."""
+"""Pushing weights into SGLang: layout of buckets, update sessions, and errors that reach every rank."""
 
 from __future__ import annotations
 
@@ -27,45 +27,35 @@ def route(model: Path) -> SyncRoute:
     return SyncRoute(transport="tensor", target="http://127.0.0.1:9", model=str(model))
 
 
-def test_a_bucket_is_laid_out_as_sglang_reads_it() -> None:
-    given = [
+def test_sglang_can_reconstruct_the_tensors_of_a_bucket() -> None:
+    named_tensors = [
         ("half", torch.tensor([1.0, 2.0, 3.0]).bfloat16()),
         ("one", torch.tensor([[0.5]])),
         ("byte", torch.ones(1).byte()),
     ]
-    flat, metadata = flatten(given)
-    assert flat.tolist() == [
-        0,
-        0,
-        0,
-        63,
-        128,
-        63,
-        0,
-        64,
-        64,
-        64,
-        1,
-    ]  # 0.5 | 1, 2, 3 as bfloat16 | 1; little end first
-    assert [(m.name, m.start_idx, m.end_idx, m.numel) for m in metadata] == [
+    flat, metadata = flatten(named_tensors)
+    # Bytes in little-endian order: 0.5 in float32; 1, 2 and 3 in bfloat16; 1 in uint8.
+    assert flat.tolist() == [*(0, 0, 0, 63), *(128, 63), *(0, 64), *(64, 64), 1]
+    assert [(entry.name, entry.start_idx, entry.end_idx, entry.numel) for entry in metadata] == [
         ("one", 0, 4, 4),
         ("half", 4, 10, 6),
         ("byte", 10, 11, 1),
     ]
-    for entry in metadata:  # what FlattenedTensorBucket.reconstruct_tensors does
+    for entry in metadata:
+        # Reconstruct the tensor as SGLang's FlattenedTensorBucket.reconstruct_tensors does.
         tensor = flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape)
-        assert torch.equal(tensor, dict(given)[entry.name])
-    sizes = [[name for name, _ in bucket] for bucket in buckets(given, limit=7)]
-    assert sizes == [["half"], ["one", "byte"]]
-    assert [len(bucket) for bucket in buckets(given, limit=1)] == [1, 1, 1]
+        assert torch.equal(tensor, dict(named_tensors)[entry.name])
+    names = [[name for name, _ in bucket] for bucket in buckets(named_tensors, limit=7)]
+    assert names == [["half"], ["one", "byte"]]
+    assert [len(bucket) for bucket in buckets(named_tensors, limit=1)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("refused", ["/update_weights_from_tensor", "/begin_weight_update", ""])
 def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> None:
-    asked: list[str] = []
+    requested_paths: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
+        requested_paths.append(request.url.path)
         refuses = request.url.path == refused
         return httpx.Response(
             400 if refuses else 200, json={"success": not refuses, "message": "not now"}
@@ -78,19 +68,20 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
             sender.send(tensors().items(), 1)
     else:
         sender.send(tensors().items(), 1)
-    whole = [
-        "/begin_weight_update",
-        "/update_weights_from_tensor",
-        "/end_weight_update",
-        "/flush_cache",
-    ]
-    begun, _, ended, _ = whole
-    # a refused beginning may be a session that a dead trainer has left open
-    assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
+
+    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    expected_paths = {
+        "": [begin, update, end, "/flush_cache"],
+        update: [begin, update, end],
+        # A trainer that died may have left a session open. It is ended, and begun once more; the
+        # second refusal is final.
+        begin: [begin, end, begin, end],
+    }
+    assert requested_paths == expected_paths[refused]
 
 
-class Sent:
-    """A broadcast that has ended."""
+class FinishedBroadcast:
+    """Handle of a broadcast that has finished."""
 
     def wait(self) -> None:
         pass
@@ -98,9 +89,9 @@ class Sent:
 
 @pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of servers that are not there, which gets all that is sent to it."""
+    """Replace the process group with the servers by one whose broadcasts finish at once."""
     monkeypatch.setattr(DistributedSender, "_form_group", lambda self: None)
-    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: Sent())
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: FinishedBroadcast())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
@@ -108,57 +99,61 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_bucket_is_gathered_while_servers_load_one(
     model: Path, kind: type[TensorSender | DistributedSender], broadcasts: None
 ) -> None:
-    drawn = {name: threading.Event() for name in NAMES}
-    loading: list[int] = []
-    most: list[int] = []
+    gathered = {name: threading.Event() for name in NAMES}
+    loading: list[int] = []  # numbers of the buckets that are being loaded
+    loading_at_arrival: list[int] = []  # how many were being loaded when each bucket arrived
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.startswith("/update_weights"):
-            number = len(most)
+            number = len(loading_at_arrival)
             loading.append(number)
-            most.append(len(loading))
-            # its answer comes when the tensor after the next, which closes the next one's bucket, was drawn
-            assert drawn[NAMES[min(number + 2, len(NAMES) - 1)]].wait(10)
+            loading_at_arrival.append(len(loading))
+            # The sender closes the next bucket when it has gathered the tensor after it. The server
+            # answers only then, so a sender that waited for the answer first would time out here.
+            assert gathered[NAMES[min(number + 2, len(NAMES) - 1)]].wait(10)
             loading.remove(number)
         return httpx.Response(200, json={"success": True})
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors().items():
-            drawn[name].set()
+            gathered[name].set()
             yield name, tensor
 
     sender = kind(route(model))
     sender.bucket_bytes = 1  # a bucket for every tensor
     sender.http = httpx.Client(transport=httpx.MockTransport(answer))
     sender.send(stream(), 1)
-    assert most == [1] * len(NAMES) and not loading  # one at a time, and all of them
+    assert loading_at_arrival == [1] * len(NAMES)  # one bucket is loaded at a time
+    assert not loading
 
 
 @pytest.mark.parametrize("kind", [TensorSender, DistributedSender])
-def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
+def test_a_refused_bucket_stops_every_rank_at_the_same_tensor(
     model: Path, kind: type[TensorSender | DistributedSender], broadcasts: None
 ) -> None:
     updates: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        update = request.url.path.startswith("/update_weights")
-        updates.extend([request.url.path] if update else [])
-        refuses = update and len(updates) == 2
+        is_update = request.url.path.startswith("/update_weights")
+        if is_update:
+            updates.append(request.url.path)
+        refuses = is_update and len(updates) == 2
         return httpx.Response(
             400 if refuses else 200, json={"success": not refuses, "message": "no memory"}
         )
 
-    drawn: dict[int, list[str]] = {0: [], 1: []}
+    gathered: dict[int, list[str]] = {0: [], 1: []}
 
     def stream(rank: int) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors().items():
-            drawn[rank].append(name)
+            gathered[rank].append(name)
             yield name, tensor
 
-    def play(rank: int, sender: TensorSender | DistributedSender) -> str:
+    def send_twice(rank: int, sender: TensorSender | DistributedSender) -> str:
+        """Return the error of the first update; the second one must succeed on both ranks."""
         with pytest.raises(EngineError) as caught:
             sender.send(stream(rank), 1)
-        sender.send(stream(rank), 2)  # in step with each other still
+        sender.send(stream(rank), 2)
         return str(caught.value)
 
     senders = [
@@ -169,11 +164,12 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
         sender.bucket_bytes = 1  # a bucket for every tensor
         sender.http = httpx.Client(transport=httpx.MockTransport(answer))
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(play, range(2), senders))
-    assert said[0] == said[1]
-    assert said[0].endswith("status 400: no memory")
-    assert drawn[0] == drawn[1] == [*NAMES, *NAMES]  # the third has closed the second's bucket
-    assert len(updates) == 2 + 3
+        errors = list(pool.map(send_twice, range(2), senders))
+    assert errors[0] == errors[1]
+    assert errors[0].endswith("status 400: no memory")
+    assert gathered[0] == gathered[1] == [*NAMES, *NAMES]
+    # The first update ends with its second bucket, which was closed by the third tensor.
+    assert len(updates) == 2 + len(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,7 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
         (400, "Failed to destroy custom process group: NCCL.", False),
     ],
 )
-def test_the_group_of_an_earlier_trainer_is_destroyed_before_one_is_formed(
+def test_the_process_group_of_an_earlier_trainer_is_destroyed_before_a_new_one_is_formed(
     model: Path, status: int, message: str, is_reused: bool
 ) -> None:
     bodies: dict[str, dict[str, object]] = {}
@@ -202,6 +198,6 @@ def test_the_group_of_an_earlier_trainer_is_destroyed_before_one_is_formed(
         with pytest.raises(EngineError, match="no group today"):
             sender.begin()
         assert bodies["/destroy_weights_update_group"] == {"group_name": name}
-        formed = str(bodies["/init_weights_update_group"]["group_name"])
-        assert formed.startswith(name)
-        assert (formed == name) is is_reused
+        new_name = str(bodies["/init_weights_update_group"]["group_name"])
+        assert new_name.startswith(name)
+        assert (new_name == name) is is_reused
