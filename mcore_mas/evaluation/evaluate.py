@@ -4,6 +4,7 @@
 """
 
 import itertools
+import shlex
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from rollout.base.watchdog import Watchdog
 from rollout.config.tasks import prepared_tasks
 from rollout.records.trajectory import Trajectory
 from rollout.teams.collect import CollectOptions
+from rollout.teams.quarantine import quarantine_path
 
 # Step in the seeds of trajectories of an evaluation.
 _EVALUATION_STEP = -2
@@ -86,9 +88,14 @@ def evaluate(
 
     max_failed = config.evaluation.max_failed
     if len(board.lost) > max_failed * board.expected_replies:
+        remedy = "see to the cause"
+        if board.quarantined:
+            task_id, sample = board.quarantined[0]
+            file = quarantine_path(_quarantine_folder(folder), _EVALUATION_STEP, task_id, sample)
+            remedy = f"mend the code; `mcore-mas replay {shlex.quote(str(file))}` shows its error"
         raise EvaluationError(
-            f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: see to the cause "
-            "and evaluate again, or raise it"
+            f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
+            "then evaluate again, or raise it"
         )
     task_rows = board.task_rows()
     scores = {
@@ -103,6 +110,11 @@ def evaluate(
     }
     write_json(out_path, sealed(scores))
     return scores
+
+
+def _quarantine_folder(folder: Path) -> Path:
+    """Return the folder of quarantined trajectories beside that of an evaluation's trajectories."""
+    return folder.with_name(f"{folder.name}-quarantine")
 
 
 def _play_missing(
@@ -129,7 +141,7 @@ def _play_missing(
         )
         stall_s = config.collection.stall_s
         options = CollectOptions(
-            quarantine=folder.with_name(f"{folder.name}-quarantine"),
+            quarantine=_quarantine_folder(folder),
             sampling=config.evaluation.sampling,
             # An evaluation as a whole may take any time.
             deadlines=config.collection.model_copy(update={"batch_s": None}),

@@ -91,6 +91,13 @@ class Scoreboard:
         """Replies that failed, and have no score."""
         return [reply for reply in self._replies.values() if reply.score is None]
 
+    @property
+    def quarantined(self) -> list[tuple[str, int]]:
+        """Task ids and samples of the replies that were lost by a defect in the user's code."""
+        return [
+            key for key, reply in self._replies.items() if reply.failure_reason == "quarantined"
+        ]
+
     def describe_losses(self) -> str:
         """Return a line on the replies that failed: number, reasons and the first error; or ""."""
         if not self.lost:

@@ -6,6 +6,7 @@ collection of up to n later steps.
 
 import asyncio
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.allocation import RewardError, judge_undecided
 from rollout.rewards.coach import Coach
 from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.quarantine import quarantine_path
 from rollout.teams.team import Team
 
 # Step in the seeds of validation trajectories, so that every validation samples the same way.
@@ -322,11 +324,13 @@ class AsyncRollouts:
             trajectory for trajectory in trajectories if "quarantined" in trajectory.metrics
         ]
         if len(quarantined) > self.config.collection.max_quarantined * len(trajectories):
+            first = quarantined[0]
+            file = quarantine_path(self.collected.quarantine, step, first.task_id, first.sample)
             return (
                 f"step {step}: {len(quarantined)} of {len(trajectories)} trajectories are "
-                "quarantined, more than collection.max_quarantined allows; the first: "
-                f"{quarantined[0].error}; reproduce it with `mcore-mas replay FILE`, with a file "
-                f"from {self.collected.quarantine}"
+                "quarantined, more than collection.max_quarantined allows, because your code "
+                f"raised an error; the first, {first.id}: {first.error}; mend the code; "
+                f"`mcore-mas replay {shlex.quote(str(file))}` plays this trajectory again"
             )
         if all(trajectory.status is not Status.COMPLETED for trajectory in trajectories):
             first_error = trajectories[0].error

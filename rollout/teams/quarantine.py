@@ -23,6 +23,12 @@ from rollout.teams.team import RecordedReply, Team
 _REPLY = TypeAdapter(PolicyReply)
 
 
+def quarantine_path(folder: Path, step: int, task_id: str, sample: int) -> Path:
+    """Return the file of a quarantined trajectory in the folder of these files."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", f"{step}-{task_id}"[:100])
+    return folder / f"{stem}-{sample}.json"
+
+
 def write_quarantined(
     folder: Path,
     trajectory: Trajectory,
@@ -44,8 +50,7 @@ def write_quarantined(
     Returns:
         The path of the file.
     """
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory.step}-{task.id}"[:100])
-    path = folder / f"{stem}-{trajectory.sample}.json"
+    path = quarantine_path(folder, trajectory.step, task.id, trajectory.sample)
     lines = "".join(traceback.format_exception(error)).splitlines()
     value = {
         "trajectory": trajectory.id,

@@ -23,6 +23,7 @@ from rollout.environments.protocol import Env, Step
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.allocation import allocate
+from rollout.teams.quarantine import Quarantined
 from rollout.teams.team import TeamSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import box, make_run, task_of
@@ -212,7 +213,9 @@ class TestFailures:
     def test_an_environment_of_the_user_is_named_where_it_breaks(self, tmp_path: Path) -> None:
         """The tasks name another environment, math."""
         name = f"{__name__}:BrokenEnv"
-        message = rf"the first: Defect: {name}\.step: KeyError: 'own' \(test_async_rollout.py:\d+\); reproduce"
+        message = (
+            rf"Defect: {name}\.step: KeyError: 'own' \(test_async_rollout.py:\d+\); mend the code"
+        )
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, answer_correctly, f"env={{name: {name}}}"))
 
@@ -269,9 +272,19 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
 ) -> None:
     """A quarter of a step may be quarantined; here 2 of 4 trajectories are."""
     monkeypatch.setattr(math, "last_boxed", break_at_thirteen)
-    message = r"step 0: 2 of 4 trajectories are quarantined, more than collection.max_q"
-    with pytest.raises(TrainingError, match=message):
-        collect(make_run(tmp_path, answer_thirteen(calls=2)))
+    session = make_run(tmp_path, answer_thirteen(calls=2))
+    with pytest.raises(TrainingError) as failure:
+        collect(session)
+
+    [first, _] = sorted(session.rollouts.collected.quarantine.iterdir())
+    broken = Quarantined.read(first)
+    line = break_at_thirteen.__code__.co_firstlineno + 3
+    assert str(failure.value) == (
+        "step 0: 2 of 4 trajectories are quarantined, more than collection.max_quarantined allows, "
+        f"because your code raised an error; the first, {broken.trajectory}: Defect: math.step: "
+        f"KeyError: 'thirteen' (test_async_rollout.py:{line}); mend the code; "
+        f"`mcore-mas replay {first}` plays this trajectory again"
+    )
 
 
 def test_a_validation_has_the_rules_of_an_evaluation(tmp_path: Path) -> None:
