@@ -43,20 +43,31 @@ GPUS = {
     "A10": GPU(memory=24, flops=125),
     "RTX4090": GPU(memory=24, flops=165),
 }
-_SLOWER_CARDS = {"PCIe", "NVL"}  # variants of the H100 and the H200 with a lower power limit
+# TFLOP/s of cards that CUDA reports under the name of a kind with a further word, such as
+# "NVIDIA H100 PCIe", and that are slower than the kind because of a lower power limit.
+_CARDS = {("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H200", "NVL"): 835}
+
+# Further words in the names of GPUs that are slower than their kind, whose peak is not in a table: a
+# part of a GPU (Multi-Instance GPU), the RTX 4090 of laptops, and the RTX 4090 D.
+_UNKNOWN_VARIANTS = {"MIG", "Laptop", "D"}
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak of a GPU in dense bfloat16, in FLOP/s, or None if it is not in `GPUS`.
+    """Return the peak of a GPU in dense bfloat16, in FLOP/s, or None if it is not known.
+
+    It is known for the kinds in `GPUS`, and for the PCIe and NVL cards of the H100 and the H200.
 
     Args:
         name: the name that CUDA reports, such as "NVIDIA H100 80GB HBM3".
     """
-    words = set(re.split("[ -]", name))
+    words = set(re.split("[ -]", name.replace("RTX ", "RTX")))
+    if words & _UNKNOWN_VARIANTS:
+        return None
+    for (kind, word), flops in _CARDS.items():
+        if kind in words and word in words:
+            return 1e12 * flops
     for kind, gpu in GPUS.items():
         if kind in words:
-            if kind in ("H100", "H200") and words & _SLOWER_CARDS:
-                return None
             return 1e12 * gpu.flops
     return None
 

@@ -55,6 +55,10 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200 NVL", 835),
     ],
 )
 def test_peak_flops_of_known_gpus(name: str, tflops: float) -> None:
@@ -62,7 +66,16 @@ def test_peak_flops_of_known_gpus(name: str, tflops: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "Tesla T4"]
+    "name",
+    [
+        "",
+        "NVIDIA GH200 480GB",
+        "Tesla T4",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 4000 Ada Generation",
+    ],
 )
 def test_peak_flops_of_other_gpus_are_not_known(name: str) -> None:
     assert peak_flops(name) is None
