@@ -35,10 +35,10 @@ def save(trainer: MegatronTrainer, folder: Path, *, wait: bool) -> tuple[float, 
     began = time.perf_counter()
     trainer.save(folder)
     if wait:
-        trainer.written()
+        trainer.wait_written()
     stall_s = time.perf_counter() - began
     if not wait:
-        trainer.written()
+        trainer.wait_written()
     return stall_s, time.perf_counter() - began
 
 

@@ -220,7 +220,7 @@ def _run_updates(
         norms.append(trainer.update(batches)["grad_norm"])
         if save_to and trainer.updates == 1:
             trainer.save(Path(save_to))
-            trainer.written()
+            trainer.wait_written()
     destroy_process_groups()
     if rank == 0:
         Path(folder, "norms").write_text(json.dumps(norms))

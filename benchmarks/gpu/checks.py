@@ -344,7 +344,7 @@ def _run_two_updates(folder: Path, variant: str) -> _Updates:
                 synchronisations[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
         if variant == "saves" and trainer.updates == 1:
             trainer.save(folder / "saved")
-            trainer.written()
+            trainer.wait_written()
     weights = [tensor.detach().cpu().clone() for tensor in trainer.model.all_parameters.values()]
     stop_trainer()
     return _Updates(norms=norms, weights=weights, synchronisations=synchronisations)

@@ -118,7 +118,7 @@ def _measure_sleep_and_checkpoint(folder: Path, tiny: bool) -> None:
     write_s = 0.0
     for number in (1, 2):  # the first save allocates memory
         copy_s = once(partial(trainer.save, folder / str(number)))
-        write_s = once(trainer.written)
+        write_s = once(trainer.wait_written)
     size = sum(file.stat().st_size for file in (folder / "2").iterdir())
     _say_rate("checkpoint", size, copy_s + write_s, copied=round(size / copy_s / 1e9, 3))
     del trainer

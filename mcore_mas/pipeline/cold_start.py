@@ -22,7 +22,7 @@ from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.checkpoint import Checkpoints, Written
+from mcore_mas.runtime.checkpoint import Checkpoints, WaitWritten
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
@@ -149,12 +149,12 @@ async def _save(
 ) -> None:
     """Save a checkpoint of `step` and wait until it is complete."""
 
-    async def start_saving(folder: Path) -> Written:
+    async def start_saving(folder: Path) -> WaitWritten:
         """Copy the trainer's state; return a function that waits until the files are written."""
         trainer.save(folder)
 
         async def wait_for_files() -> dict[str, Digest]:
-            return trainer.written()
+            return trainer.wait_written()
 
         return wait_for_files
 

@@ -31,9 +31,9 @@ from rollout.base.processes import ProcessLost
 _REFUSED = "refused_"  # begins the name of a checkpoint that was put aside
 
 # waits until files are on disk; returns size and digest of each by name
-Written = Callable[[], Awaitable[dict[str, Digest]]]
+WaitWritten = Callable[[], Awaitable[dict[str, Digest]]]
 # copies the state that is to be written to a folder, and returns what waits for the files
-Write = Callable[[Path], Awaitable[Written]]
+Write = Callable[[Path], Awaitable[WaitWritten]]
 
 
 class CheckpointError(TrainingError):
@@ -82,7 +82,8 @@ class Checkpoints:
         Args:
             step: number of steps taken.
             state: state for the manifest, as plain JSON values.
-            write: writes all other files; the function that it returns is called again after a full disk.
+            write: copies the state, and starts to write it; the function that it returns waits for the
+                files, and is called again after a full disk.
             metric: metric by which the best checkpoints are chosen.
 
         Raises:
@@ -108,10 +109,10 @@ class Checkpoints:
 
         try:
             await retry_while_full(begin, partial)
-            written = await write(partial)
+            wait_written = await write(partial)
         except OSError as error:
             raise _write_error(partial, error) from error
-        self._writing = asyncio.create_task(self._complete(partial, manifest, written))
+        self._writing = asyncio.create_task(self._complete(partial, manifest, wait_written))
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one.
@@ -218,9 +219,18 @@ class Checkpoints:
             return True
         return any(metric >= (checkpoint.metric or 0.0) for checkpoint in best)
 
-    async def _complete(self, partial: Path, manifest: dict[str, Any], written: Written) -> None:
+    async def _complete(
+        self, partial: Path, manifest: dict[str, Any], wait_written: WaitWritten
+    ) -> None:
+        """Wait until the files are written, then complete the checkpoint.
+
+        Raises:
+            ProcessLost: a rank has died. It is not raised as a CheckpointError, because the run starts
+                lost ranks again.
+            CheckpointError: the checkpoint could not be written for another reason.
+        """
         try:
-            files = await retry_while_full(written, partial)
+            files = await retry_while_full(wait_written, partial)
             manifest["files"] = dict(sorted(files.items()))
             await retry_while_full(
                 lambda: asyncio.to_thread(self._commit, partial, manifest), partial

@@ -157,14 +157,14 @@ class RankPool:
                 ]
             return await self._gather(calls, policy)
 
-    async def written(self, policy: str) -> dict[str, Digest]:
+    async def wait_written(self, policy: str) -> dict[str, Digest]:
         """Wait until the state that the ranks have copied is on disk; return digests by file.
 
         Raises:
             OSError: a rank could not write its files.
             ProcessLost: a rank has died.
         """
-        calls = [actor.written.remote(policy) for actor in self._actors]
+        calls = [actor.wait_written.remote(policy) for actor in self._actors]
         # The results of all ranks are read, because Ray logs a traceback of each error that is not.
         futures = [asyncio.wrap_future(call.future()) for call in calls]
         results = await asyncio.gather(*futures, return_exceptions=True)

@@ -126,13 +126,23 @@ class TrainerGroup:
         # Arrays of the object store are read-only, which tensors cannot be.
         return [torch.from_numpy(score.copy()) for score in results[0]]
 
-    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
+    async def send_weights(self, route: SyncRoute, version: int) -> WeightUpdate:
         """Send all weights along an engine's route; their bytes do not pass through this process.
+
+        Args:
+            route: route that the engine has offered for its next weights.
+            version: version that the weights get.
+
+        Returns:
+            Rank 0's update, for the engine's `commit_update`.
 
         Raises:
             EngineError: the engine does not have these tensors, or does not take them.
+            ProcessLost: a rank has died, or hangs.
         """
-        updates: list[WeightUpdate] = await self._ranks.call(self.policy, "export", route, version)
+        updates: list[WeightUpdate] = await self._ranks.call(
+            self.policy, "send_weights", route, version
+        )
         return updates[0]
 
     async def sleep(self) -> int:
@@ -155,14 +165,14 @@ class TrainerGroup:
         """Copy weights and optimizer state; the ranks write them to a folder in the background."""
         await self._ranks.call(self.policy, "save", folder)
 
-    async def written(self) -> dict[str, Digest]:
+    async def wait_written(self) -> dict[str, Digest]:
         """Wait until the state that `save` copied is on disk; return size and digest by file.
 
         Raises:
             OSError: a rank could not write its files.
             ProcessLost: a rank has died.
         """
-        return await self._ranks.written(self.policy)
+        return await self._ranks.wait_written(self.policy)
 
     async def restore(self, folder: Path) -> None:
         """Load a state that `save` wrote."""

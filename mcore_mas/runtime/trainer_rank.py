@@ -126,9 +126,9 @@ class TrainerRank:
             self._trainers[policy].save(folder)
 
     @ray.method(concurrency_group="writing")
-    def written(self, policy: str) -> dict[str, Digest]:
+    def wait_written(self, policy: str) -> dict[str, Digest]:
         """Wait until the state that `save` copied is on disk; return the digests by file."""
-        return self._trainers[policy].written()
+        return self._trainers[policy].wait_written()
 
     def restore(self, policy: str, folder: Path) -> None:
         """Load a state that `save` wrote."""
@@ -150,12 +150,12 @@ class TrainerRank:
             scores = self._trainers[policy].score(map_microbatches(shared), reference=reference)
         return [score.numpy() for score in scores] if self._rank == 0 else []
 
-    def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
+    def send_weights(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
         """Gather all weights, or the adapter, with the other ranks, and send them along a route."""
         sender = self._sender(policy, route)
         model = self._trainers[policy].model
         weights = model.weights() if route.adapter is None else model.adapter()
-        with self._phase("export"):
+        with self._phase("send_weights"):
             return sender.send(weights, version, route.half)
 
     def _sender(self, policy: str, route: SyncRoute) -> WeightSender:

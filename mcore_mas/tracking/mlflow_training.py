@@ -140,10 +140,11 @@ class MlflowWriter:
 
 
 def _metric_points(row: MetricsRow) -> list[MetricPoint]:
+    """Return the metrics of a row as points; key metrics also under the names that MLflow lists first."""
     metrics = step_metrics(row)
-    for name, first_name in _KEY_METRICS.items():
+    for name, leading_name in _KEY_METRICS.items():
         if name in metrics:
-            metrics[first_name] = metrics[name]
+            metrics[leading_name] = metrics[name]
     # Training steps count from 0, MLflow's axis from 1.
     return [
         MetricPoint(name=name, value=value, time=row[STEP_TIME], step=row["step"] + 1)

@@ -74,7 +74,14 @@ class CollectedSteps:
     def write(
         self, step: int, trajectories: Sequence[Trajectory], *, batches: int, complete: bool
     ) -> None:
-        """Write the trajectories of a step so far, of which `batches` batches are collected and rewarded."""
+        """Write the trajectories that are collected of a step.
+
+        Args:
+            step: number of the step.
+            trajectories: rewarded trajectories of the step's first `batches` batches.
+            batches: number of these batches.
+            complete: True if the step has no further batches.
+        """
         versions = [turn.policy_version for trajectory in trajectories for turn in trajectory.turns]
         metadata = {
             "recipe": self._recipe,

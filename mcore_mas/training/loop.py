@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from mcore_mas.runtime.checkpoint import CheckpointError, Write, Written
+from mcore_mas.runtime.checkpoint import CheckpointError, WaitWritten, Write
 from mcore_mas.runtime.stop_signal import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
@@ -184,13 +184,13 @@ def _checkpoint_writer(session: TrainingSession) -> Write:
     """Return a function that lets all ranks write their part of a checkpoint."""
     groups = session.groups
 
-    async def write(folder: Path) -> Written:
+    async def write(folder: Path) -> WaitWritten:
         await asyncio.gather(*(group.save(folder / name) for name, group in groups.items()))
-        return written
+        return wait_written
 
-    async def written() -> dict[str, Digest]:
+    async def wait_written() -> dict[str, Digest]:
         digests: dict[str, Digest] = {}
-        results = await asyncio.gather(*(group.written() for group in groups.values()))
+        results = await asyncio.gather(*(group.wait_written() for group in groups.values()))
         for name, group_digests in zip(groups, results, strict=True):
             for file, digest in group_digests.items():
                 digests[f"{name}/{file}"] = digest

@@ -46,7 +46,7 @@ class UpdateBatch:
 class PolicyTrainer:
     """Trainer of one policy and of its critic, if it has one.
 
-    A step calls `pack`, `score` and `update`, in this order.
+    A step calls `make_batches`, `score` and `update`, in this order.
 
     Attributes:
         kl: adaptive coefficient of the KL term, replaced in every step; None if the coefficient
@@ -112,10 +112,11 @@ class PolicyTrainer:
         """Coefficient of the KL term or penalty in this step."""
         return self.kl.coefficient if self.kl else self._config.loss.kl.coef
 
-    def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
-        """Split the policy's samples of a step into one batch per optimizer step.
+    def make_batches(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
+        """Split the policy's trained samples of a step into one batch per optimizer step.
 
-        `PackedSamples` packs a batch when its micro-batches are first needed.
+        Also sets the entropy coefficient of the samples. Each batch is packed into micro-batches when
+        these are first needed (`PackedSamples`).
         """
         trainer = self._config.trainer
         seed = self._config.seed
@@ -185,7 +186,7 @@ class PolicyTrainer:
         """Take one optimizer step per batch and pass, for the policy and its critic.
 
         Args:
-            batches: batches that `pack` returned.
+            batches: batches that `make_batches` returned.
             credited: samples of the step with advantages, those of other policies included.
             step: number of the training step.
 

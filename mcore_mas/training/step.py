@@ -100,7 +100,9 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     # 2. Score: pack once per policy, then compute reference log-probabilities and values.
     samples = _with_ages(session, _samples_to_compare(config, rollouts, trained_policies))
-    batches = {policy: trainers[policy].pack(samples, number) for policy in trained_policies}
+    batches = {
+        policy: trainers[policy].make_batches(samples, number) for policy in trained_policies
+    }
     await gather_or_cancel(trainers[policy].score(batches[policy]) for policy in trained_policies)
     scored: dict[TurnId, Sample] = {}
     for policy_batches in batches.values():
@@ -114,6 +116,8 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     valid_share = valid_turn_share(rollouts.groups)
     session.credit_watch.check(config.trainer, number, credited, valid_share)
     _note_warnings(session, number, rollouts, credited)
+    if session.validates_after(number):
+        session.logbook.trace(rollouts.groups, credited)
 
     # 4. Update every policy and sync its weights, policies side by side.
     async def learn(policy: str) -> StepMetrics:
@@ -152,7 +156,7 @@ def _samples_to_compare(
 def _note_warnings(
     session: TrainingSession, number: int, rollouts: RolloutBatch, credited: Sequence[Sample]
 ) -> None:
-    """Write warnings about rewards and lost trajectories to the log; trace trajectories if the step validates."""
+    """Write warnings about rewards, lost trajectories and agent programs to the log."""
     estimators = {agent: session.config.advantage_of(agent) for agent in session.config.agents}
     warnings = [
         session.credit_watch.scale_warning(credited, estimators),
@@ -162,8 +166,6 @@ def _note_warnings(
     ]
     for warning in filter(None, warnings):
         session.logbook.note(f"step {number}: {warning}")
-    if session.validates_after(number):
-        session.logbook.trace(rollouts.groups, credited)
 
 
 def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetrics) -> None:

@@ -98,7 +98,7 @@ class WeightSync:
         while True:
             starts = self._engine.starts
             try:
-                update = await self._trainer.export(route, version)
+                update = await self._trainer.send_weights(route, version)
                 await self._engine.commit_update(update)
             except EngineError:
                 route = await self._engine.begin_update()  # restarts processes that died

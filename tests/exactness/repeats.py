@@ -140,6 +140,6 @@ def _train(rank: int, spec: TrainerSpec, out: Path, resumed_from: Path | None) -
         if step == 0:
             ranks.save(trainer, out / "checkpoint")
     trainer.save(out / "end")
-    digests = trainer.written()
+    digests = trainer.wait_written()
     (out / f"digests_{rank}.json").write_text(json.dumps(digests))
     torch.distributed.barrier()

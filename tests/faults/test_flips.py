@@ -20,7 +20,7 @@ from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.reports.tables import read_evaluation
-from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Written
+from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, WaitWritten
 from mcore_mas.runtime.recipe import Identity, recipe_of
 from retrieval.build import build_index
 from retrieval.corpus import RetrievalError, write_corpus
@@ -102,13 +102,13 @@ def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path, name: str) -> 
     identity = Identity(run="r", models={"policy": {"vocab": 512}}, recipe={"seed": 1})
     step_folder = tmp_path / "step_000001"
 
-    async def write(folder: Path) -> Written:
-        async def written() -> dict[str, Digest]:
+    async def write(folder: Path) -> WaitWritten:
+        async def wait_written() -> dict[str, Digest]:
             weights = folder / "policy" / "weights"
             weights.parent.mkdir()
             return {"policy/weights": write_chunks(weights, [bytes(range(256))])}
 
-        return written
+        return wait_written
 
     async def save() -> None:
         checkpoints = Checkpoints(tmp_path, identity, keep=2)

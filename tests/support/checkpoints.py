@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from mcore_mas.runtime.checkpoint import Checkpoints, Written
+from mcore_mas.runtime.checkpoint import Checkpoints, WaitWritten
 from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from mcore_mas.runtime.recipe import Identity
 from rollout.base.digests import Digest, write_chunks
@@ -23,8 +23,8 @@ async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None
     """Begin a checkpoint; return an event whose setting lets its files be written."""
     may_write = asyncio.Event()
 
-    async def write(folder: Path) -> Written:
-        async def written() -> dict[str, Digest]:
+    async def write(folder: Path) -> WaitWritten:
+        async def wait_written() -> dict[str, Digest]:
             await may_write.wait()
             text = f"weights of step {step}".encode()
             digests = {}
@@ -34,7 +34,7 @@ async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None
                 digests[f"{policy}/weights"] = write_chunks(path, [text[:3], text[3:]])
             return digests
 
-        return written
+        return wait_written
 
     await checkpoints.save(step, {"kl": step}, write, metric)
     return may_write

@@ -84,7 +84,7 @@ class Group:
     ) -> list[Tensor]:
         return self.trainer.score(microbatches, reference=reference)
 
-    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
+    async def send_weights(self, route: SyncRoute, version: int) -> WeightUpdate:
         return handed_over(version)
 
     @asynccontextmanager
@@ -147,8 +147,8 @@ class HereGroup(Group):
     async def restore(self, folder: Path) -> None:
         self.trainer.restore(folder)
 
-    async def written(self) -> Any:
-        return self.trainer.written()
+    async def wait_written(self) -> Any:
+        return self.trainer.wait_written()
 
     async def write_model(self, folder: Path) -> None:
         self.trainer.model.write(folder)

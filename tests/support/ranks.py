@@ -142,7 +142,7 @@ def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 def save(trainer: MegatronTrainer, folder: Path) -> None:
     """Save a checkpoint, and wait until the files of every rank are written."""
     trainer.save(folder)
-    trainer.written()
+    trainer.wait_written()
     dist.barrier()
 
 

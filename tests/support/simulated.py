@@ -156,13 +156,13 @@ class SimulatedGang:
         self.schedule_positions.append(schedule_position)
         return {"grad_norm": 1.0, "skipped_updates": 0.0}
 
-    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
+    async def send_weights(self, route: SyncRoute, version: int) -> WeightUpdate:
         return handed_over(version)
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()
 
-    async def written(self) -> dict[str, Digest]:
+    async def wait_written(self) -> dict[str, Digest]:
         return {}
 
 

@@ -87,7 +87,7 @@ class ShardedCheckpoint:
         self._write = write
         self._writing = self._thread.submit(write)
 
-    def written(self) -> dict[str, Digest]:
+    def wait_written(self) -> dict[str, Digest]:
         """Wait until the files of the last `save` are on disk; a second call writes them again.
 
         Returns:

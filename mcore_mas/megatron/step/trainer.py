@@ -272,9 +272,9 @@ class MegatronTrainer:
         spikes = {name: {"norms": list(monitor.norms)} for name, monitor in self._spikes.items()}
         self._checkpoint.save(folder, {"updates": self.updates, "spikes": spikes})
 
-    def written(self) -> dict[str, Digest]:
-        """Wait until the files of the last `save` are on disk; see `ShardedCheckpoint.written`."""
-        return self._checkpoint.written()
+    def wait_written(self) -> dict[str, Digest]:
+        """Wait until the files of the last `save` are on disk; see `ShardedCheckpoint.wait_written`."""
+        return self._checkpoint.wait_written()
 
     def restore(self, folder: Path) -> None:
         """Continue from the files that `save` wrote, in whatever layout.

@@ -132,8 +132,8 @@ def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None
 
     samples = samples_of_two_policies(completion_ids=(2,) * 300)
     group: Any = SimpleNamespace(cost_model=CostModel())
-    solver_parts = PolicyTrainer("solver", run, group).pack(samples, 0)
-    verifier_parts = PolicyTrainer("verifier", run, group).pack(samples, 0)
+    solver_parts = PolicyTrainer("solver", run, group).make_batches(samples, 0)
+    verifier_parts = PolicyTrainer("verifier", run, group).make_batches(samples, 0)
     assert [len(part.samples) for part in solver_parts] == [8]
     assert [len(part.samples) for part in verifier_parts] == [4, 4]
     # A sample has 300 tokens: all eight fit in a micro-batch of the solver, and three in 1024 tokens.
@@ -159,7 +159,7 @@ def test_the_samples_of_each_policy_are_split_into_its_updates() -> None:
         ("solver", [8], 0.0),
         ("verifier", [2, 2, 2, 2], 0.01),
     ):
-        parts = PolicyTrainer(policy, run, group).pack(samples, 0)
+        parts = PolicyTrainer(policy, run, group).make_batches(samples, 0)
         assert [len(part.samples) for part in parts] == sizes
         for part in parts:
             assert {sample.entropy_coef for sample in part.samples} == {entropy_coef}

@@ -187,7 +187,7 @@ def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
             solver.update(batches), verifier.update(batches), solver.update(batches)
         )
         await asyncio.gather(*(group.save(tmp_path / group.policy) for group in (solver, verifier)))
-        await asyncio.gather(solver.written(), verifier.written())
+        await asyncio.gather(solver.wait_written(), verifier.wait_written())
         if rotation is None:
             # The first call offloads both trainers, so the second has nothing left to free.
             assert await verifier.sleep() > 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.runtime.checkpoint import CheckpointError, Written
+from mcore_mas.runtime.checkpoint import CheckpointError, WaitWritten
 from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from rollout.base.digests import Digest, write_chunks
 from rollout.base.json_files import sealed
@@ -83,7 +83,7 @@ def test_training_goes_on_while_files_are_written_and_the_next_save_waits(tmp_pa
 def test_a_failed_write_is_raised_by_the_next_save_or_at_the_end(
     tmp_path: Path, at_the_end: bool
 ) -> None:
-    async def write(folder: Path) -> Written:
+    async def write(folder: Path) -> WaitWritten:
         async def fail() -> dict[str, Digest]:
             raise OSError("rank 1 of policy: Input/output error")
 

@@ -203,8 +203,8 @@ def test_errors_of_all_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, actor in enumerate(actors):
         result = Unread(rank)
         method = FakeMethod(lambda policy, result=result: result)
-        monkeypatch.setattr(actor, "written", method, raising=False)
+        monkeypatch.setattr(actor, "wait_written", method, raising=False)
     pool = make_pool(monkeypatch, actors)
     with pytest.raises(OSError, match="rank 0 of solver: disk 0 is full"):
-        asyncio.run(pool.written("solver"))
+        asyncio.run(pool.wait_written("solver"))
     assert set(read) == {0, 1}

@@ -39,7 +39,7 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
         metrics = await group.update(batches)
         reference_scores = await group.score(batches, reference=True)
         route = SyncRoute(transport="disk", target=str(tmp_path / "sent"), model=str(folder))
-        update = await group.export(route, 1)
+        update = await group.send_weights(route, 1)
         weights = dict(read_tensors(Path(update.location)))
         return Results(scores, metrics, reference_scores, weights)
 

@@ -66,7 +66,7 @@ def update_once(
     trainer = make_trainer(make_config(*overrides), group, critic)
     samples = [make_sample(number) for number in range(7)]
     credited = [with_returns(sample) for sample in samples] if critic else samples
-    asyncio.run(trainer.update(trainer.pack(samples, step), credited, step))
+    asyncio.run(trainer.update(trainer.make_batches(samples, step), credited, step))
 
     numbers_by_update = []
     for microbatches in group.updates:
@@ -151,7 +151,7 @@ class TestUpdates:
         monkeypatch.setattr(packing, "pack", recording_pack)
         critic = DisagreeingGroup(99) if overrides is CRITIC else None
         trainer = make_trainer(make_config(*overrides), DisagreeingGroup(99), critic)
-        batches = trainer.pack([make_sample(number) for number in range(7)], 0)
+        batches = trainer.make_batches([make_sample(number) for number in range(7)], 0)
 
         async def score_and_update() -> None:
             await trainer.score(batches)
@@ -232,7 +232,7 @@ class TestAgreement:
         group = DisagreeingGroup()
         trainer = make_trainer(make_config("+trainer.minibatch=1"), group)
         samples = [make_sample(number) for number in range(7)]
-        batches = trainer.pack(samples, 0)
+        batches = trainer.make_batches(samples, 0)
         last = batches[-1].samples[0].id
         credited = [
             sample if sample.id == last else replace(sample, advantages=(0.0, 0.0))
@@ -268,10 +268,10 @@ def test_a_run_whose_gradients_are_never_finite_stops() -> None:
     trainer = make_trainer(config, DivergedGroup(lambda _: 0.0))
     samples = [make_sample(number) for number in range(4)]
     for step in range(4):  # one gradient of step 1 is finite
-        asyncio.run(trainer.update(trainer.pack(samples, step), samples, step))
+        asyncio.run(trainer.update(trainer.make_batches(samples, step), samples, step))
     message = "step 4: no gradient of policy solver was finite in 3 steps"
     with pytest.raises(TrainingError, match=message):
-        asyncio.run(trainer.update(trainer.pack(samples, 4), samples, 4))
+        asyncio.run(trainer.update(trainer.make_batches(samples, 4), samples, 4))
 
 
 # Overrides of the math team of the demo, after which both agents train one policy.
@@ -284,7 +284,7 @@ class TestGradientShares:
         metrics = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items()}
         trainer = make_trainer(make_config(*overrides), ReportingGroup(metrics))
         samples = [make_sample(number) for number in range(7)]
-        result = asyncio.run(trainer.update(trainer.pack(samples, 0), samples, 0))
+        result = asyncio.run(trainer.update(trainer.make_batches(samples, 0), samples, 0))
         return {name: value for name, value in result.items() if name.endswith("gradient_share")}
 
     def test_the_shares_of_a_shared_policy_are_those_of_the_norms(self) -> None:

@@ -102,7 +102,7 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
             [Played(task=TASK, trajectories=tuple(read_trajectories(folder / f"{step}.parquet")))]
         )
         assert all(bool(sample.routing) == replay for sample in samples)
-        batches = trainer.pack(samples, step)
+        batches = trainer.make_batches(samples, step)
         metrics = asyncio.run(trainer.update(batches, add_advantages(samples, rules), step))
         assert metrics["grad_norm"] > 0
         found.append(metrics["agent/solver/logprob_gap_k3"])

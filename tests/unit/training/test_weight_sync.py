@@ -29,7 +29,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
+    async def send_weights(self, route: SyncRoute, version: int) -> WeightUpdate:
         self.log.append(f"export {version}")
         return handed_over(version)
 
