@@ -120,7 +120,7 @@ class Coach:
         spent = self._caller.spent
         metrics["spent_calls"] = spent.calls
         metrics["spent_tokens"] = spent.tokens
-        metrics["spent_cost"] = spent.nanos / 1e9
+        metrics["spent_cost"] = spent.cost_nanos / 1e9
         return {f"coach/{name}": float(value) for name, value in metrics.items()}
 
     async def aclose(self) -> None:

@@ -146,9 +146,9 @@ class _Window:
         spread[self._live] = q
         return spread
 
-    def _select_live(self, mixed: Tensor) -> Tensor:
+    def _select_live(self, attended: Tensor) -> Tensor:
         """Return the results [n, H D] of live rows from those of the window [size, H D]."""
-        return mixed if self._live is None else mixed[self._live]
+        return attended if self._live is None else attended[self._live]
 
 
 class RowBlock(_Window):
@@ -181,12 +181,12 @@ class RowBlock(_Window):
         window_keys = keys[self._rows].flatten(0, 1)[..., : self._width]
         window_values = values[self._rows].flatten(0, 1)[:, : self._width]
         if exact:
-            mixed = row_attention(folded, window_keys, window_values, self._mask)
+            attended = row_attention(folded, window_keys, window_values, self._mask)
         else:
             scores = torch.bmm(folded, window_keys)
             scores.view(window, heads, self._width).add_(self._mask)
-            mixed = torch.bmm(scores.softmax(-1), window_values)
-        return self._select_live(mixed.reshape(window, heads * head_dim))
+            attended = torch.bmm(scores.softmax(-1), window_values)
+        return self._select_live(attended.reshape(window, heads * head_dim))
 
 
 class GroupBlock(_Window):
@@ -261,14 +261,14 @@ class GroupBlock(_Window):
 
         prefix_weights = weights.view(groups * kv_heads, distance * heads_per_kv, -1)
         prefix_weights = prefix_weights[..., : self._prefix_tokens]
-        prefix_mixed = torch.bmm(prefix_weights, self._prefix_values[layer])
+        prefix_attended = torch.bmm(prefix_weights, self._prefix_values[layer])
         suffix_weights = weights[..., self._prefix_tokens :].transpose(1, 2).flatten(0, 2)
         suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
-        mixed = torch.bmm(suffix_weights, suffix_values).view(q.shape)
-        mixed += prefix_mixed.view(groups, kv_heads, distance, heads_per_kv, head_dim).transpose(
-            1, 2
-        )
-        return self._select_live(mixed.view(groups * distance, heads * head_dim))
+        attended = torch.bmm(suffix_weights, suffix_values).view(q.shape)
+        attended += prefix_attended.view(
+            groups, kv_heads, distance, heads_per_kv, head_dim
+        ).transpose(1, 2)
+        return self._select_live(attended.view(groups * distance, heads * head_dim))
 
 
 def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:

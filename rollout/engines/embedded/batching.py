@@ -257,7 +257,9 @@ class EmbeddedEngine:
         self._rows.set_version(version, 0)
 
     def adopt_adapter(self, number: int, weights: AdapterWeights, version: int) -> None:
-        """Compute adapter `number`, counted from 1, with new weights; see `load_weights`.
+        """Replace the weights of adapter `number`, counted from 1; 0 is the base model.
+
+        Running requests of the adapter continue with the new weights, as in `load_weights`.
 
         Raises:
             EngineError: a tensor has infinite values or NaN; the adapter stays as it was.

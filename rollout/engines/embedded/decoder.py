@@ -174,7 +174,7 @@ class CachedDecoder:
             if reduced:
                 x = x[last]
                 low_rank = self._low_rank(numbers)
-            mixed = x.new_empty(len(x), q[0].numel())
+            attended = x.new_empty(len(x), q[0].numel())
             for number, (span, size, end) in enumerate(
                 zip(spans, sizes, ends.tolist(), strict=True)
             ):
@@ -186,10 +186,10 @@ class CachedDecoder:
                 keys[:, :, span.start : span.end] = k[tokens].permute(1, 2, 0)
                 values[:, span.start : span.end] = v[tokens].transpose(0, 1)
                 if reduced:
-                    mixed[number] = self._attend(q[end - 1 : end], keys, values, span.end - 1)
+                    attended[number] = self._attend(q[end - 1 : end], keys, values, span.end - 1)
                 else:
-                    mixed[tokens] = self._attend(q[tokens], keys, values, span.start)
-            x = self._finish_layer(layer, x, mixed, low_rank[index], experts)
+                    attended[tokens] = self._attend(q[tokens], keys, values, span.start)
+            x = self._finish_layer(layer, x, attended, low_rank[index], experts)
 
         if cache.routing is not None:
             x = x[last]
@@ -228,8 +228,8 @@ class CachedDecoder:
                 block.attend(q[block.part], keys, values, index, exact=self.exact)
                 for block in blocks
             ]
-            mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-            x = self._finish_layer(layer, x, mixed, low_rank[index], experts)
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+            x = self._finish_layer(layer, x, attended, low_rank[index], experts)
         if cache.routing is not None:
             cache.routing[batch.rows, batch.positions] = _stack_experts(experts)
         return self._logits(x)
@@ -273,7 +273,7 @@ class CachedDecoder:
         """
         kv_heads = self.shape.kv_heads
         heads_per_kv = self.shape.heads // kv_heads
-        mixed = q.new_empty(len(q), q[0].numel())
+        attended = q.new_empty(len(q), q[0].numel())
         for first in range(0, len(q), QUERY_BLOCK):
             block = q[first : first + QUERY_BLOCK]
             size = len(block)
@@ -283,11 +283,11 @@ class CachedDecoder:
                 .permute(1, 2, 0, 3)
                 .reshape(kv_heads, heads_per_kv * size, -1)
             )
-            block_mixed = self._attend_block(folded, keys, values, size, seen)
-            mixed[first : first + size] = (
-                block_mixed.reshape(kv_heads * heads_per_kv, size, -1).transpose(0, 1).flatten(1)
+            block_attended = self._attend_block(folded, keys, values, size, seen)
+            attended[first : first + size] = (
+                block_attended.reshape(kv_heads * heads_per_kv, size, -1).transpose(0, 1).flatten(1)
             )
-        return mixed
+        return attended
 
     def _attend_block(
         self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
@@ -306,16 +306,23 @@ class CachedDecoder:
         self,
         layer: LayerWeights,
         x: Tensor,
-        mixed: Tensor,
+        attended: Tensor,
         add_low_rank: AddLowRank,
         experts: list[Tensor],
     ) -> Tensor:
-        """Return a layer's output [N, hidden].
+        """Return the layer's output [N, hidden]: output projection and MLP, each with its residual.
 
         A sparse layer appends the experts [N, k] of its tokens to `experts`.
+
+        Args:
+            layer: weights of the layer.
+            x: [N, hidden] input of the layer; it may be overwritten.
+            attended: [N, H D] output of the attention.
+            add_low_rank: adds the adapters of the rows.
+            experts: experts of the sparse layers before.
         """
-        x = self._multiply_add(x, mixed, layer.out)
-        add_low_rank("out", mixed, x)
+        x = self._multiply_add(x, attended, layer.out)
+        add_low_rank("out", attended, x)
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
             assert self.shape.experts is not None
@@ -339,8 +346,8 @@ class CachedDecoder:
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.products.multiply(x, weight, bias)
 
-    def _multiply_add(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
-        return self.products.multiply_add(x, mixed, weight)
+    def _multiply_add(self, x: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
+        return self.products.multiply_add(x, attended, weight)
 
 
 def _add_nothing(*_: object) -> None:

@@ -60,11 +60,11 @@ class BlockedWeights:
             return F.linear(x, weight, bias)
         return one_dnn_linear(x, blocked, bias, "none", [], "")
 
-    def multiply_add(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
-        """Return x + mixed weightᵀ."""
+    def multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return x + inputs weightᵀ."""
         if weight not in self._copies and weight.dtype == x.dtype:
-            return torch.addmm(x, mixed, weight.t())
-        return self.multiply(mixed, weight).add_(x)
+            return torch.addmm(x, inputs, weight.t())
+        return self.multiply(inputs, weight).add_(x)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

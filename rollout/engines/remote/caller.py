@@ -57,7 +57,7 @@ class Tally:
         metrics = {
             "calls": float(self.spent.calls),
             "tokens": float(self.spent.tokens),
-            "cost": self.spent.nanos / 1e9,
+            "cost": self.spent.cost_nanos / 1e9,
             "cache_hits": float(self.cache_hits),
         }
         if self.answers:
@@ -347,7 +347,7 @@ class Caller:
         return Spending(
             calls=1,
             tokens=prompt_tokens + reply_tokens,
-            nanos=self._config.prices.nanos(prompt_tokens, reply_tokens),
+            cost_nanos=self._config.prices.cost_nanos(prompt_tokens, reply_tokens),
         )
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:

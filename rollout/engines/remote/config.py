@@ -25,7 +25,7 @@ class PriceConfig(Section):
     # Price of a million tokens of replies.
     reply: float = Field(default=0.0, ge=0)
 
-    def nanos(self, prompt_tokens: int, reply_tokens: int) -> int:
+    def cost_nanos(self, prompt_tokens: int, reply_tokens: int) -> int:
         """Return the cost of a call in 1e-9 units of the currency, rounded up."""
         cost = prompt_tokens * self.prompt + reply_tokens * self.reply
         return math.ceil(_NANOS_PER_TOKEN * cost - _ROUNDING)
@@ -34,11 +34,11 @@ class PriceConfig(Section):
 class BudgetConfig(Section):
     """Limits of the spending over all starts of a run; None: no limit."""
 
-    # Requests, with retries.
+    # Most requests, counting retries.
     calls: int | None = Field(default=None, ge=1)
-    # Tokens of prompts and replies.
+    # Most tokens of prompts and replies.
     tokens: int | None = Field(default=None, ge=1)
-    # Money in the currency of the prices.
+    # Most money, in the currency of the prices.
     money: float | None = Field(default=None, ge=0)
 
 
@@ -59,9 +59,9 @@ class RemoteConfig(Section):
     proxy: Url | None = None
     # Further fields of the request; null removes a field.
     request: dict[str, JsonValue] = Field(default_factory=dict)
-    # Prompts that are answered at a time.
+    # Most prompts that are answered at the same time.
     concurrency: int = Field(default=16, ge=1)
-    # Requests for a reply after the first one.
+    # Most further requests for a reply after one that failed.
     retries: int = Field(default=4, ge=0)
     # Deadline of one request, in seconds.
     timeout_s: float = Field(default=60.0, gt=0)

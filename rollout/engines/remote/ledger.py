@@ -33,25 +33,25 @@ class Spending:
     Attributes:
         calls: number of requests.
         tokens: tokens of prompts and replies.
-        nanos: money in 1e-9 units of the currency of the prices.
+        cost_nanos: money in 1e-9 units of the currency of the prices.
     """
 
     calls: int = 0
     tokens: int = 0
-    nanos: int = 0
+    cost_nanos: int = 0
 
     def __add__(self, other: Spending) -> Spending:
         return Spending(
             calls=self.calls + other.calls,
             tokens=self.tokens + other.tokens,
-            nanos=self.nanos + other.nanos,
+            cost_nanos=self.cost_nanos + other.cost_nanos,
         )
 
     def __sub__(self, other: Spending) -> Spending:
         return Spending(
             calls=self.calls - other.calls,
             tokens=self.tokens - other.tokens,
-            nanos=self.nanos - other.nanos,
+            cost_nanos=self.cost_nanos - other.cost_nanos,
         )
 
 
@@ -109,7 +109,8 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise RemoteError(
-                f"{path}: no ledger ({error}); move it away, knowing that it said what was spent"
+                f"{path}: not a ledger ({error}); if you move it away, the spending that it recorded is "
+                "forgotten, and the budget starts again"
             ) from error
         except BaseException:
             self._database.close()
@@ -138,7 +139,7 @@ class Ledger:
     def _read_spending(self) -> Spending:
         query = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nanos), 0) FROM calls"
         calls, tokens, nanos = self._database.execute(query).fetchone()
-        return Spending(calls=calls, tokens=tokens, nanos=nanos)
+        return Spending(calls=calls, tokens=tokens, cost_nanos=nanos)
 
     def find(self, digest: str) -> Answer | None:
         """Return the recorded reply with this digest, or None."""
@@ -168,7 +169,7 @@ class Ledger:
             raise BudgetExhausted(problem)
         cursor = self._database.execute(
             "INSERT INTO calls (agent, open, tokens, nanos) VALUES (?, 1, ?, ?)",
-            (agent, max_cost.tokens, max_cost.nanos),
+            (agent, max_cost.tokens, max_cost.cost_nanos),
         )
         self.spent += max_cost
         self.in_flight += 1
@@ -183,8 +184,8 @@ class Ledger:
             return f"{total.tokens:g} tokens would pass the limit of {budget.tokens:g}"
         if budget.money is not None:
             limit = round(budget.money * _NANOS)
-            if total.nanos > limit:
-                money = total.nanos / _NANOS
+            if total.cost_nanos > limit:
+                money = total.cost_nanos / _NANOS
                 return f"{money:g} money would pass the limit of {limit / _NANOS:g}"
         return ""
 
@@ -205,7 +206,7 @@ class Ledger:
             if cost is not None:
                 self._database.execute(
                     "UPDATE calls SET open = 0, tokens = ?, nanos = ? WHERE id = ?",
-                    (cost.tokens, cost.nanos, reservation.id),
+                    (cost.tokens, cost.cost_nanos, reservation.id),
                 )
             if reply is not None:
                 row = (reply.digest, reply.model, *astuple(reply.answer))

@@ -49,7 +49,7 @@ def ask_many(caller_config: RemoteConfig, folder: Path, count: int) -> tuple[int
 def test_the_budget_of_calls_holds_over_two_starts(tmp_path: Path) -> None:
     with chat_server(says("x", delay_s=0.02)) as server:
         limited = config(server.url, budget={"calls": 7})
-        assert ask_many(limited, tmp_path, 50) == (7, Spending(calls=7, tokens=105, nanos=0))
+        assert ask_many(limited, tmp_path, 50) == (7, Spending(calls=7, tokens=105, cost_nanos=0))
         assert len(server.bodies) == 7
         # The second start finds seven replies, and may send no call.
         answers, _ = ask_many(limited, tmp_path, 50)
@@ -62,7 +62,7 @@ def test_a_call_is_sent_only_if_the_most_it_may_cost_is_left(tmp_path: Path) -> 
     # sent when 13 x 15 = 195 tokens are spent and 200 may follow. Then 210 + 200 would pass 400.
     with chat_server(says("x", delay_s=0.02)) as server:
         limited = config(server.url, budget={"tokens": 400})
-        assert ask_many(limited, tmp_path, 50) == (14, Spending(calls=14, tokens=210, nanos=0))
+        assert ask_many(limited, tmp_path, 50) == (14, Spending(calls=14, tokens=210, cost_nanos=0))
         assert len(server.bodies) == 14
         assert server.busiest <= 2
 
@@ -72,32 +72,32 @@ def test_money_is_counted_in_whole_billionths(tmp_path: Path) -> None:
     # 300 000 at most. The 11th call is sent at 200 000. Then 220 000 + 300 000 would pass 500 000.
     with chat_server(says("x", delay_s=0.02)) as server:
         limited = config(server.url, budget={"money": 0.0005}, prices={"prompt": 1.0, "reply": 2.0})
-        spent = Spending(calls=11, tokens=165, nanos=220_000)
+        spent = Spending(calls=11, tokens=165, cost_nanos=220_000)
         assert ask_many(limited, tmp_path, 50) == (11, spent)
         assert len(server.bodies) == 11
 
 
 def test_a_reply_without_token_counts_is_charged_at_its_upper_bound(tmp_path: Path) -> None:
     with chat_server(says("x", usage={"prompt_tokens": -1})) as server:
-        spent = Spending(calls=1, tokens=200, nanos=0)
+        spent = Spending(calls=1, tokens=200, cost_nanos=0)
         assert ask_many(config(server.url), tmp_path, 1) == (1, spent)
 
 
 def test_reservations_are_charged_until_they_are_settled(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path, BudgetConfig(tokens=100))
-    first = ledger.reserve("a", Spending(calls=1, tokens=60, nanos=6))
+    first = ledger.reserve("a", Spending(calls=1, tokens=60, cost_nanos=6))
     with pytest.raises(BudgetExhausted, match="120 tokens would pass the limit of 100"):
         ledger.reserve("a", Spending(calls=1, tokens=60))
     reply = LedgerReply(digest="d", model="m", answer=ANSWER)
-    ledger.settle(first, Spending(calls=1, tokens=10, nanos=1), reply)
-    second = ledger.reserve("b", Spending(calls=1, tokens=90, nanos=9))
+    ledger.settle(first, Spending(calls=1, tokens=10, cost_nanos=1), reply)
+    second = ledger.reserve("b", Spending(calls=1, tokens=90, cost_nanos=9))
     ledger.settle(second, None)  # its cost is not known
-    assert ledger.spent == Spending(calls=2, tokens=100, nanos=10)
+    assert ledger.spent == Spending(calls=2, tokens=100, cost_nanos=10)
     ledger.close()
 
     again = Ledger(path, BudgetConfig())
-    assert again.spent == Spending(calls=2, tokens=100, nanos=10)
+    assert again.spent == Spending(calls=2, tokens=100, cost_nanos=10)
     assert again.find("d") == ANSWER
     assert again.find("e") is None
     again.close()
@@ -106,7 +106,7 @@ def test_reservations_are_charged_until_they_are_settled(tmp_path: Path) -> None
 def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a database, but long enough to look at" * 100)
-    with pytest.raises(RemoteError, match="no ledger"):
+    with pytest.raises(RemoteError, match="not a ledger"):
         Ledger(path, BudgetConfig())
     path.unlink()
     with closing(sqlite3.connect(path)) as database:
