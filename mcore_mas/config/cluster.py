@@ -40,21 +40,22 @@ class ClusterConfig(Section):
     address: str = "local"
     # Device of trainers and engines; "auto": GPUs if there are any. It limits an engine's own `device`.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Restarts in an hour of all trainers from the newest checkpoint, when one is lost or hangs.
+    # Most restarts within an hour; if a trainer is lost or hangs, all start again from the newest checkpoint.
     restarts: int = Field(3, ge=0)
-    # Seconds without a sign of life from a trainer at work; None: any time.
+    # Seconds without a sign of life after which a trainer at work counts as hanging; None: it never does.
     hang_s: float | None = Field(1800.0, gt=0)
-    # None: the cores divided by the processes that work at the same time; 1 with engine.deterministic.
+    # CPU threads of a trainer or an engine. None: the cores divided by the processes that work at the same time, and
+    # 1 in a running Ray or with engine.deterministic.
     threads_per_process: int | None = Field(None, ge=1)
-    # None: enough for the samples of a step.
+    # Size of Ray's object store; None: enough for the samples of a step twice.
     object_store_mb: int | None = Field(None, ge=80)
     # "split": a device for each process; "shared": the same devices for all policies.
     pool: Literal["split", "shared"] = "split"
-    # Nodes by policy, for a running Ray.
+    # Nodes of each policy's processes in a running Ray, by policy.
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)
-    # Of trainers with offload, only the one at work has its memory.
+    # Load only one trainer at a time, the one at work; the trainers need policies.NAME.offload.
     one_by_one: bool = False
-    # Devices of a machine without GPUs; None: as many as needed.
+    # Number of CPU devices of a run without GPUs (see pool); None: as many as needed.
     cpus: int | None = Field(None, ge=1)
     # GPUs such as 8xH100, on which a suite places the run (mcore_mas/planning/place.py).
     gpus: str | None = None

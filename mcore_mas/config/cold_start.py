@@ -15,10 +15,10 @@ class BaseModelConfig(Section):
     heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     ffn: int = Field(ge=8)
-    # 256 bytes and the special tokens are always in the vocabulary.
+    # Tokens of the vocabulary, with 256 bytes and the special tokens.
     vocab: int = Field(ge=300)
     positions: int = Field(1024, ge=16)
-    # The longest text that may become one token; digits never join.
+    # The longest text that may become one token; a digit is always a token of its own.
     tokens: Literal["words", "phrases"] = "words"
 
     @model_validator(mode="after")
@@ -62,6 +62,7 @@ class ColdStartConfig(Section):
     first_check: int = Field(0, ge=0)
     # Validation tasks of a measurement.
     check_tasks: int = Field(64, ge=1)
-    # Shares of well-formed turns and of successful trajectories at which the cold start ends.
+    # Share of well-formed turns from which the cold start may end.
     stop_legal: float = Field(0.9, ge=0, le=1)
+    # Share of successful trajectories from which the cold start may end; both shares must be reached.
     stop_accuracy: float = Field(0.3, ge=0, le=1)

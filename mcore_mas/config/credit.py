@@ -21,16 +21,17 @@ class AdvantageConfig(Choice):
 
     registry = Registry(kind="advantage", registered=ESTIMATORS, takes=("turns",))
 
-    # Number of turns per task that train of each agent; further ones are dropped, missing ones repeated (M-GRPO).
+    # Number of turns of each agent that train, per task: further turns are dropped, and missing ones are repeated
+    # (M-GRPO). None: all turns train once.
     align: int | None = Field(None, ge=1)
 
 
 class CreditedAgentConfig(AgentConfig):
     """An agent and the credit that it gets."""
 
-    # None: the estimator of the run.
+    # Estimator of the agent; None: that of the run.
     advantage: AdvantageConfig | None = None
-    # 0 freezes the agent: its turns are peers of others, but do not train.
+    # Factor of the loss of the agent's turns; 0 freezes the agent: its turns are peers of others, but do not train.
     loss_weight: float = Field(1.0, ge=0)
 
 
@@ -46,13 +47,13 @@ class FilterConfig(Choice):
 class KLConfig(Section):
     """Regularization towards the policy's first model, in the loss or in the reward."""
 
-    # 0: no reference model is kept.
+    # Coefficient of the KL divergence, or its first value with `target`; 0: no reference model is kept.
     coef: float = Field(0.0, ge=0)
     estimate: KLName = "k3"
     where: Literal["loss", "reward"] = "loss"
     # Nats per token that an adaptive coefficient aims at; None: the coefficient is fixed.
     target: float | None = Field(None, gt=0)
-    # Samples over which the adaptive coefficient changes.
+    # Number of samples after which the adaptive coefficient has changed by about 20 %, if the KL is far from target.
     horizon: float = Field(10_000.0, gt=0)
 
     @model_validator(mode="after")

@@ -217,11 +217,24 @@ def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _expand_settings(value: Any, row: str, settings: Mapping[str, Any], file: Path) -> Expansion:
-    """Expand settings of a row: a key of `settings`, a mapping, a list of both, or None for no settings."""
+    """Expand the settings of a row of a grid.
+
+    Args:
+        value: a key of `settings`, a mapping, a list of both, or None for no settings.
+        row: name of the row, for errors.
+        settings: the file's `settings`.
+        file: the file, for errors.
+
+    Raises:
+        ConfigError: the file has no settings of this name, or a `defaults` list is malformed.
+    """
     if isinstance(value, str):
         if value not in settings:
-            names = ", ".join(settings)
-            raise ConfigError(f"{file}: '{row}' takes '{value}'; expected one of settings: {names}")
+            names = ", ".join(settings) or "none"
+            raise ConfigError(
+                f"{file}: grid row '{row}' names settings '{value}', which the file does not have; it "
+                f"has: {names}"
+            )
         return _expand_settings(settings[value], row, settings, file)
     if not isinstance(value, list):
         return _expand_mapping(value or {}, file)

@@ -121,7 +121,7 @@ class PolicyOverrides(Section):
 class PolicyConfig(RateConfig):
     """A policy: everything that changes its weights."""
 
-    # 0 is allowed only if nothing trains the policy.
+    # Learning rate; 0 is allowed only if nothing trains the policy.
     lr: float = Field(0.0, ge=0)
     # Hugging Face folder of the model.
     model: str = ""
@@ -136,7 +136,7 @@ class PolicyConfig(RateConfig):
     tp: int = Field(1, ge=1)
     # Ranks of pipeline parallelism.
     pp: int = Field(1, ge=1)
-    # Virtual pipeline stages on each of them.
+    # Virtual pipeline stages on each rank of pipeline parallelism.
     vpp: int = Field(1, ge=1)
     # Ranks of context parallelism.
     cp: int = Field(1, ge=1)
@@ -173,10 +173,10 @@ class PolicyConfig(RateConfig):
     # Weight syncs by which turns may be behind when they train; None: trainer.staleness.
     staleness: int | None = Field(None, ge=0)
 
-    # Adam's.
+    # Decay rates of Adam's two moments.
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
-    # Not applied to norms and biases.
+    # Decoupled weight decay of all weights but norms and biases.
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, gt=0)
     # Multiple of the running median from which a gradient norm counts as a spike.
@@ -184,7 +184,7 @@ class PolicyConfig(RateConfig):
     # Skip the update at a spike, as always at a gradient that is not finite.
     skip_spikes: bool = False
 
-    # For agents whose advantage is gae.
+    # Critic of the policy, for agents whose advantage is gae; None: the policy has none.
     critic: CriticConfig | None = None
     # Settings of engine, loss and trainer in place of the run's.
     overrides: PolicyOverrides = PolicyOverrides()

@@ -35,7 +35,7 @@ class TrainerConfig(Section):
     # Trajectories per task, or trees with branching.
     group_size: int = Field(ge=1)
     branching: Branching | None = None
-    # Multiple of group_size that is started; the slowest trajectories are cancelled.
+    # Multiple of group_size that is started; the slowest trajectories of a task are cancelled.
     oversample: float = Field(1.0, ge=1)
     # Steps by which collection may be ahead of training; 0 trains on replies of the same weights.
     staleness: int = Field(0, ge=0)
@@ -45,7 +45,7 @@ class TrainerConfig(Section):
     minibatch: int | None = Field(None, ge=1)
     # Passes over a step's samples (PPO's epochs).
     passes: int = Field(1, ge=1)
-    # None: every policy is trained in every step.
+    # Train the policies in turn; None: every policy is trained in every step.
     alternate: AlternateConfig | None = None
     microbatch_tokens: int = Field(4096, ge=1)
 
@@ -57,9 +57,11 @@ class TrainerConfig(Section):
     keep_trajectories: int | None = Field(None, ge=1)
     # Checkpoints with the highest validation accuracy that are kept too; each is saved when it is found.
     keep_best: int = Field(0, ge=0)
-    # Weights that are written as the finished policies.
+    # Weights that are written as the finished policies: those after the last step, or those of the checkpoint with
+    # the highest validation accuracy (see keep_best).
     final: Literal["last", "best"] = "last"
-    # "changed" forks a run of another recipe.
+    # "same": refuse to continue from checkpoints of another recipe; "changed": fork that run, and continue from its
+    # newest checkpoint.
     resume: Literal["same", "changed"] = "same"
 
     # Training steps between two validations.
@@ -69,10 +71,12 @@ class TrainerConfig(Section):
 
     # Absolute advantage above which the run stops; None: never.
     max_advantage: float | None = Field(1e3, gt=0)
-    # First steps within which a turn must have an advantage, and steps in a row without a finite gradient.
+    # N: the run stops if no turn of its first N steps has an advantage other than 0, or if a policy has no
+    # finite gradient in N steps in a row. None: it does not stop for these reasons.
     signal_within: int | None = Field(10, ge=1)
     watch: WatchConfig = WatchConfig()
-    # Bounds of the agreement of engine and trainer, in place of those of the precision.
+    # Bounds of the difference between the log-probabilities of engine and trainer, above which the run
+    # stops; a figure that is not given has the default bound of the precision.
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
 
     @model_validator(mode="after")

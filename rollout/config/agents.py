@@ -40,13 +40,13 @@ class AgentConfig(Section):
     policy: str
     # Name in ROLES, or an import path; "": the agent's own name.
     role: str = ""
-    # Prompts in place of the role's.
+    # System prompt in place of the role's; "" leaves the message out.
     system: str | None = None
     user: str | None = None
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    # Tokens of a reply.
+    # Most tokens of a reply.
     max_tokens: int = Field(256, ge=1)
     # Tools that the agent's chats may call, with their options.
     tools: ToolOptions = Field(default_factory=dict)

@@ -32,18 +32,20 @@ class TaskFile(StrictSection):
 
     # A file or a folder; the id of a downloaded data set on the Hub becomes its folder in the cache.
     path: Path
-    # Of a data set; no split is the one with the name of the run's split.
+    # Subset (configuration) of a data set.
     subset: str | None = None
+    # Split of a data set; None: the one with the name of the run's split.
     split: str | None = None
     columns: Columns = Columns()
-    # None: data.format.
+    # Format of the rows; None: data.format.
     format: str | None = None
     # Data source to report under; "": the row's own, or the name of the format.
     source: str = ""
-    # Tasks that are skipped at the beginning, and tasks that are taken after them.
+    # Tasks that are skipped at the beginning.
     skip: int = Field(0, ge=0)
+    # Most tasks that are taken after the skipped ones; None: all.
     limit: int | None = Field(None, ge=1)
-    # Tasks that are kept of each data source among those.
+    # Most tasks of each data source that are kept of those; None: all.
     limit_per_source: int | None = Field(None, ge=1)
 
 
@@ -55,7 +57,7 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     # Format of files that name no other.
     format: str = TASKS_FORMAT
-    # A task that the files of a split have twice is an error, or dropped.
+    # "refuse": a task that the files of a split have twice is an error; "drop": it is taken once.
     duplicates: Literal["refuse", "drop"] = "refuse"
     train: NonNegativeInt | tuple[TaskFile, ...]
     validation: NonNegativeInt | tuple[TaskFile, ...]

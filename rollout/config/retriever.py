@@ -21,26 +21,28 @@ class RetrieverConfig(Section):
     # Seconds of one search, including its wait behind others.
     timeout_s: float = Field(300.0, gt=0)
 
-    # The index of the run's own server.
+    # --- index of the run's own server
+
     # Corpus to index; None: the corpus of the task generator.
     passages: Path | None = None
-    # A published index with its index.json, in place of an own one.
+    # Folder of a published index with its index.json, which is served in place of one that the run builds.
     folder: Path | None = None
     encoder: Literal["minilm", "e5", "bge"] = "minilm"
     # Hugging Face folder of the encoder; None: the MiniLM package.
     encoder_folder: Path | None = None
     index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"
-    # Jobs that encode the passages.
+    # Number of jobs that encode the passages, each a part of them.
     shards: int = Field(1, ge=1)
     # Queries and the ids that they should find, for the rule `probe_retriever`.
     golden: Path | None = None
 
-    # The run's own server.
+    # --- the run's own server
+
     # Search by vectors, by words, or by both fused.
     ranking: Literal["dense", "bm25", "hybrid"] = "dense"
     # Device of the encoder and of a flat index.
     device: Literal["cpu", "cuda"] = "cpu"
-    # Interpreter of retrieval/environment.yml; None: the run's own.
+    # Python of the environment that retrieval/environment.yml describes; None: the run's Python.
     python: Path | None = None
     threads: int = Field(1, ge=1)
 
@@ -69,5 +71,5 @@ class RetrieverConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the run's own server: 1, the last one of the machine, or 0."""
+        """Number of GPUs of the run's own server: 1 (it takes the machine's last one) or 0."""
         return int(self.device == "cuda" and not self.elsewhere)

@@ -38,7 +38,7 @@ class EngineConfig(Section):
     name: str = "embedded"
     # Largest number of requests that are decoded at once.
     slots: int = Field(128, ge=1)
-    # Tokens of prompt and reply.
+    # Most tokens of prompt and reply together.
     max_length: int = Field(512, ge=2)
     # Side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
     # trajectory fails.
@@ -55,12 +55,12 @@ class EngineConfig(Section):
     weights_folder: Path | None = None
     # Free the engine's memory while policies are trained.
     sleep: bool = False
-    # Restarts of an engine that dies or hangs, per hour.
+    # Most restarts within an hour of an engine that dies or hangs.
     restarts: int = Field(2, ge=0)
     # Servers of each policy, or actors of the embedded engine.
     replicas: int = Field(1, ge=1)
 
-    # Interpreter of SGLang's environment, which starts the servers.
+    # Python of the environment that has SGLang, which starts the servers.
     python: Path | None = None
     # Servers of SGLang that run already.
     urls: tuple[Url, ...] = ()

@@ -106,7 +106,8 @@ async def call_tool(
     Args:
         tools: the agent's tools by name.
         use: name and arguments as the agent wrote them.
-        call_s: seconds of the call.
+        call_s: seconds after which the call has failed; a step of the environment has the run's
+            deadline instead.
         most_chars: most characters of the result; the middle of a longer one is left out.
 
     Raises:

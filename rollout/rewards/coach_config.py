@@ -20,18 +20,18 @@ class CoachConfig(RemoteConfig):
     metrics_for: tuple[str, ...] = ()
     # Request an outcome score in addition to the process score.
     outcome: bool = False
-    # Sampling of a verdict.
+    # Sampling temperature of a verdict.
     temperature: float = Field(0.0, ge=0)
-    # Tokens of a verdict.
+    # Most tokens of a verdict.
     max_tokens: int = Field(1024, ge=1)
-    # Characters of each text in the prompt: the problem, the agent's input and output, the ground
-    # truth.
+    # Most characters of each text in the prompt: the problem, the agent's input and output, the
+    # ground truth.
     text_chars: int = Field(24000, ge=1)
-    # Characters of each tool result of the turn.
+    # Most characters of the query and of the result of each tool call of the turn.
     observation_chars: int = Field(2000, ge=1)
-    # Characters of each tool result of earlier turns.
+    # Most characters of the query and of the result of each tool call of earlier turns.
     earlier_chars: int = Field(500, ge=1)
-    # Seconds for all turns of a step.
+    # Deadline of the verdicts on all turns of a step, in seconds.
     batch_deadline_s: float = Field(1800.0, gt=0)
     # When the budget is spent: "stop" the run, which can be resumed, or "mask" the turns without a
     # score.

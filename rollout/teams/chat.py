@@ -147,7 +147,7 @@ class Chat:
         a call that cannot be parsed or made describes the problem.
 
         Args:
-            max_turns: replies at most.
+            max_turns: most replies to ask for.
 
         Raises:
             ValueError: the agent has not replied yet.

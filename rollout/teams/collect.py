@@ -28,12 +28,16 @@ from rollout.teams.tree import Branching, Tree
 class Deadlines(Section):
     """Deadlines in seconds, and the most turns of a trajectory; None is no limit."""
 
-    # one reply of a policy's engine, from when its client asks the engine
+    # Deadline of one reply of a policy's engine, from when its client asks the engine.
     call_s: float | None = Field(None, gt=0)
-    tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
+    # Deadline of one step or other call of the environment.
+    tool_s: float | None = Field(None, gt=0)
+    # Deadline of one trajectory.
     trajectory_s: float | None = Field(None, gt=0)
-    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
-    # ends an orchestra that never returns; more than any team that ships takes
+    # Deadline of all trajectories that a step or a validation plays.
+    batch_s: float | None = Field(None, gt=0)
+    # Most turns of a trajectory, in a tree of each branch; at the next one it fails. This ends an
+    # orchestra that never returns.
     max_turns: int | None = Field(1000, ge=1)
 
 

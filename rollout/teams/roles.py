@@ -18,12 +18,19 @@ WhenFull = Literal["stop", "fold", "drop_oldest_results"]
 class ChatRules(Section):
     """Limits of an agent's chats: tool calls, and what happens when a chat is full."""
 
-    when_full: WhenFull = "stop"  # if a prompt leaves no room for its reply
-    summariser: str | None = None  # agent that sums up, of when_full: fold
-    calls_per_turn: int = Field(8, ge=1)  # tool calls
-    calls: int = Field(64, ge=1)  # tool calls in a trajectory
-    call_s: float = Field(30.0, gt=0)  # seconds that a tool call may take; a longer one has failed
-    result_chars: int = Field(4000, ge=2)  # characters shown of a result
+    # Action when a chat is full, because its prompt leaves no room for a reply: end the chat; fold it into a summary;
+    # or drop the older half of the tool results.
+    when_full: WhenFull = "stop"
+    # Agent that sums up a full chat, with when_full: fold.
+    summariser: str | None = None
+    # Most tool calls of one reply; further ones are not made.
+    calls_per_turn: int = Field(8, ge=1)
+    # Most tool calls of the agent in a trajectory; further ones are not made.
+    calls: int = Field(64, ge=1)
+    # Seconds after which a tool call has failed; a call that is a step of the environment has collection.tool_s.
+    call_s: float = Field(30.0, gt=0)
+    # Characters of a tool result that the agent reads; the middle of a longer one is left out.
+    result_chars: int = Field(4000, ge=2)
 
     @model_validator(mode="after")
     def _check_summariser(self) -> ChatRules:

@@ -313,13 +313,24 @@ class TeamSession:
         await cancel_tasks(self.waiting)
 
     async def _ask(self, call: Call, node: str = "") -> tuple[Turn, AgentReply]:
-        """Ask the call's policy.
+        """Ask the call's policy, and parse its reply.
 
-        Each branch of a tree has different seeds. The first branch of each round has the seeds of a
-        trajectory without a tree.
+        Args:
+            call: call of an agent.
+            node: node of the turn in a tree; "" without a tree.
+
+        Returns:
+            The turn, which is not recorded yet, and the reply.
+
+        Raises:
+            LateCall, PromptTooLong, EngineError: the policy could not answer.
+            Defect: the policy or the role's parser raised something else.
         """
         agent = call.agent
-        branch = (node,) if node.strip("0.") else ()
+        # The nodes "0", "0.0" and so on have the seeds of a trajectory without a tree. Every other
+        # node has its own seeds.
+        is_first_path = not node.strip("0.")
+        branch = () if is_first_path else (node,)
         seed = derive_seed(*self._seed_path, agent.name, call.index, *branch)
         sampling = replace(agent.sampling, seed=seed, session=self._name)
         policy = self._team.policies[agent.policy]
@@ -407,7 +418,10 @@ def _turn(
 
 
 def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
-    """Parse a policy's reply: the role's value of it, and in a chat its tool calls."""
+    """Parse a policy's reply: the value that the role's parser reads from it, and in a chat its tool calls.
+
+    A reply that is cut off has neither.
+    """
     is_whole = reply.completion.finish_reason == "stop"
     value = call.agent.role.parse(reply.text) if is_whole else None
     if call.chat is None:

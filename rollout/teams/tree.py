@@ -41,9 +41,11 @@ AnsweredCall = tuple[Call, TurnReply | EngineError | EnvError]
 class Branching(Section):
     """Tree sampling: branches from every state, scored, of which one continues (AT-GRPO)."""
 
-    width: int = Field(ge=1)  # branches of every round; 1 is the same as no tree
-    alpha: float = 1.0  # weight of the team's reward in a branch's score
-    # the best branch continues (the first of equals), or a random one
+    # Branches of every round; 1 is the same as no tree.
+    width: int = Field(ge=1)
+    # Weight of the team's reward in a branch's score.
+    alpha: float = 1.0
+    # Branch that continues: the best one (the first of equals), or a random one.
     select: Literal["greedy", "sampled"] = "greedy"
 
 

@@ -153,7 +153,11 @@ def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("{one,two}", "{one,tow}", "'t_tow_a' takes 'tow'; expected one of settings: one, two, a"),
+        (
+            "{one,two}",
+            "{one,tow}",
+            "grid row 't_tow_a' names settings 'tow', which the file does not have; it has: one, two, a",
+        ),
         ("t_{one,two}_{a}: {seed: 7}\n  t_three: [one, {seed: 8}]", "[t_one]", "grid is "),
         ("grid:", "grid: [", "not YAML"),
     ],
@@ -622,13 +626,14 @@ def test_every_key_is_in_the_page_of_settings() -> None:
     }
     sections = {name.partition(".")[0] for name in re.findall(r"^## (\S+)", page, re.MULTILINE)}
     assert sorted(set(keys(RunConfig)) - written - sections) == []
+    assert re.findall(r"^\| `([^`]+)` \|.*\|  \|$", page, re.MULTILINE) == []  # without a meaning
 
 
 def test_meanings_are_of_keys_that_exist() -> None:
     page = pages()[SETTINGS]
     for name in MEANINGS:
         section, _, key = name.partition(".")
-        heading = "Top level" if section == "run" else section
+        heading = {"run": "Top level", "file": "Data files"}.get(section, section)
         table = re.split(rf"^## {heading}\b", page, flags=re.MULTILINE)[1].partition("\n## ")[0]
         assert f"| `{key}` |" in table, name
 
