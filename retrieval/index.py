@@ -194,6 +194,8 @@ class Index:
         self, vector: np.ndarray, k: int, rough_rows: np.ndarray, rough_scores: np.ndarray
     ) -> np.ndarray:
         """Search for more candidates until none outside can have the score of the k-th one."""
+        # Rounding moves both scores by up to half a unit of the last decimal. The rest of the margin is
+        # for FAISS's float32, whose error grows with the scores.
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
         if self.gpu is not None:
             # The rough score of a row outside may be too low by `error`, and that of the k-th row too

@@ -259,9 +259,9 @@ class Run:
         print_credit(file, advantage, options, task, _EXPLAINED_TASKS, console)
 
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
-        """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name.
+        """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name, each in [0, 1].
 
-        Ctrl-C stops it; the same call continues.
+        Ctrl-C stops the evaluation. Call this method again with the same arguments to go on.
 
         Args:
             k: samples of each task.
@@ -269,7 +269,9 @@ class Run:
 
         Raises:
             ArgumentError: k is less than 1.
-            FolderError: the training has not finished.
+            ConfigError: there is no such state.
+            FolderError: the training has not finished, or another process evaluates this run.
+            PlacementError: there are fewer GPUs than the engines need.
             EvaluationError: too many trajectories failed.
         """
         from mcore_mas.evaluation.evaluate import evaluate

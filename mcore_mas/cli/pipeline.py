@@ -83,7 +83,12 @@ def plan_suite(
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="YAML file in place of --gpus: gpus, node (GPUs of one), memory (GB)."),
+        typer.Option(
+            help=(
+                "YAML file in place of --gpus, with the keys gpus (such as 16xH100), node (GPUs per "
+                "machine) and memory (GB per GPU)."
+            )
+        ),
     ] = None,
     as_configured: Annotated[
         bool,

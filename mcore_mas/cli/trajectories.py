@@ -72,7 +72,10 @@ def show_trajectory(
         typer.Option("--branches", help="Show also the branches of a tree that were dropped."),
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write a self-contained page to this file instead.")
+        Path | None,
+        typer.Option(
+            help="Write a page about one trajectory, by default the first, to this file instead."
+        ),
     ] = None,
     picture: Annotated[
         Path | None,

@@ -24,6 +24,17 @@ from mcore_mas.equations.turns import Advantages, Turns
 
 _ID_COLUMNS = ("policy", "task", "agent", "trajectory", "state")
 
+# Where the optional columns of `Turns` come from, for errors.
+_COLUMN_SOURCES = {
+    "values": "they come from a critic (policies.NAME.critic)",
+    "greedy_rewards": (
+        "they come from a greedy trajectory of each task, which only a training with this estimator plays"
+    ),
+    "step_rewards": (
+        "a turn has them if the environment takes a step after it and the trajectory is no tree"
+    ),
+}
+
 
 def _key_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Return the key columns of `Turns`, with texts, nodes and parents replaced by ids."""
@@ -146,12 +157,13 @@ def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:
     """Run an estimator on the turns. A user's estimator may return the values alone.
 
     Raises:
-        CreditError: the turns lack the column that the estimator requires.
+        CreditError: a turn lacks the column that the estimator requires.
     """
     column = REQUIRED_COLUMN.get(estimator.name)
     if column is not None and getattr(turns, column) is None:
         raise CreditError(
-            f"advantage '{estimator.name}' needs {column} of every turn, and a turn has none"
+            f"advantage '{estimator.name}' needs {column} of every turn, and a turn has none; "
+            f"{_COLUMN_SOURCES[column]}"
         )
     result = estimator.call(turns)
     return result if isinstance(result, Advantages) else Advantages(result)

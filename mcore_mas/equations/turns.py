@@ -146,9 +146,13 @@ class Grouping:
     def vote_sources(self) -> frozenset[str]:
         """Sources of several votes in a peer group; empty if a group cannot have several.
 
-        "groups": several trajectories of a task. "trees": several branches of a tree. "states", in
-        place of "groups" where peers share a state: trajectories in an environment that names its
-        states, because prompts as texts hardly ever repeat beyond the first turn.
+        `check_several_votes` refuses a run that has none of them:
+
+        - "groups": several trajectories of a task.
+        - "trees": several branches of a tree.
+        - "states": trajectories that meet in a state; in place of "groups" if peers share a state. The
+          environment must name its states, because prompts compared as texts hardly ever repeat
+          after the first turn.
         """
         sources = {
             "trajectory": "states" if "state" in self.peer_columns else "groups",

@@ -12,8 +12,8 @@ import yaml
 from mcore_mas import SHIPPED
 from rollout.base.files import write_text
 
-# Files of a project; models/tiny there is what `make_tiny_model` writes, because importing what
-# draws weights takes ten times as long as everything else here.
+# Files of a project. Its models/tiny is a copy of the model that `make_tiny_model` writes: importing
+# torch and drawing weights would take ten times as long as everything else here.
 _TEMPLATE = Path(__file__).with_name("scaffold")
 _TEMPLATE_NAME = "my_team"  # the project's name in these files
 _PACKAGE_NAME = re.compile(r"(?!(?i:nan|inf)$)[A-Za-z]\w{0,99}", re.ASCII)
@@ -49,7 +49,8 @@ def new_project(name: str, parent: Path) -> Path:
             project.rename(folder)
     except OSError as error:
         raise ProjectError(
-            f"{folder.absolute()}: cannot be written ({error.strerror}); go to a folder of yours"
+            f"{folder.absolute()}: cannot be written ({error.strerror}); change to a folder in which "
+            "you may write"
         ) from error
     return folder
 

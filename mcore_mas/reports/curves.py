@@ -10,14 +10,21 @@ from mcore_mas.reports.step_metrics import Metrics
 def curve(metrics: Metrics, key: str) -> pd.Series:
     """Return the values of a metric by the number of updates, for the steps that have it.
 
-    Step s is the update s + 1, and the values before training are those of update 0.
+    The value of step s stands at s + 1, the number of updates after it. The validation before training
+    is step -1, and stands at 0.
     """
     values = {int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}
     return pd.Series(values, dtype=float)
 
 
 def curves_of(metrics: Metrics, group: str, name: str) -> dict[str, pd.Series]:
-    """Return the curves of the metrics `group`/<agent or data source>/`name`, sorted by the middle."""
+    """Return the curves of the metrics GROUP/MEMBER/NAME by member, sorted.
+
+    Args:
+        metrics: rows of a run.
+        group: such as "agent" or "validation".
+        name: name of the metric of each member, which is an agent, a policy or a data source.
+    """
     keys = {key for row in metrics for key in row}
     key_by_member = {}
     for key in keys:

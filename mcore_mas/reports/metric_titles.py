@@ -38,7 +38,9 @@ _TITLES = {
     "agent/*/gradient_share": _Title(title="Share of the policy's gradient by agent", unit="share"),
     "agent/*/advantage_second_moment": _Title(title="Mean square of advantages by agent"),
     "agent/*/advantage_abs_max": _Title(title="Largest absolute advantage by agent"),
-    "agent/*/advantage_share": _Title(title="Turns with an advantage by agent", unit="share"),
+    "agent/*/advantage_share": _Title(
+        title="Turns whose advantage is not 0 by agent", unit="share"
+    ),
     "policy/*/grad_norm": _Title(title="Gradient norm by policy"),
     "policy/*/lr": _Title(title="Learning rate by policy"),
     "policy/*/loss": _Title(title="Loss by policy"),
@@ -51,9 +53,9 @@ _TITLES = {
     "staleness/max": _Title(title="Largest age of a trained turn, in updates"),
     "time/collect_s": _Title(title="Time to collect trajectories", unit="s"),
     "time/update_s": _Title(title="Time to update the policies", unit="s"),
-    "time/tokens_per_s": _Title(title="Sampled tokens a second"),
-    "time/tflops": _Title(title="TFLOP/s of a device in updates"),
-    "time/mfu": _Title(title="Share of a device's peak in updates", unit="share"),
+    "time/tokens_per_s": _Title(title="Sampled tokens per second of the whole step"),
+    "time/tflops": _Title(title="TFLOP/s of a GPU in updates"),
+    "time/mfu": _Title(title="MFU in updates (share of the GPU's peak FLOP/s)", unit="share"),
 }
 
 # The last ending that fits decides.

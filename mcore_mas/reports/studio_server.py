@@ -170,10 +170,11 @@ def _json_response(value: Any) -> Response:
 
 
 def _check_access(request: Request, token: str | None) -> None:
-    """Refuse a request without the token.
+    """Refuse a request that may not read the studio.
 
-    Without a token, refuse a request whose Host header does not name this machine, because a
-    hostile page may have a host name that resolves to this machine (DNS rebinding).
+    If the studio has a token, a request without it is refused (401). If it has none, a request whose
+    Host header does not name this machine is refused (403), because a hostile page may have a host
+    name that resolves to this machine (DNS rebinding).
     """
     if token is None:
         hosts = request.headers.getlist("host")

@@ -67,7 +67,7 @@ def requeue_when_stopped(folder: Path, saved: str = "step_*") -> Iterator[None]:
 
     A job is queued again if it has saved something, or has most of its time left. Otherwise its
     time limit is too short, and it would be tried forever. A job that was cancelled is not queued
-    again, nor is one after Ctrl-C, whose terminal is in a job with other work.
+    again, nor is one that was stopped by Ctrl-C: it is an interactive job, which may have other work.
 
     Args:
         folder: folder in which the stage saves.
@@ -116,7 +116,8 @@ class _JobStatus:
 
     Attributes:
         is_cancelled: True if somebody cancels the job.
-        has_most_time_left: True if more time is left than was used, and than a warning leaves.
+        has_most_time_left: True if more time is left than was used, and more than Slurm leaves after
+            its warning signal (_WARNED_S).
     """
 
     is_cancelled: bool

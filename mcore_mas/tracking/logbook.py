@@ -130,7 +130,11 @@ def _mlflow_sender(
 def _other_senders(
     config: RunConfig, first_step: int, path: Path, warn: Callable[[str], None]
 ) -> list[MetricsSender]:
-    """Start the trackers of `tracking.further_trackers`; they skip the rows that earlier starts have sent.
+    """Start a sender for each tracker in `tracking.further_trackers`.
+
+    They send the rows that are added from now on. Rows that are in metrics.jsonl already are skipped,
+    even if an earlier start could not send them: TensorBoard and wandb would show a row that is sent
+    twice as two points, or refuse it.
 
     Raises:
         ConfigError: the library of a tracker is not installed.

@@ -32,8 +32,9 @@ class Candidates:
 def draw_candidates(expected: Any) -> Candidates:
     """Return an expected value among decoys.
 
-    Every decoy is a changed copy of the expected value or of another decoy. The expected value is
-    therefore not the middle of all candidates.
+    Decoys are changed copies of the expected value or of another decoy. If all were copies of the
+    expected value, code in the sandbox could find it as the one that differs least from the others.
+    Two decoys of a number are no copies, but -10**15 and 10**15.
 
     Args:
         expected: plain data.
@@ -41,8 +42,10 @@ def draw_candidates(expected: Any) -> Candidates:
     copies = [expected]
     texts = [repr(expected)]
     if type(expected) in (int, float):
-        # Every number is smaller than one of these and greater than the other. The other decoys are
-        # near the expected value, so a wide approximation equals them too.
+        # A number between these is smaller than one of them and not smaller than the other, so an
+        # object that claims the same of all candidates is detected. The other decoys are near the
+        # expected value: a number may be smaller than all of them, and an approximation with a wide
+        # tolerance may equal all of them.
         texts += [repr(10**15), repr(-(10**15))]
     for _ in range(_MAX_DRAWS):
         if len(texts) > _DECOYS:

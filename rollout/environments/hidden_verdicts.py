@@ -36,7 +36,10 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 # Operators that mean the same with the operands in the other order.
 _MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "has"}
-_UNKNOWN = "?"  # reported in place of a value that is not plain data
+# The text of a reported value is "=" and a literal for plain data. For another value it is _UNKNOWN, or
+# "!" and one entry for each candidate, separated by ";": the operators that are true between the value
+# and the candidate, separated by ",".
+_UNKNOWN = "?"
 # Largest share of decoys that a value may equal in addition to the expected value.
 _MAX_EQUAL_DECOYS = 0.25
 
@@ -228,7 +231,7 @@ class _Judge:
     def _is_right(
         self, site: Site, expected: Any, text: str, candidates: Candidates | None
     ) -> bool:
-        """Return True if the reported text of a value is right."""
+        """Return True if a site's comparison of the reported value with the expected one is true."""
         if text.startswith("="):
             value = ast.literal_eval(text[1:])
             operands = (expected, value) if site.stated_first else (value, expected)
@@ -238,7 +241,8 @@ class _Judge:
                 return False
         if text.startswith("!") and candidates is not None:
             return _compares_rightly(site, text[1:].split(";"), candidates)
-        # An object is never the same object as None, True or False.
+        # All that is known of the value is that it is not plain data. `is not` is checked for None, True
+        # and False only, so it is true.
         return site.comparison == "is not"
 
     def _original_name(self, name: str) -> str:

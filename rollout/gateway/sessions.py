@@ -328,7 +328,12 @@ class GatewaySession:
         return reply
 
     def _scores(self, request: ChatRequest, reply: ChatReply, agent: Agent) -> dict[str, float]:
-        """Return the scores of a reply: its format, and what of the call was not heeded."""
+        """Return the scores of a reply's turn.
+
+        Returns:
+            `unheeded/FIELD`: 1.0 for each field of the request that was ignored. `off_schema`, if the
+            request has a schema and the reply calls no tools: 1.0 if the reply does not fit it, else 0.
+        """
         unheeded = [*request.unheeded]
         if not self.honor_sampling:
             unheeded += [

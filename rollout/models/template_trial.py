@@ -43,8 +43,8 @@ _CHATS: list[dict[str, Any]] = [
 def template_problem(template: str) -> str:
     """Return why a chat template cannot be used, or "".
 
-    It renders a few short chats. A chat that the template refuses is no problem, as some templates
-    take no system message, or no tools.
+    A child process renders four short chats. The template may refuse some of them, because some
+    templates take no system message or no tools, but not all of them.
     """
     command = [sys.executable, "-I", str(Path(__file__).resolve())]
     try:
@@ -56,12 +56,15 @@ def template_problem(template: str) -> str:
             timeout=_CLOCK_S,
         )
     except subprocess.TimeoutExpired:
-        return f"it does not render a chat of one message within {_CLOCK_S:.0f} s"
+        return f"it does not render four short chats within {_CLOCK_S:.0f} s"
     if child.returncode == 0:
         return ""
     if child.returncode == _REFUSED:
         return child.stdout.decode("utf-8", "replace").strip()
-    return f"it takes more than {_CPU_S} s or {_MEMORY_BYTES >> 20} MiB to render a chat of a few words"
+    return (
+        f"it takes more than {_CPU_S} s or {_MEMORY_BYTES >> 20} MiB to render four short chats, or "
+        f"crashes the process that renders them (status {child.returncode})"
+    )
 
 
 def _try_template(template: str) -> str:

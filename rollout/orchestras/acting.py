@@ -4,7 +4,7 @@
 games.
 
 Args:
-    max_turns: most turns of the team.
+    max_turns: most steps of the environment; before each, every agent of the team is asked once.
     tool: source of the actions in a reply of the agent `tool` or `player`: `actions`, the reply
         itself lists them; `program`, the output of the program in the reply lists them (games, role
         `game_coder`).
@@ -47,7 +47,7 @@ async def game_team(
     order: Literal["sequential", "simultaneous"] = "sequential",
     tool: ActionSource = "actions",
 ) -> None:
-    """Play one puzzle: in each turn the agent `tool` proposes actions and `planner` acts.
+    """Play one puzzle: before each step the agent `tool` proposes actions, and `planner` acts.
 
     Only the planner steps the environment; a malformed reply steps it with "". Templates may use
     the slots `problem` (the result of `reset`), `state` (the last observation; at first the task's
@@ -58,8 +58,8 @@ async def game_team(
     would have earned; the planner's is the reward that its actions earned.
 
     Args:
-        order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents
-            are asked at once, and the planner sees the proposal of the turn before, as in the
+        order: `sequential`: the planner sees the proposal for this step; `simultaneous`: both agents
+            are asked at once, and the planner sees the proposal for the step before, as in the
             released code of Stronger-MAS.
     """
     problem = env.reset(task)
@@ -101,7 +101,7 @@ async def single(
     max_turns: PositiveInt = 5,
     tool: ActionSource = "actions",
 ) -> None:
-    """Let the agent `player` act until the task ends, or for `max_turns` turns.
+    """Let the agent `player` act until the task ends, or for `max_turns` steps.
 
     The environment is stepped with the parsed reply, or with "" if the reply is malformed.
     Templates may use the slots `problem` (the result of `reset`), `state` (the last observation; at

@@ -51,7 +51,7 @@ async def code_reflect(
     """Ask `planner`, `coder` and `reflector` in turn until a program passes the visible tests.
 
     The last program is final, and the reflector is not asked about it. Templates may use the slots
-    `problem` and `history`: for each turn, the plan, the program, its result on the visible tests,
+    `problem` and `history`: for each round, the plan, the program, its result on the visible tests,
     and the reflection. That of the coder may also use `plan`. Of a planner's or a reflector's
     reply, the other agents see only the content of its tag, or "" if the reply is malformed. A
     reply of the coder without a program is tried as an empty program; as the last reply, it leaves
@@ -62,7 +62,7 @@ async def code_reflect(
     it on the visible tests.
 
     Args:
-        max_turns: most programs.
+        max_turns: most rounds; each has one program.
     """
     problem = env.reset(task)
     history = ""
@@ -90,10 +90,10 @@ async def coder_tester(
 ) -> None:
     """Ask `coder` and `tester` at the same time until the program passes the tester's tests.
 
-    The last program is final. Templates may use the slots `problem` and `history`: for each turn,
-    the program with its result on the tests of the same turn, and the full text of each mismatch.
-    After a malformed reply of either agent nothing is run, and the next turn begins. A malformed
-    last program leaves the team without a program.
+    The last program is final. Templates may use the slots `problem` and `history`: for each round,
+    the program with its result on the tests of the same round, and the full text of each mismatch.
+    After a malformed reply of either agent the program is not run on the tests, and the next round
+    begins. A malformed last program leaves the team without a program.
 
     Local scores are those of Stronger-MAS. The coder's is the share of the task's tests that the
     program passes. The tester's is the share of its tests that the task's solution passes; it is
@@ -101,7 +101,7 @@ async def coder_tester(
     `missing_local: zero`.
 
     Args:
-        max_turns: most programs.
+        max_turns: most rounds; in each, both agents are asked once.
         max_cases: number of tests of a reply that are used; those after them are ignored.
         malformed: local score of a malformed reply.
     """
@@ -160,7 +160,8 @@ async def tool_coder(
 
     Args:
         max_turns: most programs.
-        max_calls: most replies with tool calls before a program.
+        max_calls: most replies with tool calls before each program; the calls of a further reply
+            are not made.
     """
     problem = env.reset(task)
     coder = team.chat("coder")

@@ -42,7 +42,7 @@ async def m_ask(
 ) -> None:
     """Ask `planner` for a plan and an answer, and improve both by searches; the last answer is final.
 
-    In each turn `searcher` states a query or ends the search, `summariser` reports on the query's
+    In each round `searcher` states a query or ends the search, `summariser` reports on the query's
     passages, `updater` changes a step of the plan, and `answerer` answers. Templates may use the
     slot `question`; all but the planner's also `plan`; that of the searcher also `answer` and
     `queries`, that of the summariser `query` and `information`, that of the updater `query` and
@@ -57,7 +57,7 @@ async def m_ask(
     or an update of a step that does not exist, changes nothing.
 
     Args:
-        max_turns: most searches.
+        max_turns: most rounds; each has one search.
     """
     question = env.reset(task)
 

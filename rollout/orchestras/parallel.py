@@ -122,11 +122,11 @@ async def reason_tool(
 ) -> None:
     """Ask `tool_user` and `reasoner` at once until they agree; the reasoner's answer is final.
 
-    Templates may use the slots `problem` and `history`: for each earlier turn, the tool user's
+    Templates may use the slots `problem` and `history`: for each earlier round, the tool user's
     program with its output, and the reasoner's reply. A malformed reply agrees with no answer.
 
     Args:
-        max_turns: most turns of the team.
+        max_turns: most rounds; in each, both agents are asked once.
     """
     problem = env.reset(task)
     history = ""

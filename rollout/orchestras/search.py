@@ -26,14 +26,14 @@ async def search_team(
     max_turns: PositiveInt = 4,
     malformed_verdict: Literal["search", "answer"] = "search",
 ) -> None:
-    """Let `verifier` decide in each turn whether `searcher` searches or `answerer` answers.
+    """Let `verifier` decide in each round whether `searcher` searches or `answerer` answers.
 
-    The answer ends the task. In the last turn the answerer is asked whatever the verdict. Templates
+    The answer ends the task. In the last round the answerer is asked whatever the verdict. Templates
     may use the slots `question` and `history`, every query with its passages, at first ""; that of
     the searcher also `verdict`, the whole reply of the verifier.
 
     Args:
-        max_turns: most turns: a verdict followed by a search or by the answer.
+        max_turns: most rounds; each is a verdict followed by a search or by the answer.
         malformed_verdict: what follows a malformed verdict; `answer` as in Dr.MAS's released code.
     """
     question = env.reset(task)
@@ -193,8 +193,9 @@ async def memory_search(
     malformed reply of the lead ends the task without an answer.
 
     Args:
-        max_turns: most requests to the scout.
-        max_calls: most replies with tool calls to one request.
+        max_turns: most requests of the lead to the scout.
+        max_calls: most replies of the scout with tool calls to one request; the reply after them is
+            its report, and calls in it are not made.
     """
     question = env.reset(task)
     lead = team.chat("lead")

@@ -253,7 +253,8 @@ class Turn:
         logprobs: log-probabilities [C] after temperature.
         text: completion without special tokens.
         finish_reason: "stop", "length" or "abort".
-        valid: True if the role's parser accepted the text.
+        valid: True if the reply is not malformed: it is not cut off, the role's parser read a value
+            from it or it has tool calls, and every tool call is well-formed.
         seed: seed of the completion.
         scores: measurements of this turn, by name; names that were not measured are absent.
         reward: set by a reward allocator.

@@ -42,7 +42,10 @@ VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
 def invalid_reply(
     turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None
 ) -> float:
-    """Return -coef if the role's parser refused the reply, or if it breaks a rule; else 0.
+    """Return -coef if the reply is malformed, or if it breaks a rule; else 0.
+
+    A reply is malformed if it is cut off, if the role's parser refuses it, or if it has a malformed
+    tool call.
 
     Args:
         rules: names in VALIDITY_RULES by agent; a reply that breaks a rule is penalised but still used.

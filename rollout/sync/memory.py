@@ -24,7 +24,10 @@ def memory_path() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise FolderError(f"{folder}: not a folder that is this user's alone; have it removed")
+        raise FolderError(
+            f"{folder}: must be a folder of user {os.getuid()} with mode 0700; ask its owner or the "
+            "administrator to remove it"
+        )
     for path in folder.iterdir():
         pid = path.name.partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -70,7 +70,8 @@ def gymnasium_tasks(
 def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
     """Draw sizes[split] games of ALFWorld for each split.
 
-    Its splits are train, valid_seen for validation, and valid_unseen for test.
+    The splits are ALFWorld's train, valid_seen for validation, and valid_unseen for test. Games that
+    ALFWorld's own loader leaves out ("movable" or "Sliced" in the path) are left out here too.
 
     Args:
         seed: seed of the run.
@@ -78,7 +79,8 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
         folder: ALFWorld's `json_2.1.1`.
 
     Raises:
-        RecordError: the folder lacks one of these.
+        RecordError: the folder of a split is missing.
+        ValueError: a split has fewer games than are asked for.
     """
     tasks = []
     for split, size in sizes.items():
@@ -111,6 +113,9 @@ def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Draw sizes[split] goals of WebShop for each split.
 
     Goals 0 to 499 are for test, 500 to 1499 for validation, and the others for train.
+
+    Raises:
+        ValueError: a split has fewer goals than are asked for.
     """
     tasks = []
     for split, size in sizes.items():

@@ -40,11 +40,12 @@ from rollout.models.architecture import Architecture
 def layer_specs(
     config: TransformerConfig, kind: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one pipeline stage.
+    """Return the specs of the layers of one pipeline stage.
 
     Args:
-        kind: of the layers, a key of `LAYERS`.
-        vp_stage: number of the stage, if this rank has several.
+        config: config of the model.
+        kind: key of `LAYERS`.
+        vp_stage: number of the stage among those of this rank, if it has several.
     """
     make_layer, final_norm = LAYERS[kind]
     dense = make_layer(config, None)

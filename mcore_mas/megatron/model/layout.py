@@ -22,7 +22,8 @@ _CPU_BLOCK = 128
 # Blocks of queries in the CPU's kernel are a multiple of this number of tokens.
 _CPU_MULTIPLE = 32
 
-# Blocks with at least this number of tokens get a call of their own, which costs less than padding.
+# A run of equally long blocks with at least this number of tokens in all gets a call of its own, which
+# costs less than padding.
 _MIN_CALL_TOKENS = 64
 
 
@@ -324,10 +325,10 @@ def _pair_halves(blocks: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
 
 
 def _group_blocks(blocks: Sequence[slice]) -> Iterator[CausalBlocks]:
-    """Group blocks into calls.
+    """Group blocks, which lie end to end, into calls of the attention kernel.
 
-    Neighbours of equal length share a call. Blocks that are too small for one are padded, together
-    with others of about their length.
+    A run of neighbours of equal length with at least _MIN_CALL_TOKENS tokens in all is one call. The
+    blocks of other runs are padded, together with blocks of about their length.
     """
     short_blocks: dict[int, list[slice]] = defaultdict(list)
     for length, run in groupby(blocks, key=lambda tokens: tokens.stop - tokens.start):

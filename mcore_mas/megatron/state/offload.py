@@ -11,8 +11,7 @@ from mcore_mas.megatron.host_memory import BlockMemory, flat_storages
 class Offload:
     """Frees gradient buffers, and moves other tensors to host memory and back.
 
-    The storages are emptied and filled in place, so that every view of them stays valid: a
-    parameter
+    The storages are emptied and filled in place, so that every view of them stays valid: a parameter
     in its buffer, a gradient, an optimizer's part.
     """
 
@@ -25,7 +24,7 @@ class Offload:
         """Prepare; nothing is moved yet.
 
         Args:
-            gradients: buffers whose values are dropped, and are zero afterwards.
+            gradients: buffers whose values `sleep` drops, and which are zero after `wake`.
             offloaded_tensors: called at each `sleep`; returns the tensors that are moved.
             host_memory: where they are moved to.
         """

@@ -237,7 +237,10 @@ class Pipeline:
         return output, compute_loss
 
     def _recorded_routing(self, part: Microbatch) -> Tensor | None:
-        """Return the experts of this rank's tokens on record [tokens, sparse layers, k]."""
+        """Return the recorded experts of this rank's tokens [tokens, sparse layers, k].
+
+        None if the micro-batch has no record, or the model has no experts.
+        """
         if part.routing is None or self._experts is None:
             return None
         number_type = torch.uint8 if self._experts.index_bytes == 1 else torch.int16
@@ -327,9 +330,10 @@ class _KnownShapes(P2PCommunicator):
 
 
 def reports_outputs() -> bool:
-    """Return True on the one rank of each data-parallel rank that reports the head's outputs.
+    """Return True on the one rank of each model replica that reports the head's outputs.
 
-    Other tensor-parallel and context-parallel ranks of the last stage have the same outputs.
+    This is the first tensor- and context-parallel rank of the last stage; the others of that stage have
+    the same outputs.
     """
     is_first_copy = (
         parallel_state.get_tensor_model_parallel_rank() == 0

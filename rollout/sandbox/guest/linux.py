@@ -81,10 +81,7 @@ def call(
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set a property of this process.
-
-    This goes through the C library, because the number of the call differs between processors.
-    """
+    """Set a property of this process with the C library's `prctl`."""
     four_arguments = [*arguments, 0, 0, 0, 0][:4]
     result = int(_libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, four_arguments)))
     _checked(result, f"prctl {option}")

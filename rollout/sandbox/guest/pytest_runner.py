@@ -140,16 +140,16 @@ def _main() -> None:
     recorder = _record(request.pop("mark"), report_file, request)
     next(recorder)
     send = _make_sender(recorder)
-    module = request["module"]
+    test_file = request["module"]
     _define_names(send, request["candidates"])
-    hook = _make_audit_hook(recorder, send, folder, module, request["allowed"])
+    hook = _make_audit_hook(recorder, send, folder, test_file, request["allowed"])
     sys.modules["__main__"] = types.ModuleType("__main__")
 
     options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
     options.append("--assert=rewrite")  # the audit hook knows pytest's importer of test files
     with contextlib.suppress(BaseException):
         plugin = _make_plugin(send, hook, folder, request["computing_modules"])
-        pytest.main([*options, module], plugins=[plugin])
+        pytest.main([*options, test_file], plugins=[plugin])
     with contextlib.suppress(StopIteration):
         send(("finish",))
     os._exit(0)  # exit handlers of the tested code do not run
@@ -264,7 +264,7 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
 
 
 class _TestNames:
-    """Module-level names of the test file, which only its own statements bind."""
+    """The test file's module-level names, and a check that nothing but its own statements has bound them."""
 
     def __init__(self, scope: dict[str, Any], request: dict[str, Any]) -> None:
         self._scope = scope
@@ -412,22 +412,30 @@ def _make_plugin(send: Send, hook: AuditHook, folder: str, computing_modules: li
 
 
 def _make_audit_hook(
-    recorder: Generator[None, Event, None], send: Send, folder: str, module: str, allowed: list[str]
+    recorder: Generator[None, Event, None],
+    send: Send,
+    folder: str,
+    test_file: str,
+    allowed: list[str],
 ) -> AuditHook:
-    """Return the hook that hides this program from patched code, and finds the test file's code.
+    """Return an audit hook that finds the test file's code, and guards this program.
+
+    It hides the recorder's frame, and refuses what the code under test may not do: reach this program's
+    objects (`_REFUSED_EVENTS`, ctypes), change functions outside of the repository, or open the
+    memory of a process.
 
     Args:
         recorder: generator whose frame stays hidden.
         send: takes events.
         folder: folder of the repository.
-        module: path of the test file in the folder.
+        test_file: path of the test file in the folder.
         allowed: names of permissions in `_REFUSED_EVENTS` that the code under test has, because it
             has used them before the patch.
     """
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
     import_code = AssertionRewritingHook.exec_module.__code__
-    test_path = os.path.join(folder, module)
+    test_path = os.path.join(folder, test_file)
     refused = {event for event, name in _REFUSED_EVENTS.items() if name not in allowed}
     may_use_ctypes = "ctypes" in allowed
 

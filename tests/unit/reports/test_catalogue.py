@@ -35,7 +35,7 @@ def test_a_section_names_roles_rewards_configs_and_source() -> None:
     assert "- environment `math`, reward `shared_outcome`, penalty `invalid` (" in text
     rows = PAGE.split("## Environments and rewards\n")[1].splitlines()
     assert [row.split("|")[1].strip() for row in rows if "|" in row].count("`math`") == 1
-    assert "| `invalid` | Return -coef if the role's parser refused the reply" in "\n".join(rows)
+    assert "| `invalid` | Return -coef if the reply is malformed" in "\n".join(rows)
     assert (
         "[solver_verifier](../configs/team/solver_verifier.yaml), with `sharing` shared or separate\n"
         in text
