@@ -16,6 +16,7 @@ from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import (
     AGENT_LOCAL_ESTIMATORS,
+    REPLAY_ESTIMATORS,
     REQUIRED_COLUMN,
     TOKEN_LEVEL_ESTIMATORS,
 )
@@ -111,8 +112,8 @@ def add_advantages(
     Args:
         samples: all turns of a step.
         estimators: estimators by agent. An estimator computes over all turns, or over the turns of
-            its agents if it is in AGENT_LOCAL_ESTIMATORS. Only the samples of its agents are
-            updated.
+            its agents if it is in AGENT_LOCAL_ESTIMATORS; over alternatives only if it is in
+            REPLAY_ESTIMATORS. Only the samples of its agents are updated.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
@@ -137,7 +138,7 @@ def apply_estimators(
 ) -> Iterator[AppliedEstimator]:
     """Apply every distinct estimator of the samples' agents once; the arguments are those of `add_advantages`."""
     for estimator in _distinct_estimators(samples, estimators):
-        indices = list(range(len(samples)))
+        indices = compared_indices(samples, estimator.name)
         if estimator.name in AGENT_LOCAL_ESTIMATORS:
             indices = [
                 i
@@ -151,6 +152,15 @@ def apply_estimators(
         yield AppliedEstimator(
             estimator=estimator, indices=indices, turns=turns, advantages=advantages
         )
+
+
+def compared_indices(samples: Sequence[Sample], estimator: str) -> list[int]:
+    """Return the indices of the samples that an estimator may compare.
+
+    These are all samples, but alternatives only for an estimator in REPLAY_ESTIMATORS.
+    """
+    with_alternatives = estimator in REPLAY_ESTIMATORS
+    return [i for i, sample in enumerate(samples) if with_alternatives or not sample.is_alternative]
 
 
 def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:

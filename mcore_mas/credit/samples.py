@@ -10,7 +10,7 @@ import torch
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
 from rollout.records.grouping import group_pairs
 from rollout.records.seeds import derive_seed
-from rollout.records.trajectory import Group, Status, Turn
+from rollout.records.trajectory import REPLAY_OUTCOME, Group, Status, Turn
 
 TurnId = tuple[str, str, int]  # trajectory, node and turn number identify a turn within a step
 
@@ -97,6 +97,11 @@ class Sample:
         return self.trajectory, self.node, self.turn
 
     @property
+    def is_alternative(self) -> bool:
+        """True if the turn is an alternative, which the trajectory did not continue with."""
+        return REPLAY_OUTCOME in self.scores
+
+    @property
     def has_gradient(self) -> bool:
         """True if the sample changes its policy: by an advantage, a KL term or an entropy bonus."""
         has_loss = any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
@@ -122,7 +127,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                 )
             if trajectory.status is not Status.COMPLETED:
                 continue
-            rewards_of_steps = step_rewards(trajectory.turns)
+            rewards_of_steps = step_rewards(trajectory.path)
             for turn in trajectory.turns:
                 if turn.masked and turn.reward is None:
                     continue

@@ -217,6 +217,25 @@ def remax(turns: Turns) -> Advantages:
     return Advantages(turns.rewards - turns.greedy_rewards)
 
 
+_DECISION = Grouping(
+    peer_columns=("trajectory", "turn"), vote_columns=("trajectory", "node", "turn")
+)
+
+
+def c3(turns: Turns) -> Advantages:
+    """Compute advantages [n]: A = r - mean r of the other replies of the same agent to the same prompt.
+
+    The other replies of a turn are its alternatives (`trainer.replays`), and the reply that the
+    trajectory continued with. The reward of each is the outcome of the trajectory with this reply.
+    The advantage of a turn without alternatives is 0.
+
+    Source: C3, arXiv 2603.06859.
+    """
+    statistics = _DECISION.statistics(turns)
+    values = _BASELINES["others"](statistics)
+    return Advantages(_replace_lone_votes(statistics, values, "zero"), {"replies": statistics})
+
+
 _SIBLINGS = Grouping(peer_columns=("trajectory", "parent"), vote_columns=("trajectory", "node"))
 _NODES = Grouping(peer_columns=("trajectory",), vote_columns=("trajectory", "node"))
 
@@ -414,6 +433,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,
+    "c3": c3,
     "mcts": mcts,
     "mars2": mars2,
     "gae": gae,
@@ -427,6 +447,8 @@ REQUIRED_COLUMN: dict[str, Literal["values", "greedy_rewards", "step_rewards"]] 
 # Estimators that are given only the turns of their own agents, because other turns may lack the
 # required column.
 AGENT_LOCAL_ESTIMATORS = frozenset({"gae", "remax"})
+# Estimators that compare a turn with its alternatives; all others are not given the alternatives.
+REPLAY_ESTIMATORS = frozenset({"c3"})
 # Estimators whose advantages have shape [T].
 TOKEN_LEVEL_ESTIMATORS = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gae"})
 _TREE_GROUPINGS = {"mcts": _SIBLINGS, "mars2": _NODES}

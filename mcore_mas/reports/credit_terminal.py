@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import add_advantages, columns, run_estimator
+from mcore_mas.credit.assign import add_advantages, columns, compared_indices, run_estimator
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
@@ -43,6 +43,7 @@ def print_credit(
     """
     estimator = _parse_estimator(name, options)
     samples = to_samples(group_trajectories(read_trajectories(file)))
+    samples = [samples[index] for index in compared_indices(samples, name)]
     samples = add_advantages(samples, {sample.agent: estimator for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:

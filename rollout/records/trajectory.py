@@ -25,6 +25,8 @@ Routing = Annotated[
     bytes,
     BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value),
 ]
+# Score of a turn that is an alternative: the outcome of the trajectory that was replayed with it.
+REPLAY_OUTCOME = "replay_outcome"
 # metrics that say why a trajectory failed
 _FAILURE_METRICS = ("overlong", "undecided", "unasked", "quarantined")
 
@@ -228,7 +230,9 @@ class Turn:
     `scores` may have these names: `team` is the environment's reward of the step that followed, and
     the step's metrics are scores too; `penalty` is the sum of penalties that were added to the
     reward; `local` is the orchestra's score of this turn, and `undecided` takes its place if there
-    can be none; `branch` is the score by which a tree chose among branches; `cut` is 1 if part of a
+    can be none; `branch` is the score by which a tree chose among branches; `replay_outcome` is the
+    outcome of the trajectory that was replayed with an alternative, `replay_sampled` and
+    `replay_recorded` the numbers of later turns that were sampled again and repeated; `cut` is 1 if part of a
     prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
     reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
     or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full
@@ -243,7 +247,8 @@ class Turn:
             share it.
         policy_version: version of the weights that sampled the end of the completion.
         versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
-        node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree.
+        node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree. The
+            alternatives of a turn that were replayed are "1", "2" and so on.
         state_key: digest of the prompt's messages. The name is that of the column in the files of
             existing runs.
         anchor: digest of the environment's description of its present state, without history; "" if
@@ -336,7 +341,8 @@ class ToolEvent:
 class Trajectory:
     """All turns of a team on one task, in order.
 
-    With tree sampling, the turns of the branches that were not continued are included.
+    With tree sampling, the turns of the branches that were not continued are included, and with
+    replays the alternatives of each turn.
 
     Attributes:
         sample: number of the trajectory in the group of its task, from 0.

@@ -382,6 +382,12 @@ def cases(
     remax = [sample.reward - sample.scores["greedy"] for sample in samples]
     yield "remax", {}, _per_token(samples, remax)
 
+    def prompt(sample: Sample) -> Hashable:
+        return sample.trajectory, sample.turn
+
+    c3 = relative(samples, rewards, prompt, "turn", "others", "none", eps=0, ddof=0, lone="zero")
+    yield "c3", {}, _per_token(samples, c3)
+
     for over in WHITENED:
         yield "reinforce_pp", {"gamma": gamma, "whitened": over}, reinforce_pp(samples, gamma, over)
         for peers, vote in product(PEERS, votes):

@@ -150,6 +150,26 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
     assert advantages == pytest.approx([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2])
 
 
+def test_c3_compares_a_reply_with_the_other_replies_to_its_prompt() -> None:
+    turns = make_turns(
+        [
+            {"trajectory": 0, "turn": 0, "score": 3.0},
+            {"trajectory": 0, "turn": 0, "node": "1", "score": 7.0},
+            {"trajectory": 0, "turn": 0, "node": "2", "score": 5.0},
+            {"trajectory": 0, "turn": 1, "agent": "b", "score": 3.0},
+            {"trajectory": 0, "turn": 1, "agent": "b", "node": "1", "score": 2.5},
+            {"trajectory": 0, "turn": 2, "score": 3.0},  # without alternatives
+            {"trajectory": 1, "turn": 0, "score": 0.3},  # another prompt, though of the same task
+            {"trajectory": 1, "turn": 0, "node": "1", "score": 0.3},
+            {"trajectory": 1, "turn": 0, "node": "2", "score": 0.3},
+        ]
+    )
+    advantages = ESTIMATORS["c3"](turns).values.tolist()
+    assert advantages[:3] == pytest.approx([3 - 12 / 2, 7 - 8 / 2, 5 - 10 / 2])
+    assert advantages[3:5] == [0.5, -0.5]
+    assert advantages[5:] == [0.0] * 4  # exactly 0 where the outcomes are equal
+
+
 def test_grpo_passk_rewards_only_the_best_trajectory_by_its_lead() -> None:
     turns = make_turns(
         [
@@ -337,6 +357,7 @@ def test_an_estimator_returns_the_groups_that_it_compared() -> None:
     team = (("task",), ("trajectory",))
     assert groupings == {
         "at_grpo": {"peers": (("task", "state", "agent", "turn"), turn)},
+        "c3": {"replies": (("trajectory", "turn"), turn)},
         "dr_grpo": {"peers": team},
         "drmas": {"peers": (("task", "agent"), turn)},
         "gigpo": {"episode": team, "step": (("task", "state"), turn)},
