@@ -26,7 +26,11 @@ from mcore_mas.config.removed import removed_key_error
 from mcore_mas.config.run_paths import relocate_paths
 from mcore_mas.config.tracking import TrackingConfig
 from mcore_mas.config.trainer import TrainerConfig
-from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
+from mcore_mas.equations.advantages import (
+    REPLAY_ESTIMATORS,
+    REQUIRED_COLUMN,
+    estimator_grouping,
+)
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import filter_grouping
 from rollout.base.error_lines import error_line
@@ -47,6 +51,7 @@ from rollout.engines.sglang.settings import adapter_error
 from rollout.orchestras import TREE_ORCHESTRAS
 from rollout.rewards.coach_config import CoachConfig
 from rollout.tasks.generators import GENERATORS
+from rollout.teams.replays import ReplayPlan
 from rollout.teams.roles import ROLES
 
 STATES = ("base", "trained")  # states of a run's policies: before training and after it
@@ -151,6 +156,7 @@ class RunConfig(Section):
         _check_team(self)
         _check_cold_start(self)
         _check_lengths(self)
+        _check_replays(self)
         _check_credit(self)
         _check_schedules(self)
         check_shared_bases(self.policies, self.trained)
@@ -211,6 +217,27 @@ class RunConfig(Section):
     def advantage_of(self, agent: str) -> AdvantageConfig:
         """Return the estimator of an agent."""
         return self.agents[agent].advantage or self.advantage
+
+    @property
+    def replayed_agents(self) -> tuple[str, ...]:
+        """Trained agents whose turns are compared with alternatives."""
+        return tuple(
+            name
+            for name, agent in self.agents.items()
+            if agent.loss_weight and self.advantage_of(name).name in REPLAY_ESTIMATORS
+        )
+
+    def replays_of(self, step: int) -> ReplayPlan | None:
+        """Return the replays of each trajectory in a step: those of the policies that it trains."""
+        replays = self.trainer.replays
+        if replays is None:
+            return None
+        policies = self.in_turn(step)
+        agents = [name for name in self.replayed_agents if self.agents[name].policy in policies]
+        budget = None
+        if replays.budget is not None:
+            budget = replays.budget // self.trainer.trajectories_per_step
+        return ReplayPlan(agents=agents, alternatives=replays.alternatives, budget=budget)
 
     def precision_of(self, policy: str) -> Precision:
         """Return the lower of the precisions in which trainer and engine compute log-probabilities."""
@@ -425,6 +452,44 @@ def _check_lengths(config: RunConfig) -> None:
                 f"agents.{name}.max_tokens {agent.max_tokens} leaves no room for a prompt in engine.max_length "
                 f"{length}; lower it, or raise max_length"
             )
+
+
+def _check_replays(config: RunConfig) -> None:
+    """Check that the advantage c3 has alternatives, and that the run can replay its trajectories."""
+    agents = config.replayed_agents
+    replays = config.trainer.replays
+    if replays is None and agents:
+        raise ValueError(
+            f"agent '{agents[0]}': advantage '{config.advantage_of(agents[0]).name}' compares a reply with "
+            "alternatives, and this run samples none; set trainer.replays.alternatives"
+        )
+    if replays is None:
+        return
+    if not agents:
+        raise ValueError(
+            "trainer.replays samples alternatives for the advantage 'c3', which no trained agent has; "
+            "leave trainer.replays out, or choose advantage=c3"
+        )
+    trajectories = config.trainer.trajectories_per_step
+    if replays.budget is not None and replays.budget < trajectories:
+        raise ValueError(
+            f"trainer.replays.budget {replays.budget} is less than one alternative for each of the "
+            f"{trajectories} trajectories of a step; raise it, or leave it out"
+        )
+    problems = {
+        "trainer.branching, because a trajectory is replayed or sampled as a tree": (
+            config.trainer.branching is not None
+        ),
+        f"orchestra '{config.orchestra.name}', which grows its own tree": (
+            config.orchestra.name in TREE_ORCHESTRAS
+        ),
+        f"reward '{config.reward.name}'; expected 'shared_outcome', because an alternative is paid the "
+        "outcome of its replay": config.reward.name != "shared_outcome",
+        "a filter, which compares trajectories": config.filter is not None,
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ValueError(f"trainer.replays cannot be used with {problem}")
 
 
 def _check_credit(config: RunConfig) -> None:

@@ -1,11 +1,13 @@
 """Section of a config about the training run: steps, tasks, mini-batches, checkpoints and validation."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from mcore_mas.equations.divergence import Figure
 from rollout.base.section import Section
+from rollout.teams.replays import Replays
 from rollout.teams.tree import Branching
 
 
@@ -35,6 +37,8 @@ class TrainerConfig(Section):
     # Trajectories per task, or trees with branching.
     group_size: int = Field(ge=1)
     branching: Branching | None = None
+    # Alternatives of turns, which the advantage c3 compares.
+    replays: Replays | None = None
     # Multiple of group_size that is started; the slowest trajectories of a task are cancelled.
     oversample: float = Field(1.0, ge=1)
     # Steps by which collection may be ahead of training; 0 trains on replies of the same weights.
@@ -78,6 +82,17 @@ class TrainerConfig(Section):
     # Bounds of the difference between the log-probabilities of engine and trainer, above which the run
     # stops; a figure that is not given has the default bound of the precision.
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
+
+    @property
+    def surplus(self) -> int:
+        """Number of trajectories that are started beyond a group's size."""
+        # The tolerance makes 10 * (1.1 - 1.0) one trajectory although it is above 1 in binary.
+        return math.ceil(self.group_size * (self.oversample - 1.0) - 1e-9)
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Number of trajectories that are started in a step, or of trees with branching."""
+        return self.tasks_per_step * (self.group_size + self.surplus)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

@@ -37,10 +37,12 @@ def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
 
 
 def _policy_workload(config: RunConfig, policy: str) -> Workload:
-    agents = [agent for agent in config.agents.values() if agent.policy == policy]
+    names = [name for name, agent in config.agents.items() if agent.policy == policy]
+    agents = [config.agents[name] for name in names]
     prompt_budgets = [max(0, config.engine.max_length - agent.max_tokens) for agent in agents]
+    replies_per_call = sum(1 + _alternatives(config, name) for name in names)
     return Workload(
-        turns=_trajectories_per_step(config) * _turns_per_agent(config) * len(agents),
+        turns=_trajectories_per_step(config) * _turns_per_agent(config) * replies_per_call,
         prompt_tokens=MEAN_PROMPT_SHARE * fmean(prompt_budgets),
         reply_tokens=MEAN_REPLY_SHARE * fmean(agent.max_tokens for agent in agents),
     )
@@ -50,6 +52,12 @@ def _trajectories_per_step(config: RunConfig) -> float:
     trainer = config.trainer
     branches = trainer.branching.width if trainer.branching is not None else 1
     return trainer.tasks_per_step * trainer.group_size * trainer.oversample * branches
+
+
+def _alternatives(config: RunConfig, agent: str) -> int:
+    """Return the most alternatives of a turn of an agent."""
+    replays = config.trainer.replays
+    return replays.alternatives if replays and agent in config.replayed_agents else 0
 
 
 def _turns_per_agent(config: RunConfig) -> float:

@@ -277,9 +277,13 @@ class AsyncRollouts:
     ) -> list[Group]:
         """Play each task as a group of `trainer.group_size` trajectories."""
         trainer = self.config.trainer
-        # The tolerance makes 10 * (1.1 - 1.0) one trajectory although it is above 1 in binary.
-        surplus = math.ceil(trainer.group_size * (trainer.oversample - 1.0) - 1e-9)
-        options = CollectOptions(started=started, log=log, tree=trainer.branching, surplus=surplus)
+        options = CollectOptions(
+            started=started,
+            log=log,
+            tree=trainer.branching,
+            replays=self.config.replays_of(step),
+            surplus=trainer.surplus,
+        )
         return await self._collector(step, options).collect(tasks, trainer.group_size)
 
     async def _play_greedily(

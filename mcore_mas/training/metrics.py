@@ -10,7 +10,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import explained_variance
 from rollout.orchestras.program import CRASH_EVENT
 from rollout.records.grouping import group_pairs
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from rollout.records.trajectory import REPLAY_OUTCOME, Group, Status, Trajectory, Turn
 
 StepMetrics = dict[str, float]
 
@@ -58,6 +58,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     metrics["outcome/mean"] = fmean(trajectory.outcome or 0.0 for trajectory in completed)
     metrics["rollout/turns"] = fmean(len(trajectory.path) for trajectory in completed)
     metrics["rollout/tokens"] = float(sum(len(turn.completion_ids) for turn in turns))
+    metrics |= _replay_metrics(completed)
     metrics |= _chat_metrics([turn for turn in turns if turn.chat])
     metrics |= _program_metrics(turns)
     for agent, agent_turns in group_pairs((turn.agent, turn) for turn in turns).items():
@@ -109,6 +110,16 @@ def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
     for name in ("undecided", "refused", "unasked", "quarantined"):
         counts[name] = sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
     return {f"rollout/{name}": float(count) for name, count in counts.items() if count}
+
+
+def _replay_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
+    """Return the number of alternatives, and the tokens that were sampled after them; {} without any."""
+    scores = [turn.scores for trajectory in trajectories for turn in trajectory.turns]
+    alternatives = sum(REPLAY_OUTCOME in turn_scores for turn_scores in scores)
+    if not alternatives:
+        return {}
+    tokens = sum(trajectory.metrics.get("replayed_tokens", 0.0) for trajectory in trajectories)
+    return {"rollout/alternatives": float(alternatives), "rollout/replayed_tokens": tokens}
 
 
 def _chat_metrics(turns: Sequence[Turn]) -> StepMetrics:

@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from rollout.base.numbers import real_number
 from rollout.base.section import Share
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from rollout.records.trajectory import REPLAY_OUTCOME, Group, Status, Trajectory, Turn
 
 
 class RewardError(ValueError):
@@ -167,9 +167,15 @@ def _with_local_zero(turn: Turn) -> Turn:
 
 
 def shared_outcome(group: Group) -> Group:
-    """Reward every turn with the outcome of its trajectory."""
+    """Reward every turn with the outcome of its trajectory, and an alternative with that of its replay."""
+
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
-    return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
+    def rewards(trajectory: Trajectory) -> list[float]:
+        facts = [turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores]
+        team_outcome = outcome(replace(trajectory, turns=tuple(facts)))
+        return [turn.scores.get(REPLAY_OUTCOME, team_outcome) for turn in trajectory.turns]
+
+    return allocate(group, rewards)
 
 
 Mode = Literal[

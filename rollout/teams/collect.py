@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -21,8 +22,9 @@ from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.quarantine import write_quarantined
+from rollout.teams.replays import ReplayedPlay, ReplayPlan
 from rollout.teams.team import Team
-from rollout.teams.tree import Branching, Tree
+from rollout.teams.tree import BranchedPlay, Branching, Tree
 
 
 class Deadlines(Section):
@@ -46,6 +48,7 @@ class CollectOptions:
     """Options of a collection, in addition to the team, the tasks and the environment."""
 
     tree: Branching | None = None  # None: trajectories do not branch
+    replays: ReplayPlan | None = None  # of each trajectory, without a tree
     # fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -147,34 +150,36 @@ class Collector:
             options.log.add_trajectory(logged_name, trajectory)
         return trajectory
 
-    def _new_play(self, task: Task, sample: int, calls: CallRecord) -> Episode | Tree:
+    def _new_play(self, task: Task, sample: int, calls: CallRecord) -> _Play:
         options = self.options
         team = replace(
             self.team.with_sampling(**options.sampling), max_turns=options.deadlines.max_turns
         )
         seed_path = (self.seed, self.step, task.id, sample)
-        if options.tree is None:
-            return Episode(
-                task,
-                team.session(*seed_path, calls=calls),
-                self.make_env,
-                self.orchestra,
-                tool_s=options.deadlines.tool_s,
-                name=options.env,
-            )
-        return Tree(
-            branching=options.tree,
-            task=task,
-            team=team,
-            seed_path=seed_path,
-            make_env=self.make_env,
-            orchestra=self.orchestra,
+        branched_settings: dict[str, Any] = {
+            "task": task,
+            "team": team,
+            "seed_path": seed_path,
+            "make_env": self.make_env,
+            "orchestra": self.orchestra,
+            "tool_s": options.deadlines.tool_s,
+            "env_name": options.env,
+            "calls": calls,
+        }
+        if options.replays is not None:
+            return ReplayedPlay(plan=options.replays, **branched_settings)
+        if options.tree is not None:
+            return Tree(branching=options.tree, **branched_settings)
+        return Episode(
+            task,
+            team.session(*seed_path, calls=calls),
+            self.make_env,
+            self.orchestra,
             tool_s=options.deadlines.tool_s,
-            env_name=options.env,
-            calls=calls,
+            name=options.env,
         )
 
-    async def _run(self, play: Episode | Tree, quota: _Quota | None) -> _Ending:
+    async def _run(self, play: _Play, quota: _Quota | None) -> _Ending:
         """Play to the end, to a deadline, or until the group is full; cancel an unfinished play."""
         deadlines = self.options.deadlines
         if deadlines.trajectory_s is None and deadlines.batch_s is None and quota is None:
@@ -248,6 +253,9 @@ class _Ending:
     defect: Defect | None = None
 
 
+_Play = Episode | Tree | ReplayedPlay  # of one trajectory
+
+
 # metrics that count failures, by the class of the failure
 _FAILURE_METRICS = {
     "undecided": Undecided,
@@ -257,7 +265,7 @@ _FAILURE_METRICS = {
 }
 
 
-def _ending(play: Episode | Tree) -> _Ending:
+def _ending(play: _Play) -> _Ending:
     """Return the ending of a play that was not cut off."""
     if not play.error:
         return _Ending(status=Status.COMPLETED)
@@ -272,9 +280,7 @@ def _ending(play: Episode | Tree) -> _Ending:
     )
 
 
-def _late_ending(
-    scope: str, status: Status, deadline_s: float | None, play: Episode | Tree
-) -> _Ending:
+def _late_ending(scope: str, status: Status, deadline_s: float | None, play: _Play) -> _Ending:
     """Return the ending of a play that a deadline cut off.
 
     Args:
@@ -284,6 +290,6 @@ def _late_ending(
     return _Ending(status=status, error=error, metrics=(f"late/{scope}",))
 
 
-def _episode(play: Episode | Tree) -> Episode:
-    """Return the episode of a play; of a tree, that of the branch that continued."""
-    return play.episode if isinstance(play, Tree) else play
+def _episode(play: _Play) -> Episode:
+    """Return the episode of a play; with branches, that of the branch that leads to the outcome."""
+    return play.episode if isinstance(play, BranchedPlay) else play

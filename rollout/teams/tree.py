@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field
@@ -35,7 +36,9 @@ _SETTLE_CYCLES = 8
 
 TurnReply = tuple[Turn, AgentReply]  # record of a turn, and the reply that the orchestra gets
 CallKey = tuple[int, str, str]  # turn, agent, state key
-AnsweredCall = tuple[Call, TurnReply | EngineError | EnvError]
+CallAnswer = TurnReply | EngineError | EnvError
+AnsweredCall = tuple[Call, CallAnswer]
+_NO_ANSWERS: Mapping[CallKey, CallAnswer] = MappingProxyType({})
 
 
 class Branching(Section):
@@ -50,10 +53,9 @@ class Branching(Section):
 
 
 @dataclass(eq=False, kw_only=True)
-class Tree:
-    """One play of a task as a tree, to the end of the branch that continued."""
+class BranchedPlay:
+    """One play of a task by several instances of its orchestra; the first one leads to the outcome."""
 
-    branching: Branching
     task: Task
     team: Team
     seed_path: tuple[int | str, ...]
@@ -64,13 +66,9 @@ class Tree:
     calls: CallRecord = field(default_factory=CallRecord)  # that must not be repeated
 
     def __post_init__(self) -> None:
-        self.error = ""  # why the tree failed
+        self.error = ""  # why the play failed
         self.replies: dict[int, RecordedReply] = {}  # of all branches, by the seed of the call
-        # branches that play; the first one's episode is the tree's
-        self._branches = [self._new_branch()]
-        self._branch_scores: dict[str, float] = {}  # by node
-        self._side_turns: list[Turn] = []  # of the branches that did not continue
-        self._side_tools: list[ToolEvent] = []
+        self._branches = [self._new_branch()]  # that play
         self._dropped: Counter[str] = Counter()  # branches that failed, by metric
 
     def _new_branch(self) -> Branch:
@@ -87,12 +85,10 @@ class Tree:
         return Branch(episode, session)
 
     async def play(self) -> None:
-        """Grow the tree to its end; fail if all branches of a round fail or it cannot branch."""
+        """Play to the end; fail if the orchestra or the environment is not deterministic."""
         try:
             await self._branches[0].run_to_calls()
-            while not self._branches[0].ended:
-                await self._play_round()
-            self.error = self.episode.error
+            await self._play_branches()
         except BranchError as failure:
             self.error = (
                 f"BranchError: environment or orchestra of task {self.task.id} is not "
@@ -100,6 +96,58 @@ class Tree:
             )
         finally:
             await gather_or_cancel(branch.close() for branch in self._branches)
+
+    async def _play_branches(self) -> None:
+        """Play from the first calls of the first branch to the end, and set `error`."""
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the branch that leads to the outcome, and how many branches failed.
+
+        Failed branches are counted by reason as `dropped_branches/<reason>`, and those that were
+        late or undecided also as `late/<part>` and `undecided`.
+        """
+        dropped = {name: float(count) for name, count in self._dropped.items()}
+        return self.episode.metrics | dropped
+
+    @property
+    def episode(self) -> Episode:
+        """The episode of the branch that leads to the outcome."""
+        return self._branches[0].episode
+
+    @property
+    def waiting(self) -> str:
+        """The calls that the branches wait for, as a text."""
+        calls = [branch.episode.waiting for branch in self._branches if not branch.resting]
+        return ", ".join(dict.fromkeys(calls)) or "the orchestra"
+
+    def waits(self) -> list[Wait]:
+        """Return the calls that the branches wait for, for a watchdog."""
+        waits: list[Wait] = []
+        for branch in self._branches:
+            if not branch.resting:
+                waits += branch.episode.waits()
+        return waits
+
+
+@dataclass(eq=False, kw_only=True)
+class Tree(BranchedPlay):
+    """One play of a task as a tree, to the end of the branch that continued."""
+
+    branching: Branching
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._branch_scores: dict[str, float] = {}  # by node
+        self._side_turns: list[Turn] = []  # of the branches that did not continue
+        self._side_tools: list[ToolEvent] = []
+
+    async def _play_branches(self) -> None:
+        """Grow the tree to its end; fail if all branches of a round fail."""
+        while not self._branches[0].ended:
+            await self._play_round()
+        self.error = self.episode.error
 
     async def _play_round(self) -> None:
         """Grow a branch for each of `width` answers to the open calls, and continue with one."""
@@ -119,7 +167,7 @@ class Tree:
         )
 
         for branch in self._branches:
-            self._dropped.update(_failure_metrics(branch.episode))
+            self._dropped.update(failure_metrics(branch.episode))
         grown = [branch for branch in self._branches if not branch.episode.error]
         for branch in grown:
             self._branch_scores[branch.node] = branch.score(self.branching.alpha)
@@ -163,35 +211,6 @@ class Tree:
         """The node of the branch that continued."""
         return self._branches[0].node
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the branch that continued, and how many branches failed.
-
-        Failed branches are counted by reason as `dropped_branches/<reason>`, and those that were
-        late or undecided also as `late/<part>` and `undecided`.
-        """
-        dropped = {name: float(count) for name, count in self._dropped.items()}
-        return self.episode.metrics | dropped
-
-    @property
-    def episode(self) -> Episode:
-        """The episode of the branch that continued."""
-        return self._branches[0].episode
-
-    @property
-    def waiting(self) -> str:
-        """The calls that the branches wait for, as a text."""
-        calls = [branch.episode.waiting for branch in self._branches if not branch.resting]
-        return ", ".join(dict.fromkeys(calls)) or "the orchestra"
-
-    def waits(self) -> list[Wait]:
-        """Return the calls that the branches wait for, for a watchdog."""
-        waits: list[Wait] = []
-        for branch in self._branches:
-            if not branch.resting:
-                waits += branch.episode.waits()
-        return waits
-
 
 class BranchError(RuntimeError):
     """A branch made other calls than another branch that got the same replies."""
@@ -201,9 +220,7 @@ class BranchSession(TeamSession):
     """A session whose calls stay open until the tree answers them."""
 
     def __init__(self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord) -> None:
-        # branches may make equal calls and get other results: their latest turns tell them apart
-        branch_calls = calls.for_branch(lambda: str(self.last_turn.seed) if self.last_turn else "")
-        super().__init__(team, seed_path, branch_calls)
+        super().__init__(team, seed_path, calls.for_branch(self._branch_name))
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
         self.changed = asyncio.Event()  # set when a call is made or a wait has ended
         self.tasks: set[asyncio.Task[Any] | None] = set()  # all that have waited
@@ -223,6 +240,11 @@ class BranchSession(TeamSession):
             f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching"
         )
 
+    def _branch_name(self) -> str:
+        """Return a name of the branch: other branches may make equal calls and get other results."""
+        seeds = [turn.seed for _, turn in sorted(self._turns.items())]
+        return str(derive_seed(*seeds)) if seeds else ""
+
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
         """Open a call, and wait until the tree hands over its answer."""
         answer: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
@@ -233,7 +255,7 @@ class BranchSession(TeamSession):
         finally:
             self.open.pop(call.index, None)
 
-    async def ask_policy(self, call: Call, node: str) -> TurnReply | EngineError | EnvError:
+    async def ask_policy(self, call: Call, node: str) -> CallAnswer:
         """Ask the policy of an open call; return its answer or its failure."""
         try:
             return await super()._ask(call, node)
@@ -265,7 +287,7 @@ class Branch:
     @property
     def open_calls(self) -> list[CallKey]:
         """The keys of the calls that are open."""
-        return [_key(call) for call, _ in self._session.open.values()]
+        return [call_key(call) for call, _ in self._session.open.values()]
 
     async def run_to_calls(self) -> None:
         """Run the orchestra until it has ended, or waits for open calls and nothing else."""
@@ -305,16 +327,26 @@ class Branch:
         """
         await self.run_to_calls()
         for answered in rounds:
-            self._check_open_calls([_key(call) for call, _ in answered])
+            self._check_open_calls([call_key(call) for call, _ in answered])
             await self._hand_over(answered)
         self._check_open_calls(open_calls)
 
-    async def grow(self, node: str) -> None:
-        """Ask the policies of the open calls, as branch `node`, and hand over their answers."""
+    async def grow(self, node: str, recorded: Mapping[CallKey, CallAnswer] = _NO_ANSWERS) -> None:
+        """CallAnswer the open calls, and run the orchestra to its next calls.
+
+        Args:
+            node: branch as which the policies are asked.
+            recorded: answers of calls that no policy is asked.
+        """
         self.node = node
         self.resting = False
+
+        async def answer(call: Call) -> CallAnswer:
+            key = call_key(call)
+            return recorded[key] if key in recorded else await self._session.ask_policy(call, node)
+
         calls = [call for call, _ in self._session.open.values()]
-        answers = await gather_or_cancel(self._session.ask_policy(call, node) for call in calls)
+        answers = await gather_or_cancel(map(answer, calls))
         await self._hand_over(list(zip(calls, answers, strict=True)))
 
     def score(self, alpha: float) -> float:
@@ -346,7 +378,8 @@ class Branch:
         await self.run_to_calls()
 
 
-def _key(call: Call) -> CallKey:
+def call_key(call: Call) -> CallKey:
+    """Return the key of a call; equal keys mean that the same agent is asked the same."""
     return call.index, call.agent.name, call.state_key
 
 
@@ -355,7 +388,7 @@ def _names(calls: Sequence[CallKey]) -> str:
     return ", ".join(names) or "nobody"
 
 
-def _failure_metrics(episode: Episode) -> list[str]:
+def failure_metrics(episode: Episode) -> list[str]:
     """Return the names under which a failed branch is counted; [] if it has not failed."""
     if not episode.error:
         return []

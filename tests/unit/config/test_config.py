@@ -52,6 +52,8 @@ def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
     )
     if name in ("at_grpo", "mcts", "mars2"):
         more.append("trainer.branching={width: 2}")
+    if name == "c3":
+        more.append("+trainer.replays.alternatives=2")
     assert resolve(["experiment=demo_math", f"{group}={name}", *more])["run"] == "demo_math"
 
 
@@ -218,12 +220,12 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "advantage.name=drmass",
-            "unknown advantage 'drmass'; nearest: drmas; known: at_grpo, dr_grpo, drmas, gae",
+            "unknown advantage 'drmass'; nearest: drmas; known: at_grpo, c3, dr_grpo, drmas",
         ),
         ("advantage=drmass", "no advantage 'drmass' in the configs; nearest: drmas, "),
         (
             "advantage=zzzz",
-            "no advantage 'zzzz' in the configs; there are: at_grpo, dr_grpo, drmas",
+            "no advantage 'zzzz' in the configs; there are: at_grpo, c3, dr_grpo, drmas",
         ),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
         (

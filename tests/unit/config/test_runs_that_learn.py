@@ -13,6 +13,9 @@ from mcore_mas.config.run import ConfigError, RunConfig
 TREES = ("experiment=demo_path", "recipe=at_grpo")  # one tree for each task
 
 
+C3 = ("experiment=demo_math", "advantage=c3", "+trainer.replays.alternatives=2")
+
+
 NOTHING = [  # runs from which nothing can be learned, and what is said of them
     (
         ("experiment=demo_math", "advantage=mcts"),
@@ -58,6 +61,35 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
     (
         ("experiment=demo_math", "filter={name: informative, options: {by: state}}"),
         "alike in task, state, agent, turn",
+    ),
+    (
+        C3[:2],
+        "agent 'solver': advantage 'c3' compares a reply with alternatives, and this run samples none; "
+        "set trainer.replays.alternatives",
+    ),
+    (
+        ("experiment=demo_math", C3[2]),
+        "trainer.replays samples alternatives for the advantage 'c3', which no trained agent has",
+    ),
+    (
+        (*C3, "+trainer.replays.budget=63", "trainer.tasks_per_step=8", "trainer.group_size=8"),
+        "trainer.replays.budget 63 is less than one alternative for each of the 64 trajectories",
+    ),
+    (
+        (*C3, "trainer.branching={width: 2}"),
+        "trainer.replays cannot be used with trainer.branching",
+    ),
+    (
+        (*C3, "reward.name=majority"),
+        "trainer.replays cannot be used with reward 'majority'; expected 'shared_outcome'",
+    ),
+    (
+        (*C3, "filter={name: informative}"),
+        "trainer.replays cannot be used with a filter, which compares trajectories",
+    ),
+    (
+        ("experiment=marti_mars2_8b", "advantage.name=c3", "~advantage.options", C3[2]),
+        "trainer.replays cannot be used with orchestra 'ab_mcts', which grows its own tree",
     ),
     *(
         (
@@ -118,6 +150,9 @@ def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
         (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
         (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
         ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
+        (*C3, "trainer.group_size=1"),
+        # the verifier is compared by trajectories, and the solver by alternatives
+        (*C3, "+agents.verifier.advantage.name=grpo"),
         (
             "experiment=demo_math",
             "advantage=grpo",

@@ -24,6 +24,20 @@ def test_branches_of_a_tree() -> None:
     assert workloads["planner"].turns == 32 * 8 * 5
 
 
+def test_alternatives_of_a_turn() -> None:
+    """The solver's turns have three alternatives each, the verifier's none."""
+    values = resolve(
+        [
+            "experiment=demo_math",
+            "agents.solver.advantage.name=c3",
+            "+trainer.replays.alternatives=3",
+        ]
+    )
+    workloads = estimate_workloads(RunConfig.from_values(values, "test"))
+    assert workloads["solver"].turns == 16 * 8 * 2 * 4
+    assert workloads["verifier"].turns == 16 * 8 * 2
+
+
 def test_nodes_of_a_search_tree_are_shared_by_the_agents() -> None:
     workloads = estimate_workloads(config("marti_mars2_8b"))
     assert workloads["generator_1"].turns == 16 * 8 / 2

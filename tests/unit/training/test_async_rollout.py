@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.credit.assign import add_advantages
+from mcore_mas.credit.samples import Sample
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.training import collected_steps
 from mcore_mas.training.async_rollout import RolloutBatch
@@ -21,6 +24,7 @@ from rollout.environments import math
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Env, Step
 from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.allocation import allocate
 from rollout.teams.quarantine import Quarantined
@@ -163,6 +167,91 @@ def test_d10_the_greedy_trajectory_is_rewarded_like_the_others(tmp_path: Path) -
     assert [sample.reward for sample in batch.samples] == [10.0, 10.0]
     assert [sample.scores["greedy"] for sample in batch.samples] == [10.0, 10.0]
     assert [len(group.trajectories) for group in batch.groups] == [1, 1]
+
+
+C3 = ("advantage=c3", "+trainer.replays.alternatives=3", "orchestra.options.max_loops=2")
+
+
+class TestReplays:
+    @staticmethod
+    def collect_replayed(tmp_path: Path, *overrides: str) -> tuple[TrainingSession, RolloutBatch]:
+        """Collect a step of solvers that are right, and verifiers that approve, if their seed is even."""
+
+        def reply(prompt: tuple[int, ...], call: int) -> bytes:
+            is_even = engine_of(session).calls[call][1].seed % 2 == 0
+            if bytes(prompt).startswith(b"Check:"):
+                return b"<verify>approve</verify>\0" if is_even else b"<verify>reject</verify>\0"
+            return box(task_of(prompt) if is_even else -1)
+
+        session = make_run(tmp_path, reply, *C3, *overrides)
+        return session, collect(session)
+
+    def test_every_reply_of_a_turn_is_a_sample_with_its_own_advantage(self, tmp_path: Path) -> None:
+        session, batch = self.collect_replayed(tmp_path)
+        config = session.config
+        estimators = {agent: config.advantage_of(agent) for agent in config.agents}
+        replies = group_pairs(
+            ((sample.trajectory, sample.turn), sample)
+            for sample in add_advantages(batch.samples, estimators)
+        )
+        assert {sample.policy for sample in batch.samples} == {"solver", "verifier"}
+        for samples in replies.values():
+            assert [sample.node for sample in samples] == ["", "1", "2", "3"]
+            assert len({sample.prompt_ids for sample in samples}) == 1
+            rewards = [sample.reward for sample in samples]
+            for sample in samples:
+                others = (sum(rewards) - sample.reward) / 3
+                assert sample.advantages is not None
+                assert sample.advantages[0] == pytest.approx(sample.reward - others)
+        assert any(len({sample.reward for sample in samples}) > 1 for samples in replies.values())
+
+        metrics = rollout_metrics(batch.groups)
+        assert metrics["rollout/alternatives"] == 3 * len(replies)
+        assert metrics["rollout/replayed_tokens"] > 0
+        file = session.rollouts.collected.folder / "step_000000.parquet"
+        assert read_trajectories(file) == trajectories_in(batch)
+
+    def test_agents_of_one_policy_are_replayed_alike(self, tmp_path: Path) -> None:
+        _, separate = self.collect_replayed(tmp_path / "separate")
+        one_policy = ("agents.verifier.policy=solver", "~policies.verifier")
+        _, shared = self.collect_replayed(tmp_path / "shared", *one_policy)
+        assert {sample.policy for sample in shared.samples} == {"solver"}
+        assert [(sample.id, sample.reward) for sample in shared.samples] == [
+            (sample.id, sample.reward) for sample in separate.samples
+        ]
+
+    def test_the_budget_of_a_step_is_divided_among_its_trajectories(self, tmp_path: Path) -> None:
+        _, batch = self.collect_replayed(tmp_path, "+trainer.replays.budget=11")
+        for trajectory in trajectories_in(batch):
+            alternatives = [turn for turn in trajectory.turns if turn.node]
+            assert 1 <= len(alternatives) <= 11 // 4
+
+    def test_agents_with_other_estimators_get_no_alternatives(self, tmp_path: Path) -> None:
+        session, batch = self.collect_replayed(
+            tmp_path,
+            "+agents.verifier.advantage.name=grpo",
+            "+agents.verifier.advantage.options={}",
+        )
+        assert {s.agent for s in batch.samples if s.is_alternative} == {"solver"}
+        config = session.config
+        estimators = {agent: config.advantage_of(agent) for agent in config.agents}
+        without = [sample for sample in batch.samples if not sample.is_alternative]
+        assert advantages_of("verifier", batch.samples, estimators) == advantages_of(
+            "verifier", without, estimators
+        )
+
+    def test_only_the_policy_in_turn_is_replayed(self, tmp_path: Path) -> None:
+        alternate = "trainer.alternate={order: [verifier, solver]}"
+        _, batch = self.collect_replayed(tmp_path, alternate)
+        assert {s.agent for s in batch.samples if s.is_alternative} == {"verifier"}
+
+
+def advantages_of(
+    agent: str, samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
+) -> list[tuple[float, ...] | None]:
+    """Return the advantages that the estimators give an agent's turns."""
+    credited = add_advantages(samples, estimators)
+    return [sample.advantages for sample in credited if sample.agent == agent]
 
 
 def worth_of_four_digits(group: Group) -> Group:

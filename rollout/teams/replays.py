@@ -1,0 +1,212 @@
+"""Counterfactual replays: other replies at each turn, each played to its outcome (C3, arXiv 2603.06859).
+
+A trajectory is played first. Then, turn by turn, its history is repeated from the record, another
+reply to the same prompt is sampled, and the trajectory is continued with this alternative. The
+continuation has the seeds of the trajectory, and a call that does not change gets the recorded
+reply. So two outcomes differ only by what the alternative has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from statistics import pvariance
+
+from pydantic import Field
+
+from rollout.base.async_tasks import gather_or_cancel
+from rollout.base.section import Section
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import REPLAY_OUTCOME, ToolEvent, Turn
+from rollout.teams.tree import BranchedPlay, call_key, failure_metrics
+
+
+class Replays(Section):
+    """Alternatives of the turns of a trajectory, each replayed to its outcome (C3)."""
+
+    # Most alternatives of a turn, besides the reply that the trajectory continued with.
+    alternatives: int = Field(ge=1)
+    # Most alternatives of a step, divided equally among its trajectories; None: no bound.
+    budget: int | None = Field(None, ge=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """Replays of one trajectory.
+
+    Attributes:
+        agents: agents whose turns get alternatives.
+        alternatives: most alternatives of a turn.
+        budget: most alternatives of the trajectory; None: no bound.
+    """
+
+    agents: Collection[str]
+    alternatives: int
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """A turn of the trajectory that gets alternatives; its call is in round `round`."""
+
+    turn: int
+    round: int
+
+
+@dataclass(eq=False, kw_only=True)
+class ReplayedPlay(BranchedPlay):
+    """One play of a task, and replays of it with alternatives of its turns.
+
+    The trajectory is that of a play without replays, if its agents speak one after the other. Its
+    turns have node "", and the alternatives of a turn have nodes "1", "2" and so on.
+    """
+
+    plan: ReplayPlan
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._alternatives: dict[int, list[Turn]] = {}  # by turn
+        self._sampled_tokens = 0  # of turns that follow alternatives
+
+    async def _play_branches(self) -> None:
+        """Play the trajectory to its end, then replay its turns."""
+        trajectory = self._branches[0]
+        while not trajectory.ended:
+            await trajectory.grow("")
+        self.error = self.episode.error
+        if not self.error:
+            await self._replay_within_budget(self._decisions())
+
+    def _decisions(self) -> list[_Decision]:
+        """Return the turns that get alternatives: those that can train, of the plan's agents."""
+        turns = {turn.index: turn for turn in self.episode.turns}
+        decisions = []
+        for number, answered in enumerate(self._branches[0].rounds):
+            for call, answer in answered:
+                turn = turns.get(call.index)
+                if turn is None or isinstance(answer, Exception):
+                    continue
+                if turn.agent in self.plan.agents and not turn.masked:
+                    decisions.append(_Decision(turn=call.index, round=number))
+        return decisions
+
+    async def _replay_within_budget(self, decisions: Sequence[_Decision]) -> None:
+        """Replay every decision; with a budget, spend it where the outcomes vary most.
+
+        Every decision gets one alternative first, or as many decisions as the budget allows, at
+        random. The rest of the budget goes to the decisions with the highest variance of outcomes,
+        and none to those whose outcomes are equal.
+        """
+        budget = self.plan.budget
+        most = self.plan.alternatives
+        if budget is None:
+            await self._replay_all([(decision, most) for decision in decisions])
+            return
+
+        if budget < len(decisions):
+            in_random_order = sorted(
+                decisions, key=lambda d: derive_seed(*self.seed_path, "replays", d.turn)
+            )
+            decisions = in_random_order[:budget]
+        await self._replay_all([(decision, 1) for decision in decisions])
+
+        left = budget - len(decisions)
+        further = []
+        for decision in sorted(decisions, key=self._outcome_variance, reverse=True):
+            if self._outcome_variance(decision):
+                count = min(most - 1, left)
+                further.append((decision, count))
+                left -= count
+        await self._replay_all(further)
+
+    def _outcome_variance(self, decision: _Decision) -> float:
+        outcomes = [self.episode.outcome or 0.0]
+        outcomes += [
+            turn.scores[REPLAY_OUTCOME] for turn in self._alternatives.get(decision.turn, ())
+        ]
+        return pvariance(outcomes)
+
+    async def _replay_all(self, counts: Sequence[tuple[_Decision, int]]) -> None:
+        """Replay each decision with so many further alternatives, all at once."""
+        replays = []
+        for decision, count in counts:
+            first = len(self._alternatives.get(decision.turn, ())) + 1
+            replays += [self._replay(decision, str(first + number)) for number in range(count)]
+        for turn in await gather_or_cancel(replays):
+            if turn is not None:
+                self._alternatives.setdefault(turn.index, []).append(turn)
+
+    async def _replay(self, decision: _Decision, node: str) -> Turn | None:
+        """Replay the trajectory with another reply at a turn.
+
+        Args:
+            decision: the turn.
+            node: name of the alternative.
+
+        Returns:
+            The alternative with the outcome of its replay; None if the replay failed.
+        """
+        rounds = self._branches[0].rounds
+        recorded = {call_key(call): answer for answered in rounds for call, answer in answered}
+        open_calls = [call_key(call) for call, _ in rounds[decision.round]]
+        # Agents that speak at the same time keep their replies: one decision is replayed at a time.
+        others = {key: recorded[key] for key in open_calls if key[0] != decision.turn}
+
+        branch = self._new_branch()
+        self._branches.append(branch)
+        try:
+            await branch.repeat(rounds[: decision.round], open_calls)
+            await branch.grow(node, others)
+            while not branch.ended:
+                await branch.grow("", recorded)
+        finally:
+            await branch.close()
+            self._branches.remove(branch)
+
+        self._dropped.update(failure_metrics(branch.episode))
+        if branch.episode.error:
+            return None
+        later_answers = [
+            (recorded.get(call_key(call)), answer)
+            for answered in branch.rounds[decision.round + 1 :]
+            for call, answer in answered
+        ]
+        sampled = [answer for record, answer in later_answers if answer is not record]
+        for answer in sampled:
+            if not isinstance(answer, Exception):
+                self._sampled_tokens += len(answer[0].completion_ids)
+        [alternative] = [turn for turn in branch.episode.turns if turn.node == node]
+        scores = {
+            **alternative.scores,
+            REPLAY_OUTCOME: branch.episode.outcome or 0.0,
+            "replay_sampled": float(len(sampled)),
+            "replay_recorded": float(len(later_answers) - len(sampled)),
+        }
+        return replace(alternative, scores=scores)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of the trajectory, each followed by its alternatives."""
+        turns: list[Turn] = []
+        for turn in self.episode.turns:
+            turns.append(turn)
+            turns += self._alternatives.get(turn.index, ())
+        return tuple(turns)
+
+    @property
+    def tools(self) -> list[ToolEvent]:
+        """The tool calls of the trajectory, without those of its replays."""
+        return self.episode.tools
+
+    @property
+    def leaf(self) -> str:
+        """The node of the trajectory's turns."""
+        return ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the trajectory; how many tokens its replays sampled after alternatives.
+
+        Replays that failed are counted as dropped branches.
+        """
+        return super().metrics | {"replayed_tokens": float(self._sampled_tokens)}
