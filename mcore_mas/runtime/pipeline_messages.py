@@ -9,7 +9,9 @@ from pathlib import Path
 from mcore_mas.runtime.joblog import CAUSE, STARTED_AGAIN
 from rollout.base.text import escape_line
 
-_STOPPED = "the pipeline was stopped; the same command continues from what is saved"
+_CONTINUES = "the same command continues from what is saved"
+_STOPPED = f"the pipeline was stopped; {_CONTINUES}"
+_NEXT_STEP = f"When the cause is mended, {_CONTINUES}."
 _SILENT = "the job ended without saying why (killed, or out of memory?); the end of its log:"
 _NOT_SUBMITTED = re.compile(
     r"SLURM sbatch failed\. The error message was '(.*?)'\.$"
@@ -85,6 +87,8 @@ def failure_message(
 ) -> str:
     """Return one line for each cause of a failure, followed by the logs of the jobs that it ended.
 
+    The last line says what to do next, unless a cause says it.
+
     A job that ended without a cause in its log (killed, out of memory) is described by Slurm's reason, or else by the
     end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
 
@@ -112,10 +116,12 @@ def failure_message(
     logs_by_cause = _group_by_cause(failed)
     if not logs_by_cause:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, workflow_paths))}"
-    return "\n".join(
+    message = "\n".join(
         f"\n{cause}\n  logs: {', '.join(failed_logs)}"
         for cause, failed_logs in logs_by_cause.items()
     )
+    says_next_step = any("the same command" in cause for cause in logs_by_cause)
+    return message if says_next_step else f"{message}\n{_NEXT_STEP}"
 
 
 def _snakemake_events(paths: Iterable[Path]) -> list[str]:

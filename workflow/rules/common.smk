@@ -195,11 +195,12 @@ onstart:
     )
 
 
+# Both messages are printed at exit, so that they come after Snakemake's own last lines.
 onsuccess:
-    print(success_message(config.get("results", "results"), SUITE.name))
+    atexit.register(print, success_message(config.get("results", "results"), SUITE.name))
 
 
 onerror:
     # Snakemake's own log obeys --quiet; the causes of a failure are printed in any case.
     unfinished = [path for job in workflow.dag.needrun_jobs() for path in job.log]
-    print(failure_message(unfinished, STARTED, log), file=sys.stderr)
+    atexit.register(print, failure_message(unfinished, STARTED, log), file=sys.stderr)

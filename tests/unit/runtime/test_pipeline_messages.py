@@ -54,6 +54,8 @@ def test_failure_names_each_cause_and_its_logs(tmp_path: Path) -> None:
     assert f"error: a.parquet: no such file\n  logs: {first}, {second}" in message
     last_lines = "the end of its log:\n  | step 37\n  | step 38\n  | step 39\n"
     assert f"{last_lines}  logs: {silent}" in message
+    next_step = "When the cause is mended, the same command continues from what is saved."
+    assert message.splitlines()[-1] == next_step
     assert "Traceback" not in message
 
 
