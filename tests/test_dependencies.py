@@ -91,6 +91,12 @@ def test_the_locks_of_two_pythons_differ_only_in_megatron_core() -> None:
     assert Version(lock_312["megatron-core"]) == max(map(Version, TESTED_VERSIONS))
 
 
+def test_servers_and_trainers_compute_masks_with_one_version_of_llguidance() -> None:
+    files = ("lock.txt", "lock-3.12.txt", "sglang.txt", "sglang-cpu.txt")
+    versions = {locked_versions(file)["llguidance"] for file in files}
+    assert len(versions) == 1
+
+
 def test_direct_dependencies_are_ranges_that_contain_the_locked_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     entries = [*project["dependencies"], *project["optional-dependencies"]["dev"]]

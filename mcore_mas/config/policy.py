@@ -31,6 +31,7 @@ _OVERRIDABLE_SETTINGS: Mapping[str, tuple[str, ...]] = {
         "replicas",
         "tp",
         "router_replay",
+        "grammar",
         *_ENGINE_CHOICE_SETTINGS,
     ),
     "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),

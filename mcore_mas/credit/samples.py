@@ -54,6 +54,7 @@ class Sample:
         returns: [C] the critic's targets.
         advantages: [C].
         routing: [P + C - 1, ...] experts that the sampler chose, as in `Completion`.
+        grammar: grammar that constrained the sampling, as in `Sampling`.
     """
 
     policy: str
@@ -85,6 +86,7 @@ class Sample:
     returns: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None
     routing: bytes = b""
+    grammar: str = ""
 
     @property
     def trained_tokens(self) -> int:
@@ -156,6 +158,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         scores=turn.scores,
                         step_rewards=rewards_of_steps,
                         routing=turn.routing,
+                        grammar=turn.grammar,
                     )
                 )
     return samples

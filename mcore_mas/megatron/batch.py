@@ -96,6 +96,9 @@ class Microbatch:
             None if all replies were sampled with the latest weights.
         routing: [T, bytes] uint8 experts of each token, encoded as in `Completion.routing`;
             `UNKNOWN_EXPERT` in all bytes of a token without a record.
+        masks: [M, bytes] uint8 different sampling masks: bit `i % 8` of byte `i // 8` is 1 if token
+            i may be sampled. The first mask allows all tokens. None if no sample has a grammar.
+        mask_rows: [N] int64 index into `masks`; None if there are none.
     """
 
     agent: str
@@ -118,6 +121,8 @@ class Microbatch:
     returns: Tensor | None = None
     ages: Tensor | None = None
     routing: Tensor | None = None
+    masks: Tensor | None = None
+    mask_rows: Tensor | None = None
 
     def select(self, selected: Tensor) -> Microbatch:
         """Return the micro-batch of some rows, without the segments that these do not depend on.
@@ -203,10 +208,13 @@ class Microbatch:
         return replace(self, segments=(Segment(tokens=1),), tokens_without_sharing=1, **columns)
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of each column that is not None."""
+        """Yield the name and the tensor of each column that is not None.
+
+        `masks` is no column, because its rows are neither tokens nor trained rows.
+        """
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and field.name != "masks":
                 yield field.name, value
 
     def _index_columns(self, *, tokens: slice | Tensor, rows: Tensor) -> dict[str, Any]:

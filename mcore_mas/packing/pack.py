@@ -16,6 +16,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import UNKNOWN_EXPERT, CostModel, Microbatch, Segment
 from mcore_mas.packing.bin_packing import PackingItem, bin_pack
 from mcore_mas.packing.prefix_tree import PrefixForest, prefix_forest, unshared_forest
+from rollout.models.grammars import GrammarError, Grammars
 
 _NAN = float("nan")
 
@@ -80,11 +81,15 @@ class PackedSamples:
     """
 
     def __init__(
-        self, samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None
+        self,
+        samples: Sequence[Sample],
+        max_tokens: int,
+        cost: CostModel | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Store the samples; the arguments are those of `pack`."""
         self._samples = list(samples)
-        self._pack = partial(pack, max_tokens=max_tokens, cost=cost)
+        self._pack = partial(pack, max_tokens=max_tokens, cost=cost, grammars=grammars)
         self._microbatches: list[Microbatch] | None = None
 
     @property
@@ -132,7 +137,12 @@ class PackedSamples:
 
 
 def pack(
-    samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None, *, share: bool = True
+    samples: Sequence[Sample],
+    max_tokens: int,
+    cost: CostModel | None = None,
+    *,
+    share: bool = True,
+    grammars: Grammars | None = None,
 ) -> list[Microbatch]:
     """Pack the samples of one policy into micro-batches, agent by agent.
 
@@ -147,6 +157,10 @@ def pack(
         cost: cost of micro-batches, and the number of ranks that share the work; None counts
             tokens, on one rank.
         share: False stores every sample separately.
+        grammars: of the model, for samples that a grammar constrained.
+
+    Raises:
+        GrammarError: a sample's grammar does not allow its tokens.
     """
     cost = cost or CostModel()
     sequences = [_Sequence.of(i, sample) for i, sample in enumerate(samples)]
@@ -164,7 +178,7 @@ def pack(
             by_leaf[leaf].append(member)
         rows = [sum(len(member.trained) for member in group) for group in by_leaf]
         for items in bin_pack(forest, rows, max_tokens, cost):
-            microbatches.append(_make_microbatch(agent, forest, by_leaf, items))
+            microbatches.append(_make_microbatch(agent, forest, by_leaf, items, grammars))
     return microbatches
 
 
@@ -202,6 +216,7 @@ def _make_microbatch(
     forest: PrefixForest,
     by_leaf: Sequence[Sequence[_Sequence]],
     items: Sequence[PackingItem],
+    grammars: Grammars | None,
 ) -> Microbatch:
     """Concatenate the items of a micro-batch.
 
@@ -210,6 +225,7 @@ def _make_microbatch(
         forest: prefix forest of the agent's sequences.
         by_leaf: for each sequence of the forest, the samples whose tokens are a prefix of it.
         items: ranges of the forest's sequences.
+        grammars: of the model.
     """
     segments: list[Segment] = []
     token_ids: list[Tensor] = []
@@ -247,6 +263,7 @@ def _make_microbatch(
     labels = [sequence.sample.completion_ids[i] for sequence in sequences for i in sequence.trained]
     row_counts = torch.tensor([len(sequence.trained) for sequence in sequences])
     sequence_indices = _tensor([sequence.index for sequence in sequences], np.int64)
+    masks, mask_rows = _masks(sequences, grammars)
     return Microbatch(
         agent=agent,
         segments=tuple(segments),
@@ -257,6 +274,8 @@ def _make_microbatch(
         labels=_tensor(labels, np.int64),
         sequences=sequence_indices.repeat_interleave(row_counts),
         routing=_routing(stored, samples, token_indices),
+        masks=masks,
+        mask_rows=mask_rows,
         **_columns(samples),
     )
 
@@ -287,6 +306,43 @@ def _routing(
             routing = torch.full((tokens, rows.shape[1]), UNKNOWN_EXPERT, dtype=torch.uint8)
         routing[indices] = rows[: len(indices)]
     return routing
+
+
+def _masks(
+    sequences: Sequence[_Sequence], grammars: Grammars | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the different sampling masks of the trained tokens, and the mask of each of them.
+
+    Most positions have one of few masks, such as that inside of a JSON string, so each is stored
+    once.
+
+    Returns:
+        `masks` and `mask_rows` of `Microbatch`; None and None if no sample has a grammar.
+
+    Raises:
+        GrammarError: a sample's grammar does not allow its tokens.
+    """
+    if not any(sequence.sample.grammar for sequence in sequences):
+        return None, None
+    rows: list[int] = []
+    numbers: dict[bytes, int] = {}
+    for sequence in sequences:
+        sample = sequence.sample
+        if not sample.grammar:
+            rows += [0] * len(sequence.trained)
+            continue
+        where = f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent})"
+        if grammars is None:
+            raise GrammarError(f"{where}: it has a grammar; pack needs the model's grammars")
+        token_ids = sample.completion_ids[: sequence.trained[-1] + 1]
+        try:
+            masks = grammars.masks(sample.grammar, token_ids)
+        except GrammarError as error:
+            raise GrammarError(f"{where}: {error}") from error
+        rows += [numbers.setdefault(masks[i].tobytes(), len(numbers) + 1) for i in sequence.trained]
+    different = [np.frombuffer(mask, np.uint8) for mask in numbers]
+    table = np.stack([np.full_like(different[0], 255), *different])
+    return torch.from_numpy(table), _tensor(rows, np.int64)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def make_players(
             deadline_s=config.collection.call_s,
             max_length=section.max_length,
             overlong_prompts=section.overlong_prompts,
+            constrain=section.grammar,
             max_in_flight=config.policies[policy].max_in_flight or slots[id(host)],
         )
     return players

@@ -24,6 +24,7 @@ from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
+from rollout.models.grammars import Grammars
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class PolicyTrainer:
             if agent.policy == policy and agent.loss_weight
         ]
         self._turns_per_task = {name: config.advantage_of(name).align for name in config.agents}
+        self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
         self._schedule_positions = schedule_positions(config, policy)
         # Number of the latest steps without any finite gradient, whose updates were all skipped.
@@ -137,10 +139,12 @@ class PolicyTrainer:
 
     def _make_batch(self, samples: list[Sample]) -> UpdateBatch:
         max_tokens = self._config.trainer.microbatch_tokens
-        packed = PackedSamples(samples, max_tokens, self._group.cost_model)
+        packed = PackedSamples(samples, max_tokens, self._group.cost_model, self._grammars)
         critic_packed = packed
         if self._critic is not None and self._critic.cost_model.is_distributed:
-            critic_packed = PackedSamples(samples, max_tokens, self._critic.cost_model)
+            critic_packed = PackedSamples(
+                samples, max_tokens, self._critic.cost_model, self._grammars
+            )
         return UpdateBatch(samples=samples, packed=packed, critic_packed=critic_packed)
 
     async def score(self, batches: Sequence[UpdateBatch]) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from rollout.base.deadlines import LateCall, with_deadline
 from rollout.base.errors import EngineError, PromptTooLong
+from rollout.base.processes import say
 from rollout.engines.policy_client import ChatState, PolicyClient, PolicyReply
 from rollout.engines.prompt_length import fit_prompt
 from rollout.engines.protocol import Engine, TokenCallback
 from rollout.engines.rendering import render_chat
 from rollout.models.chat_template import Renderer
+from rollout.models.grammars import GrammarError
 from rollout.models.reply_text import ReplyText
 from rollout.records.trajectory import Completion, Message, Sampling
 
@@ -29,6 +32,7 @@ class EngineClient:
         deadline_s: deadline of a reply, counted from when the call has a slot.
         max_length: tokens of prompt and reply; None if the engine refuses what is too long.
         overlong_prompts: rule for prompts that leave no room for a reply; see `fit_prompt`.
+        constrain: sample under the grammar of a chat's constraint.
     """
 
     engine: Engine
@@ -37,6 +41,7 @@ class EngineClient:
     deadline_s: float | None = None
     max_length: int | None = None
     overlong_prompts: str = "wrong"
+    constrain: bool = False
 
     async def say(
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
@@ -69,6 +74,7 @@ class EngineClient:
                 f"chat {chat.id}: prompt of {len(prompt_ids)} tokens, "
                 f"and there is room for {prompt_limit}"
             )
+        sampling = replace(sampling, grammar=self._grammar(prompt_ids, chat))
         completion = await self._sample_in_chat(prompt_ids, sampling, chat)
         return PolicyReply(
             text=self.renderer.decode(completion.token_ids),
@@ -77,7 +83,18 @@ class EngineClient:
             raw=self.renderer.decode_raw(completion.token_ids),
             tool_format=self.renderer.tool_format,
             root=is_root,
+            grammar=sampling.grammar,
         )
+
+    def _grammar(self, prompt_ids: Sequence[int], chat: ChatState) -> str:
+        """Return the grammar of the chat's reply; "" if any reply will do, or none can be written."""
+        if not self.constrain or chat.constraint is None:
+            return ""
+        try:
+            return self.renderer.grammar(chat.constraint, prompt_ids)
+        except GrammarError as error:
+            _warn_once(f"a reply is sampled without its grammar, which cannot be written: {error}")
+            return ""
 
     async def _sample(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         async with self.slots:
@@ -111,6 +128,12 @@ class EngineClient:
         if not monitor.ended_by_chat:
             _check_complete(completion)
         return completion
+
+
+@cache
+def _warn_once(line: str) -> None:
+    """Print a line, unless it was printed before."""
+    say(line)
 
 
 def _check_complete(completion: Completion) -> None:

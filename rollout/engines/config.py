@@ -12,7 +12,7 @@ from rollout.base.section import Section
 from rollout.base.signatures import check_call, check_methods
 from rollout.base.urls import Url, check_private
 from rollout.engines.registry import ENGINES, TRANSPORTS, transport_error
-from rollout.engines.sglang.arguments import argument_error, graph_error
+from rollout.engines.sglang.arguments import argument_error, graph_error, with_dashes
 
 # Methods that an engine class of the user's own must have, with their parameters.
 _REQUIRED_METHODS = {
@@ -49,6 +49,8 @@ class EngineConfig(Section):
     deterministic: bool = False
     # Route the tokens of a mixture in the trainer to the experts that the engine chose.
     router_replay: bool = False
+    # Constrain replies to the JSON schema or the tool call that a call of the gateway requires.
+    grammar: bool = False
     # Transport of new weights; None: the engine's default.
     transport: str | None = None
     # Folder for weights that trainer and engine see; None: one in shared memory.
@@ -134,7 +136,27 @@ class EngineConfig(Section):
                 f"router_replay: '{self.name}' does not say which experts it chose; "
                 f"use {' or '.join(TRANSPORTS)}"
             )
+        if self.grammar:
+            self._check_grammar()
         return self
+
+    def _check_grammar(self) -> None:
+        if self.name not in TRANSPORTS:
+            raise ValueError(
+                f"grammar: '{self.name}' does not say that it follows grammars, and the trainer "
+                f"would assume it; use {' or '.join(TRANSPORTS)}"
+            )
+        options = with_dashes(self.options)
+        if options.get("grammar-backend", "llguidance") != "llguidance":
+            raise ValueError(
+                "grammar: the trainer computes the masks of llguidance; remove "
+                "options.grammar-backend"
+            )
+        if options.get("reasoning-parser"):
+            raise ValueError(
+                "grammar: with options.reasoning-parser, SGLang samples thoughts without the "
+                "grammar, which already allows them; remove it"
+            )
 
     def _check_own_class(self) -> None:
         engine_class: Any = lookup("engine", self.name, ENGINES)

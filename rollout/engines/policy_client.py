@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.models.grammars import ReplyConstraint
 from rollout.models.tool_calls import ToolFormat, ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, Turn
 
@@ -21,6 +22,7 @@ class ChatState:
         hear: callback that gets the text of the reply so far, with tool calls and thoughts, and the
             format of the tool calls; returns False to end the reply.
         stops: texts that end the reply, outside of thoughts and tool calls.
+        constraint: form that the reply must have, if the client constrains replies.
     """
 
     id: str
@@ -28,6 +30,7 @@ class ChatState:
     before: Turn | None = None
     hear: Callable[[str, ToolFormat], bool] | None = None
     stops: tuple[str, ...] = ()
+    constraint: ReplyConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class PolicyReply:
         raw: text with special tokens, without the end of the reply; None for a single reply.
         tool_format: format in which the policy calls tools.
         root: True if the prompt's tokens do not continue those of the chat's latest turn.
+        grammar: grammar that constrained the sampling, as in `Sampling`.
     """
 
     text: str
@@ -51,6 +55,7 @@ class PolicyReply:
     raw: str | None = None
     tool_format: ToolFormat = "fenced"
     root: bool = False
+    grammar: str = ""
 
 
 class PolicyClient(Protocol):

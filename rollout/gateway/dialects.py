@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.gateway.errors import GatewayError
 from rollout.gateway.formats import ReplyFormat, schema_problem
-from rollout.gateway.tools import TEXT_ARGUMENT, RequestTools, field_name
+from rollout.gateway.tools import ANY_TOOL, TEXT_ARGUMENT, RequestTools, field_name
+from rollout.models.grammars import ReplyConstraint
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Message, ToolUse
 
@@ -71,6 +72,26 @@ class ChatRequest:
     logprobs: bool = False
     seed: int | None = None
     unheeded: tuple[str, ...] = ()
+
+    @property
+    def constraint(self) -> ReplyConstraint | None:
+        """Form that the reply must have, or None if any reply will do.
+
+        With a format of the reply, tools may be called in its place. A call of a tool that the
+        request does not describe cannot be required.
+        """
+        tools = self.tools
+        if self.must_call not in (None, ANY_TOOL):
+            tools = tuple(tool for tool in tools if tool.name == self.must_call)
+        must_call = self.must_call is not None and bool(tools)
+        reply_format = self.reply_format
+        if reply_format is None and not must_call:
+            return None
+
+        schema = None
+        if reply_format is not None and not must_call:
+            schema = {"type": "object"} if reply_format.schema is None else reply_format.schema
+        return ReplyConstraint.of(schema, tools, parallel_calls=self.parallel_calls)
 
     def cut_at_stop(self, text: str) -> tuple[str, str | None]:
         """Return the text before the first stop, and that stop; the whole text and None without."""

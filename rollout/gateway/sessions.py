@@ -277,6 +277,7 @@ class GatewaySession:
                 request.sampling,
                 request.reply_format,
                 request.must_call,
+                request.parallel_calls,
                 request.logprobs,
             )
         )
@@ -301,7 +302,12 @@ class GatewaySession:
         chat, new_messages = self._open_chat(request, agent, match, chat_id)
         on_text = update_call if request.stream else None
         with _template_errors():
-            agent_reply = await chat.go_on(new_messages, stops=request.stop, on_text=on_text)
+            agent_reply = await chat.go_on(
+                new_messages,
+                stops=request.stop,
+                on_text=on_text,
+                constraint=request.constraint,
+            )
         if any(message.role == "assistant" for message in new_messages):
             self.team.score(agent_reply.turn, root=1.0)
 

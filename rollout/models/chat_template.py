@@ -14,6 +14,7 @@ from retrieval.regular_files import read_regular_text
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
 from rollout.base.yaml_files import read_yaml
+from rollout.models.grammars import ReplyConstraint, ReplySyntax, Thoughts, reply_grammar
 from rollout.models.safe_tokenizer import SafeTokenizer
 from rollout.models.template_trial import template_problem
 from rollout.models.tool_calls import ToolSchema, detect_tool_format, write_tools_as_text
@@ -29,6 +30,11 @@ _ADVICE = f"set chat_template to one of {', '.join(CHAT_TEMPLATES)}, or take ano
 # Prompts without tools whose text and tokens are cached: trajectories of a group begin with the same
 # prompt.
 _CACHED_PROMPTS = 64
+
+# Grammars of replies that are cached: trajectories of a group call with the same schemas.
+_CACHED_GRAMMARS = 64
+
+_LAST_PROMPT_TOKENS = 16  # tokens of a prompt that can contain a mark of thoughts at its end
 
 # Stand-ins for the thoughts and the text of a reply: characters that no template changes.
 _THOUGHTS_MARK = "\ue001"
@@ -135,6 +141,8 @@ class Renderer:
         self._depends_on_time = "strftime_now" in template_text
         self._cached_text = lru_cache(_CACHED_PROMPTS)(self._apply_template)
         self._cached_encode = lru_cache(_CACHED_PROMPTS)(self._safe.encode)
+        self._cached_grammar = lru_cache(_CACHED_GRAMMARS)(self._write_grammar)
+        self._mentions_thoughts = "</think>" in template_text
 
         turn_end = self._turn_end(model, template)
         self.stop = _reply_ends(model, turn_end, self._tokenizer.eos_token_id)
@@ -305,6 +313,36 @@ class Renderer:
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt's tokens with all special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text, in which it may open or close a thought."""
+        return self.decode_prompt(prompt_ids[-_LAST_PROMPT_TOKENS:]).rstrip()
+
+    def grammar(self, constraint: ReplyConstraint, prompt_ids: Sequence[int]) -> str:
+        """Return the grammar of a constrained reply to a prompt (see `reply_grammar`).
+
+        A reply may begin with thoughts if the chat template mentions them, unless the prompt
+        contains closed ones.
+
+        Raises:
+            GrammarError: a schema cannot be expressed.
+        """
+        prompt_end = self.prompt_end(prompt_ids)
+        thoughts: Thoughts = "optional" if self._mentions_thoughts else "none"
+        if prompt_end.endswith("<think>"):
+            thoughts = "open"
+        elif prompt_end.endswith("</think>"):
+            thoughts = "none"
+        return self._cached_grammar(constraint, thoughts)
+
+    def _write_grammar(self, constraint: ReplyConstraint, thoughts: Thoughts) -> str:
+        syntax = ReplySyntax(
+            tool_format=self.tool_format,
+            ends=self.stop,
+            thoughts=thoughts,
+            special_tokens=self._safe.special_tokens,
+        )
+        return reply_grammar(constraint, syntax)
 
     def decode_next(self, stream: DecodeStream, token: int) -> str | None:
         """Return the text that the next token of a reply completes.

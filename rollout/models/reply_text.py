@@ -8,7 +8,6 @@ from rollout.models.chat_template import Renderer
 from rollout.models.tool_calls import CALL_SPLITTERS, split_thoughts
 
 _THOUGHT_START = "<think>"
-_LAST_PROMPT_TOKENS = 8  # tokens of a prompt that can contain the start of a thought
 
 
 class ReplyText:
@@ -45,8 +44,7 @@ class ReplyText:
         # the older text. Besides, a stop there may have been ignored until now, because only a
         # reply longer than "<think" shows whether it begins with a thought.
         self._searched_chars = max(map(len, stops), default=0) + len("<think")
-        prompt_end = renderer.decode_prompt(prompt_ids[-_LAST_PROMPT_TOKENS:])
-        self._prompt_opens_thought = prompt_end.rstrip().endswith(_THOUGHT_START)
+        self._prompt_opens_thought = renderer.prompt_end(prompt_ids).endswith(_THOUGHT_START)
         self._begin()
 
     def _begin(self) -> None:

@@ -32,6 +32,7 @@ class SafeTokenizer:
 
     Attributes:
         tokenizer: the Hugging Face tokenizer.
+        special_tokens: ids of all special tokens by their text.
         special_ids: ids of all special tokens.
         special_pattern: matches the text of any special token.
     """
@@ -59,13 +60,13 @@ class SafeTokenizer:
                 f"{model}: the tokenizer cannot be loaded ({reason}); expected a Hugging Face folder "
                 "with its tokenizer.json"
             ) from error
-        special_tokens = {
-            number: token.content
+        self.special_tokens = {
+            token.content: number
             for number, token in self.tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self.special_ids = frozenset(special_tokens)
-        special_texts = set(special_tokens.values())
+        self.special_ids = frozenset(self.special_tokens.values())
+        special_texts = set(self.special_tokens)
         self.special_pattern = _match_any(special_texts)
         self._pattern_of_replies = _match_any(special_texts - {PYTHON_TAG})
 

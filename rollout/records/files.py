@@ -168,6 +168,7 @@ _UNREAD_TURN_FIELDS: dict[str, Any] = {
     "text": "",
     "versions": (),
     "routing": b"",
+    "grammar": "",
 }
 
 

@@ -143,6 +143,8 @@ class Sampling:
         stop: token ids that end a completion.
         seed: 64-bit seed. Equal seeds, prompts and weights give equal tokens, if the engine is
             deterministic.
+        grammar: Lark grammar that the completion must follow (see `rollout.models.grammars`); ""
+            allows all tokens.
         session: requests of one session are sent to the same prefix cache.
     """
 
@@ -152,6 +154,7 @@ class Sampling:
     max_tokens: int = 512
     stop: tuple[int, ...] = ()
     seed: int = 0
+    grammar: str = ""
     session: str = field(default="", compare=False)
 
 
@@ -170,7 +173,8 @@ class Completion:
 
     Attributes:
         token_ids: sampled tokens [C], including the stop token.
-        logprobs: log-probabilities [C] of the full distribution after temperature.
+        logprobs: log-probabilities [C] after temperature, of the distribution over the tokens that
+            the grammar allows, or over all tokens without one.
         finish_reason: "stop", "length" or "abort".
         versions: versions of the weights that sampled the tokens.
         cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
@@ -255,7 +259,7 @@ class Turn:
             it describes none. The name is that of the column too.
         prompt_ids: prompt tokens [P].
         completion_ids: sampled tokens [C], including the stop token.
-        logprobs: log-probabilities [C] after temperature.
+        logprobs: log-probabilities [C], as in `Completion`.
         text: completion without special tokens.
         finish_reason: "stop", "length" or "abort".
         valid: True if the reply is not malformed: it is not cut off, the role's parser read a value
@@ -269,6 +273,7 @@ class Turn:
         started_s: Unix time.
         took_s: seconds until the reply was complete, including the wait for a slot.
         routing: experts of prompt and completion [P + C - 1, ...].
+        grammar: grammar that constrained the sampling, as in `Sampling`.
     """
 
     index: int
@@ -296,6 +301,7 @@ class Turn:
     started_s: float = field(default=0.0, compare=False)
     took_s: float = field(default=0.0, compare=False)
     routing: Routing = field(default=b"", repr=False)
+    grammar: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         clean_fields(self, "text")

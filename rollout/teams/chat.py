@@ -12,6 +12,7 @@ from rollout.base.errors import PromptTooLong
 from rollout.engines import ChatState
 from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool, call_tool
+from rollout.models.grammars import ReplyConstraint
 from rollout.models.tool_calls import ToolFormat
 from rollout.records.call_record import CallRecord
 from rollout.records.trajectory import Message, ToolUse, Turn
@@ -117,6 +118,7 @@ class Chat:
         *,
         stops: tuple[str, ...] = (),
         on_text: Callable[[str, ToolFormat], bool] | None = None,
+        constraint: ReplyConstraint | None = None,
     ) -> AgentReply:
         """Reply to the messages of a caller that keeps the conversation and makes the tool calls.
 
@@ -124,11 +126,12 @@ class Chat:
             messages: new messages of the conversation.
             stops: texts that end the reply (see `ChatState.stops`).
             on_text: called with the reply as it grows (see `ChatState.hear`).
+            constraint: form of the reply (see `ChatState.constraint`).
 
         Raises:
             PromptTooLong: the messages leave no room for a reply.
         """
-        self._state = replace(self._state, stops=stops, hear=on_text)
+        self._state = replace(self._state, stops=stops, hear=on_text, constraint=constraint)
         self.messages += messages
         reply = await self._reply()
         if self.full:

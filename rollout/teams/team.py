@@ -414,6 +414,7 @@ def _turn(
         chat=call.chat.id if call.chat else "",
         masked=not policy_reply.trainable,
         routing=completion.routing,
+        grammar=policy_reply.grammar,
     )
 
 

@@ -13,6 +13,8 @@ If the file of settings (`--config`) names a key, requests need it.
 With --enable-lora the server loads adapters by name as SGLang 0.5.23 does
 (managers/tokenizer_control_mixin.py). It refuses adapters for their rank, their modules or DoRA.
 Unloading an adapter waits for its requests.
+
+It refuses requests with a grammar if it has no tokenizer, or another backend than llguidance.
 """
 
 import base64
@@ -40,6 +42,7 @@ STATE: dict[str, Any] = {
     "aborted": [],  # ids of aborted requests
     "adapters": {},  # folder by name
     "asked": [],  # adapter of each request for tokens
+    "grammars": [],  # grammar of each request for tokens that has one
 }
 FREE = threading.Event()
 RUNNING_REQUESTS = Counter[str]()  # by adapter
@@ -59,6 +62,12 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
     adapter = body.get("lora_path", "")
     if adapter and adapter not in STATE["adapters"]:
         return {"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}}
+    grammar = body["sampling_params"].get("ebnf")
+    if grammar is not None:
+        has_backend = OPTIONS.get("--grammar-backend") == "llguidance"
+        if not has_backend or "--skip-tokenizer-init" in ARGUMENTS:
+            return {"error": {"message": "Grammar-based generation is not supported"}}
+        STATE["grammars"].append(grammar)
     STATE["asked"].append(adapter)
     RUNNING_REQUESTS[adapter] += 1
     try:
@@ -193,7 +202,7 @@ def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
         STATE["version"] = body["weight_version"]
     if path in ("/pause_generation", "/continue_generation"):
         STATE["paused"] = path == "/pause_generation"
-    state = {name: STATE[name] for name in ("calls", "adapters", "asked")}
+    state = {name: STATE[name] for name in ("calls", "adapters", "asked", "grammars")}
     return {"arguments": ARGUMENTS, **state}
 
 

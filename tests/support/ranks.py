@@ -29,6 +29,7 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
+from rollout.models.grammars import Grammars
 from rollout.models.layout import ParallelLayout
 from rollout.models.tensors import WeightStream, join_blocks
 from rollout.sync.transport import SyncRoute, make_sender
@@ -447,6 +448,8 @@ def differentiate_entropy(
     weight: torch.Tensor,
     labels: torch.Tensor,
     temperatures: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> None:
     """Write log p and H, and the gradients of Σ (n + 1) (log p_n + 2 H_n).
 
@@ -465,7 +468,15 @@ def differentiate_entropy(
         local_hidden = hidden.clone().requires_grad_()
         shard = padded.chunk(ranks)[rank].clone().requires_grad_()
         logprobs, entropies = head.logprobs_and_entropy(
-            local_hidden, shard, labels, temperatures, vocab, embeds=False, exact=False
+            local_hidden,
+            shard,
+            labels,
+            temperatures,
+            vocab,
+            embeds=False,
+            exact=False,
+            masks=masks,
+            mask_rows=mask_rows,
         )
         factor = torch.arange(1.0, len(labels) + 1)
         (factor * (logprobs + 2 * entropies)).sum().backward()
@@ -476,6 +487,15 @@ def differentiate_entropy(
             "entropy": entropies.detach(),
         }
         torch.save(results, out / f"{name}_{rank}.pt")
+
+
+def train_constrained(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Write the scores of samples with grammars, and the weights after an update."""
+    trainer = MegatronTrainer(spec)
+    batches = pack(samples, 256, grammars=Grammars(spec.model))
+    scores = [torch.tensor(row) for row in unpack(batches, trainer.score(batches), samples)]
+    trainer.update(batches)
+    torch.save({"scores": scores, "weights": copy_weights(trainer)}, out / f"rank{rank}.pt")
 
 
 def compare_tree_gradients(

@@ -141,6 +141,8 @@ class PackedGPTModel(GPTModel):
             self._vocab,
             embeds=embeds,
             exact=self.config.deterministic_mode,
+            masks=self._microbatch.masks,
+            mask_rows=self._microbatch.mask_rows,
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
 from mcore_mas.megatron.main_grad import HeadWeightGrad
+from mcore_mas.megatron.model.column_masks import FORBIDDEN_LOGIT, ColumnMasks
 from mcore_mas.megatron.model.cpu_ops import exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.linear import linear_product
@@ -75,12 +76,15 @@ def logprobs_and_entropy(
     *,
     embeds: bool,
     exact: bool,
+    masks: Tensor | None = None,
+    mask_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of `labels` and entropies of the policy, in float32.
 
-    The policy is softmax(hidden · weightᵀ / temperature). Both are differentiable; an entropy that
-    no loss uses costs nothing in the backward pass. Logits are computed in chunks of rows, and most
-    of them again in the backward pass, so that they never exist for all rows at once.
+    The policy is softmax(hidden · weightᵀ / temperature) over the tokens that a row's mask allows.
+    Both are differentiable; an entropy that no loss uses costs nothing in the backward pass. Logits
+    are computed in chunks of rows, and most of them again in the backward pass, so that they never
+    exist for all rows at once.
 
     Args:
         hidden: [N, hidden], the same on every tensor-parallel rank. So is its gradient.
@@ -90,6 +94,7 @@ def logprobs_and_entropy(
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
         embeds: True if the weight is also the embedding of this rank's tokens.
         exact: True if the bits of a row's logits must not depend on the other rows.
+        masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
 
     Returns:
         Natural log-probabilities [N]; entropies [N] in nats.
@@ -97,14 +102,19 @@ def logprobs_and_entropy(
     first_column = len(weight) * parallel_state.get_tensor_model_parallel_rank()
     columns = max(0, min(len(weight), vocab - first_column))
     local_labels = labels - first_column
+    column_masks = None
+    if masks is not None and mask_rows is not None:
+        column_masks = ColumnMasks(
+            masks=masks, rows=mask_rows, first_column=first_column, columns=columns
+        )
     if use_triton(weight.device):
         chunks = list(_chunks(len(labels), weight))
         logprobs, entropy = KernelHead.apply(
-            hidden, weight, local_labels, temperatures, columns, embeds, chunks
+            hidden, weight, local_labels, temperatures, columns, embeds, chunks, column_masks
         )
     else:
         logprobs, entropy = ChunkedHead.apply(
-            hidden, weight, local_labels, temperatures, columns, embeds, exact
+            hidden, weight, local_labels, temperatures, columns, embeds, exact, column_masks
         )
     return logprobs, entropy
 
@@ -112,9 +122,10 @@ def logprobs_and_entropy(
 class ChunkedHead(torch.autograd.Function):
     """Log-probabilities and entropies, in chunks of rows; see `logprobs_and_entropy`.
 
-    `apply(hidden, weight, labels, temperatures, columns, embeds, exact)`: `labels` are counted from
-    this rank's first column; a label outside its columns belongs to another rank. `columns` is the
-    number of this rank's columns without padding.
+    `apply(hidden, weight, labels, temperatures, columns, embeds, exact, masks)`: `labels` are
+    counted from this rank's first column; a label outside its columns belongs to another rank.
+    `columns` is the number of this rank's columns without padding, and `masks` are the rows'
+    `ColumnMasks`, or None.
     """
 
     @staticmethod
@@ -127,6 +138,7 @@ class ChunkedHead(torch.autograd.Function):
         columns: int,
         embeds: bool,
         exact: bool,
+        masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         # Of each row: the largest logit; after its subtraction the sum of exponentials Z, the
@@ -143,6 +155,8 @@ class ChunkedHead(torch.autograd.Function):
                 exponentials.popleft()  # free the memory before the next chunk needs it
 
             logits = _logits(hidden[chunk], weight, temperatures[chunk], columns, exact)
+            if masks is not None:
+                masks.apply(logits, chunk)
             peak[chunk] = logits.amax(dim=-1)
             dist.all_reduce(peak[chunk], op=dist.ReduceOp.MAX, group=group)
             logits.sub_(peak[chunk, None])
@@ -166,6 +180,7 @@ class ChunkedHead(torch.autograd.Function):
         ctx.columns = columns
         ctx.embeds = embeds
         ctx.exact = exact
+        ctx.masks = masks
         ctx.exponentials = exponentials
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.save_for_backward(hidden, weight, labels, temperatures, peak, z, entropy)
@@ -198,6 +213,8 @@ class ChunkedHead(torch.autograd.Function):
                 gradient = ctx.exponentials.popleft()
             else:
                 logits = _logits(hidden[chunk], weight, temperatures[chunk], ctx.columns, ctx.exact)
+                if ctx.masks is not None:
+                    ctx.masks.apply(logits, chunk)
                 gradient = exponential(logits.sub_(peak[chunk, None]), ctx.exact)
                 del logits
 
@@ -219,7 +236,7 @@ class ChunkedHead(torch.autograd.Function):
 
         # Every rank has computed the part of its own columns.
         dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return grad_hidden, weight_grad.result(), None, None, None, None, None
+        return grad_hidden, weight_grad.result(), None, None, None, None, None, None
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
@@ -239,13 +256,13 @@ def _chunk_bytes(weight: Tensor) -> int:
 def _logits(
     hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool
 ) -> Tensor:
-    """Compute float32 logits after temperature; padding columns are -1e30."""
+    """Compute float32 logits after temperature; padding columns are `FORBIDDEN_LOGIT`."""
     multiply = row_product if exact else linear_product
     logits = multiply(hidden, weight).float()
     # On a GPU the test for 1 would make the host wait.
     if logits.device.type != "cpu" or (temperatures != 1).any():
         logits.div_(temperatures[:, None])
-    logits[:, columns:] = -1e30
+    logits[:, columns:] = FORBIDDEN_LOGIT
     return logits
 
 

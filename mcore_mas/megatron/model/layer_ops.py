@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_mas.megatron.main_grad import HeadWeightGrad, mark_grad_as_added
+from mcore_mas.megatron.model.column_masks import ColumnMasks
 
 # Smallest number of elements in a block of a norm.
 _NORM_BLOCK = 2048
@@ -292,10 +293,11 @@ head_logits_gradient.register_fake(
 class KernelHead(torch.autograd.Function):
     """Log-probabilities and entropies with Triton's kernels; see `logprobs_and_entropy`.
 
-    `apply(hidden, weight, labels, temperatures, columns, embeds, chunks)`: `labels` are counted
-    from this rank's first column, `columns` is the number of its columns without padding, `embeds`
-    is True if the embedding shares the weight and passes on a gradient itself, and `chunks` are
-    the row ranges that are computed together. The gradient of the weight is added to
+    `apply(hidden, weight, labels, temperatures, columns, embeds, chunks, masks)`: `labels` are
+    counted from this rank's first column, `columns` is the number of its columns without padding,
+    `embeds` is True if the embedding shares the weight and passes on a gradient itself, `chunks`
+    are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`, or
+    None. The gradient of the weight is added to
     Megatron's float32 buffer, if there is one. Logits are float32, and never rounded to the
     factors' bfloat16.
     """
@@ -310,6 +312,7 @@ class KernelHead(torch.autograd.Function):
         columns: int,
         embeds: bool,
         chunks: Sequence[slice],
+        masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         # Statistics of the logits in this rank's columns, in the order of `head_row_statistics`:
         # peak, Σ exp, Σ z exp, and the label's logit.
@@ -318,6 +321,8 @@ class KernelHead(torch.autograd.Function):
         for chunk in chunks:
             del logits  # free the memory before the next chunk needs it
             logits = _float32_logits(hidden[chunk], weight)
+            if masks is not None:
+                masks.apply(logits, chunk)
             statistics[:, chunk] = head_row_statistics(
                 logits, labels[chunk], temperatures[chunk], columns
             )
@@ -336,6 +341,7 @@ class KernelHead(torch.autograd.Function):
         ctx.columns = columns
         ctx.embeds = embeds
         ctx.chunks = chunks
+        ctx.masks = masks
         ctx.main_grad = getattr(weight, "main_grad", None)
         # The last chunk's logits are kept, the others' computed again.
         ctx.save_for_backward(hidden, weight, labels, temperatures, log_z, entropy, logits)
@@ -362,6 +368,8 @@ class KernelHead(torch.autograd.Function):
         for chunk in ctx.chunks:
             is_last = chunk is ctx.chunks[-1]
             logits = last_logits if is_last else _float32_logits(hidden[chunk], weight)
+            if ctx.masks is not None and not is_last:
+                ctx.masks.apply(logits, chunk)
             grad_logits = head_logits_gradient(
                 logits,
                 labels[chunk],
@@ -376,7 +384,7 @@ class KernelHead(torch.autograd.Function):
 
         # Every rank has computed the part of its own columns.
         dist.all_reduce(grad_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return grad_hidden, weight_grad.result(), None, None, None, None, None
+        return grad_hidden, weight_grad.result(), None, None, None, None, None, None
 
 
 def _float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,8 +30,12 @@ from rollout.engines.prompt_length import request_error
 from rollout.engines.protocol import Tag
 from rollout.models.adapter_weights import AdapterWeights
 from rollout.models.architecture import read_architecture
+from rollout.models.grammars import GrammarError, Grammars
 from rollout.models.tensors import WeightStream, read_tensors
 from rollout.records.trajectory import Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
@@ -78,6 +83,7 @@ class EmbeddedEngine:
         reuse_prefixes: bool = True,
         deterministic: bool = False,
         routing: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """Allocate the KV cache.
 
@@ -85,6 +91,7 @@ class EmbeddedEngine:
             rows: sequences that the cache holds, running or for the reuse of their prefixes.
             version: of the decoder's weights.
             routing: record the experts of each token in the completions.
+            grammars: of the model; None refuses requests that have a grammar.
         """
         self.decoder = exact_decoder(decoder) if deterministic else decoder
         self.max_length = decoder.max_length
@@ -92,6 +99,7 @@ class EmbeddedEngine:
         self.interrupt: np.ndarray | None = None
         self._reuse_prefixes = reuse_prefixes
         self._routing = routing
+        self._grammars = grammars
         self._one_by_one = deterministic and not self.decoder.exact
         self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: KVCache | None = None
@@ -128,6 +136,7 @@ class EmbeddedEngine:
             reuse_prefixes=reuse_prefixes,
             deterministic=deterministic,
             routing=routing,
+            grammars=Grammars(folder),
         )
 
     @property
@@ -160,6 +169,13 @@ class EmbeddedEngine:
         if problem:
             self._done.append((request_id, EngineError(problem)))
             return
+        matcher = None
+        if sampling.grammar:
+            try:
+                matcher = self._match(sampling.grammar)
+            except GrammarError as error:
+                self._done.append((request_id, EngineError(f"the grammar of the reply: {error}")))
+                return
         self._waiting.append(
             Generation(
                 id=request_id,
@@ -167,8 +183,15 @@ class EmbeddedEngine:
                 sampling=sampling,
                 adapter=adapter,
                 notify_every=notify_every,
+                matcher=matcher,
             )
         )
+
+    def _match(self, grammar: str) -> LLMatcher:
+        """Return a matcher of a grammar; raise GrammarError if there can be none."""
+        if self._grammars is None:
+            raise GrammarError("this engine was made without the tokenizer of its model")
+        return self._grammars.matcher(grammar)
 
     def exchange(
         self, requests: list[Request], aborts: list[int], budget_s: float = 0.0
@@ -374,9 +397,7 @@ class EmbeddedEngine:
             self._finish(row, "stop" if is_stop else "length")
         for row in placed[broken].tolist():
             generation = rows.generations[row]
-            version = generation.versions[-1][0]
-            error = EngineError(f"weights version {version} give logits that are not finite")
-            self._done.append((generation.id, error))
+            self._done.append((generation.id, generation.failure()))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
             self._cache.clear(row)

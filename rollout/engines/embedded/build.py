@@ -16,6 +16,7 @@ from rollout.engines.embedded.local import LocalEngine, LocalReplicas
 from rollout.engines.embedded.replicas import ReplicatedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.engines.registry import TRANSPORTS
+from rollout.models.grammars import Grammars
 
 
 def build_embedded_engines(request: EngineRequest) -> list[Any]:
@@ -113,4 +114,5 @@ def _copy_engine(request: EngineRequest, engine: EmbeddedEngine, device: str) ->
         rows=config.slots,
         version=request.version,
         deterministic=config.deterministic,
+        grammars=Grammars(request.model),
     )

@@ -13,6 +13,7 @@ from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
+from rollout.models.grammars import Grammars
 from rollout.models.tensors import checksum, compare_checksums, read_tensors
 from rollout.sync.shared import SharedWeights
 
@@ -72,6 +73,7 @@ class EngineActor(EmbeddedEngine):
             version=weights.version,
             deterministic=settings.deterministic,
             routing=settings.routing,
+            grammars=Grammars(settings.folder),
         )
         # The client sets the interrupt flag in the files of all slots, so the first one is enough.
         for shared in self._shared:

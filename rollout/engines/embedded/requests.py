@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.base.errors import EngineError
 from rollout.records.trajectory import Completion, Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class Generation:
         versions: (weights version, its first completion token), in order.
         cached_tokens: prompt tokens whose keys were reused.
         reported: completion tokens that were reported as `NewTokens`.
+        matcher: state of the grammar behind the sampled tokens; None if all tokens are allowed.
     """
 
     id: int
@@ -63,3 +68,11 @@ class Generation:
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached_tokens: int = 0
     reported: int = 0
+    matcher: LLMatcher | None = None
+
+    def failure(self) -> EngineError:
+        """Return the error of a request without a finite log-probability."""
+        if self.matcher is not None and self.matcher.is_error():
+            return EngineError(f"the grammar of the reply: {self.matcher.get_error()}")
+        version = self.versions[-1][0]
+        return EngineError(f"weights version {version} give logits that are not finite")

@@ -1,13 +1,16 @@
 """Rows of the embedded engine's KV cache: the request and the tokens that each holds."""
 
+import math
 from collections import defaultdict
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rollout.engines.embedded.cache import DecodeBatch
 from rollout.engines.embedded.requests import Generation, NewTokens
 from rollout.engines.embedded.sampling import sample_tokens, uniforms
+from rollout.models.grammars import next_mask, unpack_masks
 from rollout.records.trajectory import Completion, VersionSpan
 
 _NEVER = np.iinfo(np.int64).max
@@ -186,7 +189,23 @@ class CacheRows:
         return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(span,))
 
     def sample(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample the next tokens [N] of `rows` [N] from logits [N, V], with logprobs [N]."""
+        """Sample the next tokens [N] of `rows` [N] from logits [N, V], with logprobs [N].
+
+        Tokens that a row's grammar forbids get the logit -∞.
+        """
+        constrained = [
+            (index, generation.matcher)
+            for index, generation in enumerate(self.generations[rows])
+            if generation.matcher is not None
+        ]
+        if constrained:
+            masks = np.stack([next_mask(matcher) for _, matcher in constrained])
+            is_forbidden = np.zeros(logits.shape, dtype=bool)
+            is_forbidden[[index for index, _ in constrained]] = ~unpack_masks(
+                masks, logits.shape[1]
+            )
+            logits = logits.masked_fill(torch.from_numpy(is_forbidden).to(logits.device), -math.inf)
+
         tokens, logprobs = sample_tokens(
             logits,
             temperature=self.temperature[rows],
@@ -194,7 +213,12 @@ class CacheRows:
             top_k=self.top_k[rows],
             uniform=uniforms(self.seed[rows], self.size[rows] - self.prompt_size[rows]),
         )
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        sampled = tokens.cpu().numpy()
+        sampled_logprobs = logprobs.cpu().numpy()
+        for index, matcher in constrained:
+            if np.isfinite(sampled_logprobs[index]):  # otherwise the request ends with an error
+                matcher.consume_token(int(sampled[index]))
+        return sampled, sampled_logprobs
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray

@@ -60,6 +60,7 @@ def sglang_settings(request: EngineRequest) -> SGLangSettings:
         environment=config.environment,
         compare_servers=config.compare_servers,
         routing=request.trained and config.router_replay,
+        grammar=config.grammar,
         adapters=request.adapters,
         restarts=config.restarts,
         start_s=config.start_deadline_s(request.model),

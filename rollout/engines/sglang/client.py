@@ -196,6 +196,8 @@ def request_body(
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": not sampling.stop,  # it would ignore stop_token_ids too
     }
+    if sampling.grammar:
+        sampling_params["ebnf"] = sampling.grammar  # llguidance's backend takes Lark here too
     if seeded:
         sampling_params["sampling_seed"] = sampling.seed % 2**31
     body: dict[str, Any] = {

@@ -51,6 +51,7 @@ class SGLangSettings:
         environment: variables of the servers.
         compare_servers: compare the servers' checksums with each other after every update.
         routing: completions name the experts of each token.
+        grammar: requests may have a grammar.
         adapters: adapters that the servers hold in addition to the model, which is then frozen.
         restarts: per hour.
         start_s: seconds that a server may take to answer for the first time.
@@ -83,6 +84,7 @@ class SGLangSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     compare_servers: bool = True
     routing: bool = False
+    grammar: bool = False
     adapters: Sequence[AdapterShape] = ()
     restarts: int = 2
     start_s: float = 900.0
@@ -116,7 +118,7 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments that `options`, adapters and routing give the servers."""
+        """Arguments that `options`, adapters, routing and grammars give the servers."""
         options = with_dashes(self.options)
         arguments: dict[str, Any] = {}
         if self.adapters:
@@ -135,6 +137,10 @@ class SGLangSettings:
                 # On Blackwell, SGLang's own choice routes within a kernel and returns 0 for all
                 # experts (`bind_runner_backend` of layers/moe/topk.py).
                 arguments["moe-runner-backend"] = "triton"
+        if self.grammar:
+            # The trainer computes the masks with the same library.
+            arguments["grammar-backend"] = "llguidance"
+            arguments["skip-tokenizer-init"] = False
         return arguments | options
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +63,25 @@ def test_router_replay_needs_an_engine_that_records_experts() -> None:
     )
     with pytest.raises(ValueError, match=message):
         EngineConfig(name=OWN_ENGINE, router_replay=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"name": OWN_ENGINE}, "does not say that it follows grammars"),
+        (
+            {"name": "sglang", "python": "python", "options": {"grammar-backend": "xgrammar"}},
+            "remove options.grammar-backend",
+        ),
+        (
+            {"name": "sglang", "python": "python", "options": {"reasoning_parser": "qwen3"}},
+            "options.reasoning-parser",
+        ),
+    ],
+)
+def test_grammars_need_an_engine_whose_masks_the_trainer_knows(
+    settings: dict[str, Any], problem: str
+) -> None:
+    EngineConfig(**settings)
+    with pytest.raises(ValueError, match=problem):
+        EngineConfig(**settings, grammar=True)

@@ -103,6 +103,21 @@ def test_a_session_goes_elsewhere_when_its_replica_has_no_free_row(folder: Path)
         assert len(set(tokens[:4])) == 1  # the session's own replica, as long as it has rows
 
 
+def test_a_grammar_is_sent_to_servers_that_were_started_for_grammars(make: Make) -> None:
+    grammar = '%llguidance {}\nstart: "yes" <[2]>\n'
+    sampling = Sampling(max_tokens=3, grammar=grammar)
+
+    async def ask(engine: SGLangEngine) -> list[str]:
+        await engine.generate([1], sampling)
+        await generate(engine, [1])
+        grammars: list[str] = (await server_record(engine))["grammars"]
+        return grammars
+
+    assert asyncio.run(ask(make(grammar=True))) == [grammar]
+    with pytest.raises(EngineError, match="Grammar-based generation is not supported"):
+        asyncio.run(ask(make()))
+
+
 @pytest.mark.slow
 def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
     """Send 200 requests of 0.2 s to 8 slots, which takes 5 s, with a deadline of 3 s."""

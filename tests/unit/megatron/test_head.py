@@ -1,9 +1,13 @@
 """Log-probabilities and entropies: Triton's kernels of the head compared with the head on a CPU."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from mcore_mas.megatron.model.head import ChunkedHead
+from mcore_mas.megatron.model.column_masks import ColumnMasks
+from mcore_mas.megatron.model.head import ChunkedHead, logprobs_and_entropy
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from tests.support.operators import assert_near, compile_for_gpu
 
@@ -14,9 +18,51 @@ interpreted = pytest.mark.skipif(
 )
 
 
+def column_masks(is_allowed: torch.Tensor, columns: int) -> ColumnMasks:
+    """Return masks of rows that allow the tokens `is_allowed` [rows, V]."""
+    masks = torch.from_numpy(np.packbits(is_allowed.numpy(), axis=1, bitorder="little"))
+    return ColumnMasks(masks=masks, rows=torch.arange(len(masks)), first_column=0, columns=columns)
+
+
+@pytest.mark.parametrize("triton_kernels", [False, pytest.param(True, marks=interpreted)])
+def test_a_mask_renormalises_over_the_allowed_tokens(
+    triton_kernels: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens 0 to 4 have the odds 1 to 5; the first row allows tokens 1 and 2, the second only 3."""
+    monkeypatch.setattr("mcore_mas.megatron.model.head.use_triton", lambda device: triton_kernels)
+    odds = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    weight = odds.log()[:, None].requires_grad_()
+    results: dict[str, Any] = {}
+    for name, rows in {"two tokens": [0], "one token": [1]}.items():
+        logprobs, entropy = logprobs_and_entropy(
+            torch.ones(1, 1),
+            weight,
+            torch.tensor([1 if rows == [0] else 3]),
+            torch.ones(1),
+            5,
+            embeds=False,
+            exact=False,
+            masks=torch.tensor([[0b00110], [0b01000]], dtype=torch.uint8),
+            mask_rows=torch.tensor(rows),
+        )
+        (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+        results[name] = logprobs.item(), entropy.item(), gradient[:, 0].tolist()
+
+    logprob, entropy_of_two, gradient_of_two = results["two tokens"]
+    assert logprob == pytest.approx(np.log(2 / 5), rel=1e-6)
+    assert entropy_of_two == pytest.approx(-(0.4 * np.log(0.4) + 0.6 * np.log(0.6)), rel=1e-6)
+    assert gradient_of_two == pytest.approx([0, 0.6, -0.6, 0, 0], rel=1e-6)
+    assert [gradient_of_two[token] for token in (0, 3, 4)] == [0, 0, 0]
+    # The only token that is allowed has the probability 1, whatever the weights are.
+    assert results["one token"] == (0.0, 0.0, [0.0] * 5)
+
+
 @interpreted
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_kernels_compute_the_results_of_the_cpu(with_entropy: bool, one_rank: None) -> None:
+def test_kernels_compute_the_results_of_the_cpu(
+    with_entropy: bool, masked: bool, one_rank: None
+) -> None:
     rows = 7
     hidden_size = 12
     columns = 80
@@ -28,6 +74,11 @@ def test_kernels_compute_the_results_of_the_cpu(with_entropy: bool, one_rank: No
     labels[0] = -3  # belongs to another rank, which would add its logit
     temperatures = torch.rand(rows, generator=draw) + 0.5
     grad_logprobs, grad_entropy = torch.randn(2, rows, generator=draw)
+    masks = None
+    if masked:
+        is_allowed = torch.rand(rows, 96, generator=draw) < 0.3
+        is_allowed[torch.arange(rows), labels.clamp(0)] = True
+        masks = column_masks(is_allowed, vocab)
 
     results = []
     for kernels in (False, True):
@@ -38,11 +89,11 @@ def test_kernels_compute_the_results_of_the_cpu(with_entropy: bool, one_rank: No
             previous_gradient = torch.ones(columns, hidden_size)
             weight.main_grad = previous_gradient.clone()  # type: ignore[attr-defined]
             logprobs, entropy = KernelHead.apply(
-                hidden, weight, labels, temperatures, vocab, False, chunks
+                hidden, weight, labels, temperatures, vocab, False, chunks, masks
             )
         else:
             logprobs, entropy = ChunkedHead.apply(
-                hidden, weight, labels, temperatures, vocab, False, False
+                hidden, weight, labels, temperatures, vocab, False, False, masks
             )
         loss = (logprobs * grad_logprobs).sum()
         if with_entropy:
@@ -70,7 +121,8 @@ def test_a_head_that_embeds_leaves_its_gradient_to_the_embedding(one_rank: None)
     main_grad = torch.zeros(16, 8)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     labels = torch.tensor([1, 2, 3])
-    logprobs, _ = KernelHead.apply(hidden, weight, labels, torch.ones(3), 16, True, [slice(0, 3)])
+    chunks = [slice(0, 3)]
+    logprobs, _ = KernelHead.apply(hidden, weight, labels, torch.ones(3), 16, True, chunks, None)
     logprobs.sum().backward()
     assert weight.grad is None
     assert not hasattr(weight, "grad_added_to_main_grad")

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -51,12 +52,37 @@ def entropy_inputs() -> dict[str, Tensor]:
     }
 
 
-def plain_entropy(dtype: torch.dtype) -> dict[str, Tensor]:
+def mask_inputs() -> dict[str, Tensor]:
+    """Return a mask for each row of `entropy_inputs`, which allows the row's label.
+
+    With two ranks, the second mask allows tokens of both, the third only the label, and the fourth
+    only tokens of the second rank.
+    """
+    labels = entropy_inputs()["labels"]
+    mask_rows = torch.tensor([0, 1, 2, 3, 1, 0, 3])
+    is_allowed = torch.zeros(4, 128, dtype=torch.bool)
+    is_allowed[0] = True
+    is_allowed[1, 5:90:7] = True
+    is_allowed[3, 60:80] = True
+    labels[mask_rows == 3] = torch.tensor([60, 79])
+    for row, mask in enumerate(mask_rows):
+        is_allowed[mask, labels[row]] = True
+    masks = np.packbits(is_allowed.numpy(), axis=1, bitorder="little")
+    return {"labels": labels, "masks": torch.from_numpy(masks), "mask_rows": mask_rows}
+
+
+def plain_entropy(dtype: torch.dtype, masked: bool) -> dict[str, Tensor]:
     """Compute the results of `ranks.differentiate_entropy` in plain torch: both values and both gradients."""
     inputs = entropy_inputs()
+    if masked:
+        inputs |= mask_inputs()
     hidden = inputs["hidden"].to(dtype).requires_grad_()
     weight = inputs["weight"].to(dtype).requires_grad_()
     logits = hidden @ weight.t() / inputs["temperatures"][:, None]
+    if masked:
+        bits = np.unpackbits(inputs["masks"].numpy(), axis=1, count=101, bitorder="little")
+        is_allowed = torch.from_numpy(bits).bool()[inputs["mask_rows"]]
+        logits = logits.masked_fill(~is_allowed, -1e30)
     all_logprobs = torch.log_softmax(logits, dim=-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     logprobs = all_logprobs.gather(1, inputs["labels"][:, None])[:, 0]
@@ -102,11 +128,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             jobs.append(make_job(function, layout, spec=spec, samples=samples, out=job_out))
     for name in ("one", "tp2"):
         layout = LAYOUTS[name]
-        jobs.append(
-            make_job(
-                ranks.differentiate_entropy, layout, out=out(f"entropy_{name}"), **entropy_inputs()
-            )
-        )
+        for masks in ({}, mask_inputs()):
+            job_out = out(f"{'masked' if masks else 'entropy'}_{name}")
+            inputs = entropy_inputs() | masks
+            jobs.append(make_job(ranks.differentiate_entropy, layout, out=job_out, **inputs))
         jobs.append(
             make_job(
                 ranks.train_critic,
@@ -158,12 +183,13 @@ def by_token(scores: Sequence[Tensor], samples: list[Sample]) -> list[Tensor]:
 
 @pytest.mark.parametrize("chunks", ["whole", "chunks"])
 @pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("kind", ["entropy", "masked"])
 def test_entropy_and_its_gradient_are_those_of_plain_torch(
-    results: Path, layout: str, chunks: str
+    results: Path, kind: str, layout: str, chunks: str
 ) -> None:
-    plain = plain_entropy(torch.float32)
-    exact = plain_entropy(torch.float64)
-    files = sorted((results / f"entropy_{layout}").glob(f"{chunks}_*.pt"))
+    plain = plain_entropy(torch.float32, kind == "masked")
+    exact = plain_entropy(torch.float64, kind == "masked")
+    files = sorted((results / f"{kind}_{layout}").glob(f"{chunks}_*.pt"))
     by_rank = [load(file) for file in files]
     for result in by_rank:
         for name in ("logprobs", "entropy", "hidden"):  # complete on every rank
