@@ -90,6 +90,8 @@ class LossConfig(Choice):
     entropy: float = Field(0.0, ge=0)
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    # "agents": rescale the gradients of a policy's agents, so that the shares of their norms are as their loss weights.
+    balance: Literal["none", "agents"] = "none"
 
     @model_validator(mode="after")
     def _check_norm(self) -> Self:

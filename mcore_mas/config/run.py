@@ -214,6 +214,14 @@ class RunConfig(Section):
             turns = [(policy,) for policy in self.trainer.alternate.order]
         return bool(self.trained) and any(all(map(self.staleness_of, turn)) for turn in turns)
 
+    def trained_agents(self, policy: str) -> dict[str, float]:
+        """Return the loss weights of the agents that train a policy."""
+        return {
+            name: agent.loss_weight
+            for name, agent in self.agents.items()
+            if agent.policy == policy and agent.loss_weight
+        }
+
     def advantage_of(self, agent: str) -> AdvantageConfig:
         """Return the estimator of an agent."""
         return self.agents[agent].advantage or self.advantage

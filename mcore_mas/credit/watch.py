@@ -129,8 +129,8 @@ class CreditWatch:
             return ""
         return (
             f"{' and '.join(dominant)} had more than {watch.share:.0%} of the gradient of a shared policy in "
-            f"{watch.steps} steps in a row, so the other agents of this policy hardly train; lower the loss_weight of "
-            "this agent, or give it a policy of its own (trainer.watch)"
+            f"{watch.steps} steps in a row, so the other agents of this policy hardly train; set loss.balance=agents, "
+            "lower the loss_weight of this agent, or give it a policy of its own (trainer.watch)"
         )
 
 

@@ -49,6 +49,8 @@ class TrainerSpec(ParallelLayout):
         skip_spikes: skip the step of a spike. The step of a gradient that is not finite is always
             skipped.
         objective: loss of a policy, or of a critic (`ValueObjective`).
+        balance: weight of each agent, in proportion to which the norms of the agents' gradients are
+            set (see `mcore_mas.equations.balance`); None: the gradients are summed as they are.
     """
 
     model: str
@@ -79,6 +81,7 @@ class TrainerSpec(ParallelLayout):
     spike_factor: float = 10.0
     skip_spikes: bool = False
     objective: Objective | ValueObjective = field(default_factory=Objective)
+    balance: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.objective, ValueObjective) != (self.head == "value"):

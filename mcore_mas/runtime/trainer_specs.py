@@ -27,7 +27,8 @@ def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
         correction=loss.correction.name,
         correction_options=loss.correction.arguments,
     )
-    return _make_spec(name, config, config.policies[name], objective=objective)
+    balance = config.trained_agents(name) if loss.balance == "agents" else None
+    return _make_spec(name, config, config.policies[name], objective=objective, balance=balance)
 
 
 def critic_spec(name: str, config: RunConfig) -> TrainerSpec:

@@ -77,11 +77,7 @@ class PolicyTrainer:
         self._config = for_policy(config, policy)
         self._group = group
         self._critic = critic
-        self._trained_agents = [
-            name
-            for name, agent in config.agents.items()
-            if agent.policy == policy and agent.loss_weight
-        ]
+        self._loss_weights = config.trained_agents(policy)
         self._turns_per_task = {name: config.advantage_of(name).align for name in config.agents}
         self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
@@ -320,12 +316,13 @@ class PolicyTrainer:
 
         An agent without a gradient in this update has a share of 0.
         """
-        if len(self._trained_agents) < 2:
+        if len(self._loss_weights) < 2:
             return {}
         norms = {
-            agent: metrics.get(f"agent/{agent}/grad_norm", 0.0) for agent in self._trained_agents
+            agent: metrics.get(f"agent/{agent}/grad_norm", 0.0) for agent in self._loss_weights
         }
-        shares = gradient_shares(norms)
+        is_balanced = self._config.loss.balance == "agents"
+        shares = gradient_shares(norms, self._loss_weights if is_balanced else None)
         return {f"agent/{agent}/gradient_share": share for agent, share in shares.items()}
 
     def _check_finite(self, grad_norms: Sequence[float], step: int) -> None:

@@ -53,7 +53,8 @@ stored once, unless a row says otherwise. Micro-batches have up to 16 tokens, or
 many as the layout can use. Rows with one rank or with context parallelism alone have one micro-batch, unless a row
 says otherwise. Models are Qwen2 with tied embeddings unless a row names another one. LoRA trains random adapters of
 rank 3, of all projections unless a row names some. Its *parameters* are the merged weights and the adapters, and
-the adapters are exported bit for bit too.
+the adapters are exported bit for bit too. In rows with balanced agents, `loss.balance` gives the two agents 3/4 and 1/4
+of the norms.
 
 | row | ranks | loss | norm | agent norms | gradients | parameters |
 |---|---|---|---|---|---|---|
@@ -80,8 +81,9 @@ def plain_errors_section(rows: Sequence[Row], measurements: Sequence[Measurement
         for row, measurement in zip(rows, measurements, strict=True)
     }
     text = PLAIN_ERRORS_HEADER
-    for (model, is_deep), errors in errors_of_task.items():
-        cells = [model.replace("_", " "), "depth 3" if is_deep else "flat"]
+    for (model, is_deep, is_balanced), errors in errors_of_task.items():
+        samples = "depth 3" if is_deep else "flat"
+        cells = [model.replace("_", " "), f"{samples}, balanced" if is_balanced else samples]
         text += table_line(cells, errors)
     return text
 

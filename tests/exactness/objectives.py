@@ -148,7 +148,7 @@ def objective_jobs(rows: Sequence[Row], cases: Sequence[Case], folder: Path) -> 
     """Write the rows' models to `folder`, and return jobs that make an update for each case there."""
     write_models(rows, folder)
     jobs = []
-    samples_of_task: dict[tuple[str, bool], list[Sample]] = {}
+    samples_of_task: dict[tuple[str, bool, bool], list[Sample]] = {}
     for number, row in enumerate(rows):
         if row.task not in samples_of_task:
             samples_of_task[row.task] = samples_near_model(make_model(row, folder), row)

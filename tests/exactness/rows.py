@@ -30,6 +30,7 @@ class Row:
         lora: projections with adapters; none: train all weights.
         shared_base: True to train on the frozen weights of another trainer of adapters, which is
             trained in turn with this one.
+        balance: weight of each agent in the balanced gradient; None: the gradient is not balanced.
         deep: True to train on turns whose sequences share prefixes at three levels.
         tested: True if the tests measure it too.
     """
@@ -42,6 +43,7 @@ class Row:
     critic: bool = False
     lora: tuple[Projection, ...] = ()
     shared_base: bool = False
+    balance: dict[str, float] | None = None
     deep: bool = False
     tested: bool = True
 
@@ -57,9 +59,12 @@ class Row:
         return "_".join((name, "lora", *self.lora)) if self.lora else name
 
     @property
-    def task(self) -> tuple[str, bool]:
-        """Model, and whether the samples are deep; rows with the same task must have equal results."""
-        return self.model, self.deep
+    def task(self) -> tuple[str, bool, bool]:
+        """Model, and whether the samples are deep and the gradient is balanced.
+
+        Rows with the same task must have equal results.
+        """
+        return self.model, self.deep, self.balance is not None
 
 
 # Functions of samples, maximum tokens and cost model that make micro-batches.
@@ -71,6 +76,8 @@ FEEDS: dict[str, Callable[[list[Sample], int, CostModel], list[Microbatch]]] = {
 }
 
 _ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
+# Without balance, agent a has 0.58 and agent b 0.42 of the norms of `reference.make_samples`.
+BALANCE = {"a": 3.0, "b": 1.0}
 _TP_PP_SP = {"tp": 2, "pp": 2, "sp": True}
 
 ROWS = (
@@ -238,6 +245,48 @@ ROWS = (
         tested=False,
     ),
     Row(name="depth 3, nothing shared", deep=True, feed="linear", max_tokens=1000, tested=False),
+    Row(name="balanced agents", balance=BALANCE, max_tokens=1000, tested=False),
+    Row(name="balanced agents, TP2 + SP", balance=BALANCE, layout={"tp": 2, "sp": True}),
+    Row(name="balanced agents, PP2", balance=BALANCE, layout={"pp": 2}, tested=False),
+    Row(
+        name="balanced agents, CP2",
+        balance=BALANCE,
+        layout={"cp": 2},
+        max_tokens=1000,
+        tested=False,
+    ),
+    Row(
+        name="balanced agents, DP2 + distributed optimizer, overlap",
+        balance=BALANCE,
+        layout={"dp": 2, "distributed_optimizer": True, "overlap": True, "bucket": 10_000},
+    ),
+    Row(
+        name="balanced agents, TP2 × PP2 + SP",
+        balance=BALANCE,
+        layout=_TP_PP_SP,
+        tested=False,
+    ),
+    Row(
+        name="balanced agents, trees of depth 3, PP2 × DP2",
+        balance=BALANCE,
+        deep=True,
+        layout={"pp": 2, "dp": 2},
+        max_tokens=64,
+    ),
+    Row(
+        name="balanced agents, LoRA, TP2",
+        balance=BALANCE,
+        lora=PROJECTIONS,
+        layout={"tp": 2},
+        tested=False,
+    ),
+    Row(
+        name="balanced agents, Qwen3-MoE, DP2 × EP2",
+        balance=BALANCE,
+        family="qwen3_moe",
+        layout={"dp": 2, "ep": 2},
+        tested=False,
+    ),
     Row(name="permuted samples", feed="permuted", max_tokens=1000, tested=False),
     Row(name="micro-batches of at most 40 tokens", max_tokens=40, tested=False),
     Row(name="micro-batches of one sequence", max_tokens=1, tested=False),

@@ -23,7 +23,7 @@ from tests.exactness.objectives import (
     objective_jobs,
 )
 from tests.exactness.repeats import REPEATED_ROWS, compare_repeats, repeat_jobs
-from tests.exactness.rows import ROWS, Row
+from tests.exactness.rows import BALANCE, ROWS, Row
 from tests.exactness.training import STEPS, Measurement, measure_rows, train_rows
 from tests.support import precision, ranks, reference
 
@@ -247,6 +247,15 @@ def test_a_dropped_token_exceeds_every_bound(
         "parameters",
     }
     assert errors.gradients > 100 * precision.bound(expected.float32.gradients)
+
+
+def test_a_gradient_that_is_not_balanced_exceeds_the_bound(
+    model: PreTrainedModel, float32_history: list[dict[str, Any]]
+) -> None:
+    balanced = precision.expect(model, reference.make_samples(), 1, ranks.LR, balance=BALANCE)
+    errors = precision.errors(float32_history[:1], balanced.steps)
+    # Loss and agents' norms are those of the first weights, which are equal.
+    assert set(errors.exceeded(balanced.float32)) == {"norm", "gradients", "parameters"}
 
 
 def test_the_bound_is_at_least_one_rounding() -> None:

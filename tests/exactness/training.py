@@ -82,7 +82,7 @@ def make_job(
         function: called on every rank.
         arguments: further arguments of the function.
     """
-    spec = ranks.make_spec(str(folder / row.model), **row.layout)
+    spec = ranks.make_spec(str(folder / row.model), balance=row.balance, **row.layout)
     if row.critic:
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
@@ -154,7 +154,7 @@ def measure_rows(rows: Sequence[Row], folder: Path) -> list[Measurement]:
         AssertionError: loaded weights do not come back bit for bit, the ranks of a row report
             different metrics, or the tensors are not those of the reference.
     """
-    expected: dict[tuple[str, bool], Expected] = {}
+    expected: dict[tuple[str, bool, bool], Expected] = {}
     loaded: dict[str, dict[str, torch.Tensor]] = {}
     measurements = []
     for number, row in enumerate(rows):
@@ -162,7 +162,9 @@ def measure_rows(rows: Sequence[Row], folder: Path) -> list[Measurement]:
             model = make_model(row, folder)
             loaded[row.model] = reference.tensors(model)
             loss_of = reference.value_loss_of if row.critic else reference.loss_of
-            expected[row.task] = expect(model, make_samples(row), STEPS, ranks.LR, loss_of)
+            expected[row.task] = expect(
+                model, make_samples(row), STEPS, ranks.LR, loss_of, row.balance
+            )
 
         _check_initial_weights(row, folder / str(number), loaded[row.model])
         task = expected[row.task]

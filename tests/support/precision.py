@@ -105,6 +105,7 @@ def expect(
     steps: int,
     lr: float,
     loss_of: Callable[[transformers.PreTrainedModel, Sample], Tensor] = reference.loss_of,
+    balance: Mapping[str, float] | None = None,
 ) -> Expected:
     """Train copies of a float32 `model` in float64, and in float32 with sums in three orders.
 
@@ -114,14 +115,16 @@ def expect(
     """
     exact_model = copy.deepcopy(model)
     reference.to_double(exact_model)
-    exact = reference.train(exact_model, list(samples), steps, lr, loss_of)
+    exact = reference.train(exact_model, list(samples), steps, lr, loss_of, balance)
 
     half = len(samples) // 2
     orders = [samples, samples[::-1], [*samples[half:], *samples[:half]]]
     runs = []
     for parts, order in enumerate(orders, 1):
         with _split_linear(parts):
-            runs.append(reference.train(copy.deepcopy(model), list(order), steps, lr, loss_of))
+            runs.append(
+                reference.train(copy.deepcopy(model), list(order), steps, lr, loss_of, balance)
+            )
     return Expected(steps=exact, float32=largest(errors(run, exact) for run in runs))
 
 

@@ -286,8 +286,13 @@ def train(
     steps: int,
     lr: float,
     loss_of: Callable[[transformers.PreTrainedModel, Sample], torch.Tensor] = loss_of,
+    balance: Mapping[str, float] | None = None,
 ) -> list[dict]:
     """Train with plain AdamW and gradient clipping at 1.
+
+    Args:
+        balance: weight of each agent. The gradients of the agents are rescaled so that their norms
+            are as these weights and have the same sum as before; None: they are not rescaled.
 
     Returns:
         For each step: `loss`, `norm` of the gradients, `agent_norm` by agent, `gradients` after
@@ -299,20 +304,27 @@ def train(
     history = []
     for _ in range(steps):
         row: dict = {"agent_norm": {}, "loss": 0.0}
-        total: dict[str, torch.Tensor] = {}
+        parts: dict[str, dict[str, torch.Tensor]] = {}
         for agent in sorted({sample.agent for sample in samples}):
             model.zero_grad()
             loss = sum(loss_of(model, sample) for sample in samples if sample.agent == agent)
             loss.backward()
-            gradients = {
+            parts[agent] = {
                 name: parameter.grad
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
-            norms = torch.stack([gradient.norm() for gradient in gradients.values()])
+            norms = torch.stack([gradient.norm() for gradient in parts[agent].values()])
             row["agent_norm"][agent] = float(norms.norm())
             row["loss"] += float(loss.detach())
-            total = {name: gradient + total.get(name, 0.0) for name, gradient in gradients.items()}
+        total: dict[str, torch.Tensor] = {}
+        for agent, gradients in parts.items():
+            factor = 1.0
+            if balance is not None:
+                share = balance[agent] / sum(balance.values())
+                factor = share * sum(row["agent_norm"].values()) / row["agent_norm"][agent]
+            for name, gradient in gradients.items():
+                total[name] = factor * gradient + total.get(name, 0.0)
         for name, gradient in total.items():
             model.get_parameter(name).grad = gradient
         row["norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))

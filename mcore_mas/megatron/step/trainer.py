@@ -17,6 +17,7 @@ from megatron.core.distributed import (
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from mcore_mas.equations.balance import part_factor, sum_factor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.device import rank_device
@@ -144,7 +145,8 @@ class MegatronTrainer:
         """Take one optimizer step on all micro-batches.
 
         The gradient of each agent is computed by itself, so that its norm is known even if agents
-        share the policy. If the norm of the whole gradient is not finite, or with
+        share the policy. With `spec.balance`, the gradients of several agents are rescaled before
+        they are summed; metrics of an agent are those before. If the norm of the whole gradient is not finite, or with
         `spec.skip_spikes` is a spike, the parameters and the optimizer stay as they are, on all
         ranks.
 
@@ -166,16 +168,22 @@ class MegatronTrainer:
         sum_memory = BlockMemory(rank_device()) if steps_a_part else self._host_memory
 
         metrics: dict[str, float] = {}
+        norms: dict[str, float] = {}
         for number, (agent, agent_batches) in enumerate(by_agent.items(), 1):
             agent_metrics = self._compute_gradients(agent_batches)
             norm = agent_metrics["grad_norm"]
             agent_metrics["grad_spikes"] = float(self._is_spike(agent, norm))
             metrics |= {f"agent/{agent}/{name}": value for name, value in agent_metrics.items()}
+            norms[agent] = norm
             if len(by_agent) > 1:
+                if self.spec.balance is not None:
+                    self._scale_gradients(part_factor(norm, self.spec.balance[agent]))
                 self._accumulate_agents(
                     sum_memory, is_first=number == 1, is_last=number == len(by_agent)
                 )
         if len(by_agent) > 1:
+            if self.spec.balance is not None:
+                self._scale_gradients(sum_factor(norms, self.spec.balance))
             norm = self._gradient_norm()
         return metrics | self._step(self.updates if at is None else at, norm)
 
@@ -190,6 +198,11 @@ class MegatronTrainer:
         return metrics | summarise(
             rows, lambda partial: all_gather_json(partial if reports_outputs() else {})
         )
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply this rank's gradients by a factor, which is the same on every rank."""
+        for gradient in self._state.gradients():
+            gradient *= factor
 
     def _accumulate_agents(self, sums: BlockMemory, *, is_first: bool, is_last: bool) -> None:
         """Add the sum of the earlier agents' gradients to the gradients of the current agent.

@@ -184,8 +184,8 @@ def test_an_agent_that_has_nearly_the_whole_gradient_for_some_steps_is_reported_
     assert [number for number, warning in enumerate(warnings) if warning] == [5]
     assert warnings[5] == (
         "solver had more than 80% of the gradient of a shared policy in 3 steps in a row, so the "
-        "other agents of this policy hardly train; lower the loss_weight of this agent, or give it "
-        "a policy of its own (trainer.watch)"
+        "other agents of this policy hardly train; set loss.balance=agents, lower the loss_weight of "
+        "this agent, or give it a policy of its own (trainer.watch)"
     )
 
 

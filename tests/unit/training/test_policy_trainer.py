@@ -292,6 +292,14 @@ class TestGradientShares:
             {"agent/solver/gradient_share": 0.75, "agent/verifier/gradient_share": 0.25}
         )
 
+    def test_the_shares_of_a_balanced_gradient_are_those_of_the_loss_weights(self) -> None:
+        balance = "loss.balance=agents"
+        shares = self.update(*SHARED, balance, solver=0.9, verifier=0.3)
+        assert list(shares.values()) == [0.5, 0.5]
+        heavy_verifier = "+agents.verifier.loss_weight=3"
+        shares = self.update(*SHARED, balance, heavy_verifier, solver=0.9, verifier=0.3)
+        assert list(shares.values()) == [0.25, 0.75]
+
     def test_an_agent_without_a_gradient_has_a_share_of_zero(self) -> None:
         assert self.update(*SHARED, solver=0.9) == {
             "agent/solver/gradient_share": 1.0,
