@@ -192,6 +192,12 @@ class RunConfig(Section):
         return tuple(name for name in self.policies if name in played)
 
     @property
+    def keep_best(self) -> int:
+        """Number of checkpoints that are kept for their validation accuracy."""
+        keep_best = self.trainer.keep_best
+        return int(bool(self.data.validation)) if keep_best is None else keep_best
+
+    @property
     def vote_sources(self) -> frozenset[str]:
         """Sources of several votes per group, as `Grouping.vote_sources` names them."""
         branching = self.trainer.branching

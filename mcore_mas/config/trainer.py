@@ -60,7 +60,8 @@ class TrainerConfig(Section):
     # Newest steps whose trajectories are kept, besides those since the newest checkpoint; None: all.
     keep_trajectories: int | None = Field(None, ge=1)
     # Checkpoints with the highest validation accuracy that are kept too; each is saved when it is found.
-    keep_best: int = Field(0, ge=0)
+    # None: one if there are validation tasks.
+    keep_best: int | None = Field(None, ge=0)
     # Weights that are written as the finished policies: those after the last step, or those of the checkpoint with
     # the highest validation accuracy (see keep_best).
     final: Literal["last", "best"] = "last"
@@ -100,7 +101,7 @@ class TrainerConfig(Section):
             raise ValueError(
                 "minibatch and updates_per_step both split a step's samples; leave one of them out"
             )
-        if self.final == "best" and not self.keep_best:
+        if self.final == "best" and self.keep_best == 0:
             raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
         if self.updates_per_step > self.tasks_per_step:
             raise ValueError(

@@ -255,7 +255,7 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
 def estimate_disk(config: RunConfig, models: Models) -> float:
     """Estimate the disk space of the checkpoints and finished models of a run."""
     # One more checkpoint than is kept, as the oldest is removed after the newest is written.
-    checkpoints = config.trainer.keep_checkpoints + config.trainer.keep_best + 1
+    checkpoints = config.trainer.keep_checkpoints + config.keep_best + 1
     total = 0.0
     for policy in config.trained:
         trainers = trainer_settings(config, policy).values()

@@ -281,10 +281,11 @@ def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:
     tasks = {
         split: prepared_tasks(config.folder / "tasks", split) for split in ("train", "validation")
     }
-    if config.trainer.keep_best and not tasks["validation"]:
+    needs_best = bool(config.trainer.keep_best) or config.trainer.final == "best"
+    if needs_best and not tasks["validation"]:
         raise ConfigError(
-            "trainer.keep_best goes by validation accuracy, but there are no validation tasks; add "
-            "some"
+            "trainer.keep_best and trainer.final 'best' go by validation accuracy, but there are no "
+            "validation tasks; add some"
         )
     return tasks
 
@@ -316,7 +317,7 @@ def _open_checkpoints(config: RunConfig) -> Checkpoints:
         config.folder / "train" / "checkpoints",
         identity,
         keep=config.trainer.keep_checkpoints,
-        best=config.trainer.keep_best,
+        best=config.keep_best,
     )
 
 

@@ -28,6 +28,7 @@ from tests.support.run_folder import make_run, metrics_of
 COMMON = [
     "trainer.checkpoint_every=2",
     "trainer.validate_every=3",
+    "trainer.keep_best=0",  # only every second step has a checkpoint
     "data.validation=2",
     "+engine.deterministic=true",
     # A random model earns this reward sometimes, so that every step has an update.

@@ -304,7 +304,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "trainer.alternate.order is solver, solver; expected every trained policy once: solver, verifier",
         ),
         (
-            "+trainer.final=best",
+            "+trainer={final: best, keep_best: 0}",
             "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more",
         ),
         (
@@ -583,6 +583,23 @@ def test_policies_in_turn_share_the_updates_of_a_run() -> None:
     together = RunConfig.from_values(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
     assert together.in_turn(3) == ("solver", "verifier")
     assert schedule_length(together, "solver") == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checkpoints"),
+    [
+        ([], 1),
+        (["trainer.final=best"], 1),
+        (["data.validation=0"], 0),
+        (["trainer.keep_best=0"], 0),
+        (["trainer.keep_best=3"], 3),
+    ],
+)
+def test_the_best_checkpoint_is_kept_where_there_are_validation_tasks(
+    overrides: list[str], checkpoints: int
+) -> None:
+    config = RunConfig.from_values(resolve(["experiment=demo_math", *overrides]), "test")
+    assert config.keep_best == checkpoints
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -182,7 +182,9 @@ def test_host_memory_has_a_checkpoint_offloaded_state_and_the_reference() -> Non
 
 
 def test_disk_has_one_checkpoint_more_than_is_kept_and_the_finished_model() -> None:
-    run = one_policy("trainer.keep_checkpoints=2")
-    models = load_architectures(run)
+    newest_and_best = one_policy("trainer.keep_checkpoints=2")
+    models = load_architectures(newest_and_best)
     n = count_parameters(models["shared"])
-    assert estimate_disk(run, models) == 3 * 12 * n + 2 * n
+    assert estimate_disk(newest_and_best, models) == 4 * 12 * n + 2 * n
+    newest = one_policy("trainer.keep_checkpoints=2", "trainer.keep_best=0")
+    assert estimate_disk(newest, models) == 3 * 12 * n + 2 * n
