@@ -1,6 +1,7 @@
-"""Study of advantage estimators: trainings of the same teams, compared over the seeds of a suite.
+"""Study of estimators or other settings: trainings of the same teams, compared over the seeds of a suite.
 
-`study_stability` writes the study. `norm_measures`, `squared_advantages_by_agent` and `skills` are its measures.
+`study_stability` writes the study. Its measures are `norm_measures`, `validation_measures`,
+`squared_advantages_by_agent` and `skills`.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
-from mcore_mas.reports.curves import curves_of
+from mcore_mas.reports.curves import curve, curves_of
 from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.step_metrics import Metrics, MetricsError, read_metrics
@@ -27,19 +28,21 @@ from rollout.records.trajectory import Status, Trajectory
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
     """Compare the estimators with which each team was trained, over seeds.
 
+    If all runs of a team have the same estimator, they are compared by their names without the seed.
+
     Args:
         runs: resolved configs of finished runs by name.
         outputs: files to write, .csv or .md.
 
     Raises:
-        MetricsError: a team was trained with one estimator only, its estimators have different
+        MetricsError: there is nothing that a team is compared by, its estimators have different
             seeds, or a run has not finished.
     """
-    runs_by_team = group_pairs(
-        (config["orchestra"]["name"], _measure_run(name, config)) for name, config in runs.items()
-    )
+    runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
     findings = pd.DataFrame(
-        finding for team, measured in runs_by_team.items() for finding in _compare(team, measured)
+        finding
+        for team, team_runs in runs_by_team.items()
+        for finding in _compare(team, _measure_runs({run: runs[run] for run in team_runs}))
     )
     texts = {
         ".csv": findings.to_csv(index=False, lineterminator="\n"),
@@ -53,7 +56,8 @@ def norm_measures(metrics: Metrics) -> dict[str, float]:
     """Return measures of each agent's gradient norms and advantages over the steps of a run.
 
     The measures of an agent are the mean and the maximum of its finite gradient norms, the number
-    of norms that are not finite (if there are any), and the mean square A² of its advantages.
+    of norms that are not finite (if there are any), its mean share of the gradient of a shared
+    policy, and the mean square A² of its advantages.
     """
     measures: dict[str, float] = {}
     for agent, norms in curves_of(metrics, "agent", "grad_norm").items():
@@ -62,9 +66,26 @@ def norm_measures(metrics: Metrics) -> dict[str, float]:
         measures[f"largest norm {agent}"] = finite.max()
         if len(norms) > len(finite):
             measures[f"norms not finite {agent}"] = float(len(norms) - len(finite))
+    for agent, shares in curves_of(metrics, "agent", "gradient_share").items():
+        measures[f"share of the gradient {agent}"] = shares.mean()
     for agent, moments in curves_of(metrics, "agent", "advantage_second_moment").items():
         measures[f"A² {agent}"] = fmean(moments)
     return measures
+
+
+def validation_measures(metrics: Metrics) -> dict[str, float]:
+    """Return the highest validation accuracy of a training, and how far it has fallen at the end.
+
+    {} if the training has been validated once only.
+    """
+    accuracies = curve(metrics, "validation/accuracy")
+    if len(accuracies) < 2:
+        return {}
+    highest = accuracies.max()
+    return {
+        "highest validation accuracy": highest,
+        "fall of the validation accuracy": highest - accuracies.iloc[-1],
+    }
 
 
 def squared_advantages_by_agent(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
@@ -115,17 +136,28 @@ def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the estimator, the seed and all measures of a run."""
+def _measure_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what each run of a team is compared by, its seed and all its measures."""
+    estimators = {config["advantage"]["name"] for config in runs.values()}
+    rows = []
+    for run, config in runs.items():
+        setting = config["advantage"]["name"]
+        if len(estimators) == 1:
+            setting = run.removesuffix(f"_{config['seed']}")
+        rows.append({"setting": setting, "seed": config["seed"], **_measure_run(run, config)})
+    return rows
+
+
+def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, float]:
+    """Return all measures of a run."""
     folder = Path(config["results"]) / run
     metrics = read_metrics(folder / "train" / "metrics.jsonl")
     train_metrics = [row for row in metrics if row["step"] >= 0]
     factors = _mean_squared_advantages(folder / "train" / "trajectories")
     return {
-        "advantage": config["advantage"]["name"],
-        "seed": config["seed"],
         "accuracy before": _read_accuracy(folder / "evaluation" / "base.json"),
         "accuracy": _read_accuracy(folder / "evaluation" / "trained.json"),
+        **validation_measures(train_metrics),
         **norm_measures(train_metrics),
         **{f"A² under one (μ, σ) {agent}": factor for agent, factor in factors.items()},
         **skills(_read_all_trajectories(folder / "evaluation" / "trained")),
@@ -160,30 +192,30 @@ def _read_accuracy(path: Path) -> float:
 
 
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the mean of each measure over seeds, by estimator and for differences to the first one.
+    """Yield the mean of each measure over seeds, by setting and for differences to the first one.
 
     Raises:
-        MetricsError: there is only one estimator, or their seeds differ.
+        MetricsError: there is only one setting, or their seeds differ.
     """
     # A run lacks measures of agents that were never called; these values are unknown (NaN). A run
     # without infinite norms lacks their number, which is 0.
     missing_values: dict[str, float] = {}
     for run in runs:
         for measure in run:
-            if measure not in ("advantage", "seed"):
+            if measure not in ("setting", "seed"):
                 is_count = measure.startswith("norms not finite")
                 missing_values[measure] = 0.0 if is_count else math.nan
 
     measured = pd.DataFrame([{**missing_values, **run} for run in runs])
-    by_estimator: dict[str, pd.DataFrame] = {
-        str(estimator): rows.set_index("seed").sort_index()
-        for estimator, rows in measured.groupby("advantage", sort=False)
+    by_setting: dict[str, pd.DataFrame] = {
+        str(setting): rows.set_index("seed").sort_index()
+        for setting, rows in measured.groupby("setting", sort=False)
     }
-    first, *others = by_estimator
-    _check_pairs(team, by_estimator)
+    first, *others = by_setting
+    _check_pairs(team, by_setting)
 
     for measure in missing_values:
-        columns = {estimator: rows[measure] for estimator, rows in by_estimator.items()}
+        columns = {setting: rows[measure] for setting, rows in by_setting.items()}
         for other in others:
             columns[f"{other} - {first}"] = columns[other] - columns[first]
         for name, column in columns.items():
@@ -193,7 +225,7 @@ def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
             low, high = mean_interval(values, f"{team}/{name}/{measure}")
             yield {
                 "team": team,
-                "advantage": name,
+                "setting": name,
                 "measure": measure,
                 "value": fmean(values),
                 "ci_low": low,
@@ -202,17 +234,17 @@ def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
             }
 
 
-def _check_pairs(team: str, by_estimator: Mapping[str, pd.DataFrame]) -> None:
-    """Check that there are several estimators with the same seeds, so that seeds can be paired."""
-    first, *others = by_estimator
+def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
+    """Check that there are several settings with the same seeds, so that seeds can be paired."""
+    first, *others = by_setting
     if not others:
         raise MetricsError(
             f"team '{team}' was trained with '{first}' only; a study compares at least two "
-            "estimators"
+            "estimators, or runs of two names with the same seeds"
         )
-    first_seeds = list(by_estimator[first].index)
+    first_seeds = list(by_setting[first].index)
     for other in others:
-        seeds = list(by_estimator[other].index)
+        seeds = list(by_setting[other].index)
         if seeds != first_seeds:
             raise MetricsError(
                 f"team '{team}': '{first}' has seeds {first_seeds}, '{other}' {seeds}; expected "
@@ -221,7 +253,7 @@ def _check_pairs(team: str, by_estimator: Mapping[str, pd.DataFrame]) -> None:
 
 
 def _markdown_study(findings: pd.DataFrame) -> str:
-    """Return a table for each team: a row per measure, a column per estimator and difference.
+    """Return a table for each team: a row per measure, a column per setting and difference.
 
     A cell has the mean and, in brackets, its 95 % interval.
     """
@@ -236,7 +268,7 @@ def _markdown_study(findings: pd.DataFrame) -> str:
     teams = []
     findings = findings.assign(cell=cells, team_seeds=team_seeds)
     for team, rows in findings.groupby("team", sort=False):
-        table = rows.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False)
+        table = rows.pivot_table("cell", "measure", "setting", aggfunc="first", sort=False)
         text = markdown_table(table.fillna("").reset_index())
         teams.append((team, rows["team_seeds"].iloc[0], text))
     return render_page("study.md.jinja", teams=teams)

@@ -22,6 +22,7 @@ from mcore_mas.reports.study import (
     skills,
     squared_advantages_by_agent,
     study_stability,
+    validation_measures,
 )
 from mcore_mas.training.metrics import credit_metrics
 from rollout.config.agents import AgentConfig, build_team
@@ -55,6 +56,23 @@ def test_norms_are_absolute_and_by_agent() -> None:
         "norms not finite a": 1.0,
         "A² a": 2.0,
     }
+
+
+def test_shares_of_the_gradient_are_means_over_steps() -> None:
+    rows = [{"step": 0, "agent/a/gradient_share": 0.5}, {"step": 1, "agent/a/gradient_share": 1.0}]
+    assert norm_measures(rows) == {"share of the gradient a": 0.75}
+
+
+def test_the_fall_of_the_validation_accuracy_is_from_its_highest_to_its_last_value() -> None:
+    rows = [
+        {"step": step, "validation/accuracy": accuracy}
+        for step, accuracy in ((9, 0.25), (19, 0.75), (29, 0.5))
+    ]
+    assert validation_measures(rows) == {
+        "highest validation accuracy": 0.75,
+        "fall of the validation accuracy": 0.25,
+    }
+    assert validation_measures(rows[:1]) == {}
 
 
 def group_with_rescuer() -> Group:
@@ -156,13 +174,26 @@ def test_estimators_are_compared_by_seed(tmp_path: Path) -> None:
 def run_study(
     folder: Path, runs: dict[str, dict[str, Any]]
 ) -> tuple[dict[tuple[str, str], dict[str, str]], str]:
-    """Compare runs; return the CSV table by measure and estimator, and the page without extra blanks."""
+    """Compare runs; return the CSV table by measure and setting, and the page without extra blanks."""
     csv_file = folder / "study.csv"
     page = folder / "study.md"
     study_stability(runs, [csv_file, page])
     with csv_file.open() as file:
-        table = {(row["measure"], row["advantage"]): row for row in csv.DictReader(file)}
+        table = {(row["measure"], row["setting"]): row for row in csv.DictReader(file)}
     return table, "\n".join(" ".join(line.split()) for line in page.read_text().splitlines())
+
+
+def test_runs_with_one_estimator_are_compared_by_their_names_without_the_seed(
+    tmp_path: Path,
+) -> None:
+    runs = {}
+    for name, accuracy in (("shared", 0.5), ("balanced", 0.75)):
+        for seed in (1, 2):
+            run, config = make_run(tmp_path, name, seed, accuracy)
+            runs[run] = config | {"advantage": {"name": "drmas"}}
+    table, _ = run_study(tmp_path, runs)
+    assert float(table["accuracy", "shared"]["value"]) == 0.5
+    assert float(table["accuracy", "balanced - shared"]["value"]) == 0.25
 
 
 def test_a_measure_that_a_run_does_not_have_is_unknown_and_not_0(tmp_path: Path) -> None:
@@ -298,3 +329,20 @@ def test_the_suite_of_the_claim_composes_and_its_demonstrations_have_the_request
 
     tasks = codebook.tasks(1, {"train": 100, "test": 50})
     assert len({task.prompt for task in tasks}) == 150
+
+
+def test_the_suite_of_the_balance_composes(
+    codebook: Any,
+) -> None:
+    suite = Suite.load(yaml.safe_load((STUDIES / "balance.yaml").read_text()), STUDIES)
+    assert len(suite.runs) == 24
+    assert suite.cold_start_owner["balance_balanced_1"] == "balance_shared_1"
+    settings = {
+        run: (len(suite.runs[run]["policies"]), suite.runs[run]["loss"]["balance"])
+        for run in ("balance_shared_1", "balance_balanced_1", "balance_separate_1")
+    }
+    assert settings == {
+        "balance_shared_1": (1, "none"),
+        "balance_balanced_1": (1, "agents"),
+        "balance_separate_1": (2, "none"),
+    }
