@@ -92,6 +92,8 @@ class LossConfig(Choice):
     correction: CorrectionConfig = CorrectionConfig()
     # "agents": rescale the gradients of a policy's agents, so that the shares of their norms are as their loss weights.
     balance: Literal["none", "agents"] = "none"
+    # "effective_samples": multiply the learning rate of an update by √(effective sample size / number of replies).
+    lr_scale: Literal["none", "effective_samples"] = "none"
 
     @model_validator(mode="after")
     def _check_norm(self) -> Self:

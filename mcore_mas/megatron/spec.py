@@ -51,6 +51,9 @@ class TrainerSpec(ParallelLayout):
         objective: loss of a policy, or of a critic (`ValueObjective`).
         balance: weight of each agent, in proportion to which the norms of the agents' gradients are
             set (see `mcore_mas.equations.balance`); None: the gradients are summed as they are.
+        effective_samples: measure the effective sample size of each update.
+        scales_lr: multiply the learning rate of an update by the square root of the share of
+            effective samples, which must be measured.
     """
 
     model: str
@@ -82,6 +85,8 @@ class TrainerSpec(ParallelLayout):
     skip_spikes: bool = False
     objective: Objective | ValueObjective = field(default_factory=Objective)
     balance: dict[str, float] | None = None
+    effective_samples: bool = False
+    scales_lr: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.objective, ValueObjective) != (self.head == "value"):

@@ -45,6 +45,10 @@ _TITLES = {
     "policy/*/lr": _Title(title="Learning rate by policy"),
     "policy/*/loss": _Title(title="Loss by policy"),
     "policy/*/tokens_saved": _Title(title="Tokens saved by shared prefixes", unit="share"),
+    "policy/*/effective_sample_size": _Title(title="Effective sample size by policy, in replies"),
+    "policy/*/effective_sample_share": _Title(
+        title="Effective share of the replies by policy", unit="share"
+    ),
     "rollout/trajectories": _Title(title="Trajectories of a step"),
     "rollout/failed": _Title(title="Failed trajectories of a step"),
     "rollout/turns": _Title(title="Turns of a trajectory"),

@@ -28,7 +28,16 @@ def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
         correction_options=loss.correction.arguments,
     )
     balance = config.trained_agents(name) if loss.balance == "agents" else None
-    return _make_spec(name, config, config.policies[name], objective=objective, balance=balance)
+    scales_lr = loss.lr_scale == "effective_samples"
+    return _make_spec(
+        name,
+        config,
+        config.policies[name],
+        objective=objective,
+        balance=balance,
+        effective_samples=config.collects_ahead or scales_lr,
+        scales_lr=scales_lr,
+    )
 
 
 def critic_spec(name: str, config: RunConfig) -> TrainerSpec:

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics
+from mcore_mas.equations.effective_samples import reply_statistics
 from mcore_mas.equations.losses import TokenBatch
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import rank_device, use_triton
@@ -280,6 +281,8 @@ class Pipeline:
             reference=batch.reference,
         )
         losses, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
+        if self._spec.effective_samples:
+            statistics |= reply_statistics(logprobs, batch.behaviour, batch.sequences)
 
         # The gap between trainer and engine is measured with the weights at the start of the step,
         # which earlier updates of the step have changed since.

@@ -36,16 +36,23 @@ class LearningRateSchedule:
             wd_incr_style="constant",
         )
 
-    def set(self, updates: int) -> float:
+    def set(self, updates: int, scale: float = 1.0) -> float:
         """Set and return the learning rate of the update that follows `updates` others.
 
         During the warm-up the rate rises by lr / warmup_steps with each update. The first update
         has lr / warmup_steps, so that no update has a rate of 0; the last one of the warm-up and
         the first one after it have lr. Then the rate follows `schedule` to min_lr at `decay_steps`.
         Weight decay is 0 for parameters with one dimension.
+
+        Args:
+            updates: number of updates before this one.
+            scale: factor of this update's rate alone.
         """
         in_warmup = updates < self._warmup_steps
         self._scheduler.num_steps = updates + 1 if in_warmup else updates
         self._scheduler.step(0)
+        if scale != 1.0:
+            for group in self._scheduler.optimizer.param_groups:
+                group["lr"] *= scale
         lr: float = self._scheduler.get_lr({})
-        return lr
+        return lr * scale

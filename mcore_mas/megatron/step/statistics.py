@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_mas.equations.divergence import histogram_quantile, log_histogram
 
-# Statistics of a micro-batch's rows by name, each [N].
+# Statistics of a micro-batch's rows by name, each [N]; those of its replies have one number for each reply.
 TokenStatistics = dict[str, Tensor]
 
 # Partial statistics by name, as plain numbers that ranks can exchange: of a name that ends in

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_mas.equations.balance import part_factor, sum_factor
+from mcore_mas.equations.effective_samples import REPLY_SUMS, effective_sample_metrics
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.device import rank_device
@@ -169,9 +170,12 @@ class MegatronTrainer:
 
         metrics: dict[str, float] = {}
         norms: dict[str, float] = {}
+        reply_sums = dict.fromkeys(REPLY_SUMS, 0.0)
         for number, (agent, agent_batches) in enumerate(by_agent.items(), 1):
             agent_metrics = self._compute_gradients(agent_batches)
             norm = agent_metrics["grad_norm"]
+            for name in REPLY_SUMS:
+                reply_sums[name] += agent_metrics.pop(name, 0.0)
             agent_metrics["grad_spikes"] = float(self._is_spike(agent, norm))
             metrics |= {f"agent/{agent}/{name}": value for name, value in agent_metrics.items()}
             norms[agent] = norm
@@ -185,7 +189,11 @@ class MegatronTrainer:
             if self.spec.balance is not None:
                 self._scale_gradients(sum_factor(norms, self.spec.balance))
             norm = self._gradient_norm()
-        return metrics | self._step(self.updates if at is None else at, norm)
+        metrics |= effective_sample_metrics(reply_sums)
+        lr_scale = 1.0
+        if self.spec.scales_lr:
+            lr_scale = math.sqrt(metrics.get("effective_sample_share", 1.0))
+        return metrics | self._step(self.updates if at is None else at, norm, lr_scale)
 
     def _compute_gradients(self, microbatches: list[Microbatch]) -> dict[str, float]:
         """Set `main_grad` to the gradients of one agent's micro-batches; return its metrics."""
@@ -229,8 +237,8 @@ class MegatronTrainer:
             self._spikes[gradient_name] = SpikeMonitor(self.spec.spike_factor)
         return self._spikes[gradient_name].observe(norm)
 
-    def _step(self, at: int, norm: float) -> dict[str, float]:
-        lr = self._schedule.set(at)
+    def _step(self, at: int, norm: float, lr_scale: float) -> dict[str, float]:
+        lr = self._schedule.set(at, lr_scale)
         is_spike = self._is_spike(_WHOLE_GRADIENT, norm)
         is_skipped = not math.isfinite(norm) or (is_spike and self.spec.skip_spikes)
         if not is_skipped:

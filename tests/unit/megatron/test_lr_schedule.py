@@ -57,6 +57,15 @@ def test_without_a_warm_up_the_first_update_has_the_full_rate() -> None:
     assert [schedule.set(updates) for updates in range(5)] == [8.0, 6.0, 4.0, 2.0, 0.0]
 
 
+def test_a_scale_changes_the_rate_of_one_update_alone() -> None:
+    optimizer: Any = TwoGroupOptimizer()
+    schedule = LearningRateSchedule(optimizer, SPEC)
+    assert schedule.set(3, scale=0.25) == 2.0
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 2.0]
+    assert schedule.set(3) == 8.0
+    assert [group["lr"] for group in optimizer.param_groups] == [8.0, 8.0]
+
+
 @pytest.mark.parametrize("decay_steps", [None, 1])
 def test_a_constant_rate_may_end_during_its_warm_up(decay_steps: int | None) -> None:
     schedule = schedule_of(replace(SPEC, warmup_steps=4, decay_steps=decay_steps))

@@ -310,3 +310,15 @@ class TestGradientShares:
         assert self.update(solver=0.9) == {}
         frozen_verifier = "agents.verifier.loss_weight=0"
         assert self.update(*SHARED, frozen_verifier, solver=0.9) == {}
+
+
+def test_the_effective_sample_size_is_measured_if_replies_may_be_older_or_it_scales_the_rate() -> (
+    None
+):
+    def settings(*overrides: str) -> tuple[bool, bool]:
+        spec = policy_spec("solver", make_config(*overrides))
+        return spec.effective_samples, spec.scales_lr
+
+    assert settings() == (False, False)
+    assert settings("trainer.staleness=1") == (True, False)
+    assert settings("loss.lr_scale=effective_samples") == (True, True)
