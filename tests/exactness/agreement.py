@@ -43,19 +43,20 @@ CHAIN_WORDS = 20
 HEADER = """
 ## Engine and trainer in bfloat16
 
-Engine: a Hugging Face model in bfloat16, sampling token by token with torch's eager attention. Trainer: Megatron in
-bfloat16, on the packed sequences. Both have the weights of one tiny model (width 64), trained on a small language for
-{steps} steps from random weights, of which the engine may have a tensor as it was. {tokens} tokens in each row; nats.
-A run stops beyond mean {mean}, k3 {k3} or p99 {p99} (`GAP_BOUNDS` in `mcore_mas/equations/divergence.py`). In float32
-the bound is {maximum} on the maximum.
+The engine is a Hugging Face model in bfloat16 that samples token by token with torch's eager attention. The trainer is
+Megatron in bfloat16, on the packed sequences. Both have the weights of one tiny model (width 64), which was trained for
+{steps} steps on a small language from random weights. In all rows but the first of each depth, some tensors of the
+engine are older. The differences of log-probabilities are in nats, over {tokens} tokens in each row. A run stops beyond
+mean {mean}, k3 {k3} or p99 {p99} (`GAP_BOUNDS` in `mcore_mas/equations/divergence.py`). In float32, the bound is
+{maximum} on the maximum.
 
 | layers | the engine's weights | mean | k3 | p99 | max | beyond 1 nat | run |
 |---|---|---|---|---|---|---|---|
 """
 NOTE = """
-What one update changes in one tensor lies below what bfloat16 rounds, and so may an old tensor in the middle of a deep
-model: no bound on log-probabilities finds it that lets right weights pass. Checksums of the engine's tensors do
-([engines.md](engines.md)), after every update.
+One update changes a tensor by less than bfloat16 rounds, and an old tensor in the middle of a deep model can have as
+small an effect. No bound on log-probabilities finds these tensors and lets right weights pass. Checksums of the
+engine's tensors find them after every update ([engines.md](engines.md)).
 """
 Weights = dict[str, torch.Tensor]
 

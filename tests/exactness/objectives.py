@@ -266,12 +266,13 @@ def measure_objectives(
 HEADER = """
 ## The objectives of policy and critic
 
-Every objective makes an update under every layout here. The same formulas are written out by hand, reply by reply, on
-the Hugging Face model: `tests/exactness/formulas.py` takes none from the product. Log-probabilities of sampler, start
-of the step and reference are 0.4 to 0.5 nats off the policy's. Old values are 0.2 and returns 0.5 off the critic's.
-So clips, masks and truncations are met. The KL coefficient is {kl}, that of entropy {entropy}, and loss weights are 1
-and 0.5. Errors are as above. The bounds are 4 times plain float32's largest errors, over all objectives on the same
-model and samples. Each row has the largest errors, and the largest share of its bound that an error takes up.
+Every objective makes an update under every layout here. Its formula is also written out by hand, reply by reply, on
+the Hugging Face model: `tests/exactness/formulas.py` imports no formula of the product. The log-probabilities of the
+sampler, of the start of the step and of the reference differ from the policy's by 0.4 to 0.5 nats. Old values differ
+from the critic's by 0.2, and returns by 0.5. Therefore clips, masks and truncations take effect. The KL coefficient is
+{kl}, the entropy coefficient {entropy}, and the loss weights are 1 and 0.5. Errors are as above. The bounds are 4 times
+plain float32's largest errors, over all objectives on the same model and samples. Each row has the largest errors, and
+the largest share of its bound that an error takes up.
 
 | layout | ranks | loss | norm | agent norms | gradients | share of the bound |
 |---|---|---|---|---|---|---|

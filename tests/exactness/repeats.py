@@ -19,8 +19,8 @@ STEPS = 3
 HEADER = """
 ## Repeated and resumed
 
-Trained twice, and stopped after the first of {} steps and resumed in new trainers; compared by the sha256 of weights
-and Adam's moments at the end.
+Each row is trained twice. Another training is stopped after the first of {} steps and resumed in new trainers. The
+table compares the sha256 of the weights and of Adam's moments at the end.
 
 | row | ranks | same seed twice | resumed |
 |---|---|---|---|

@@ -1,1 +1,1 @@
-"""Agent programs of published frameworks, unchanged, played and trained through the gateway: `make test-frameworks`."""
+"""Unchanged programs of agent frameworks, played and trained through the gateway: `make test-frameworks`."""

@@ -1,4 +1,8 @@
-"""Train the programs of all frameworks, or of those that are named, and write their results into docs/frameworks.md."""
+"""Train the programs of agent frameworks, and write their results into docs/frameworks.md.
+
+python -m tests.frameworks [FRAMEWORK...]           all frameworks by default
+python -m tests.frameworks --one FRAMEWORK          print the results as JSON instead
+"""
 
 from __future__ import annotations
 
@@ -24,40 +28,61 @@ END = "<!-- frameworks:end -->"
 COLUMNS = """| framework | package | program | turns | before | after | gain | 95 % interval | minutes |
 |---|---|---|---:|---:|---:|---:|---|---:|
 """
-UNCLEAR = "\nThe interval of these gains includes zero:\n\n"
+UNCERTAIN = "\nThe interval of these gains includes zero:\n\n"
 
 
-def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str:
-    """A framework's line of the table, shares in %; `digest` is that of its files."""
-    before, after, low, high = (100 * found[key] for key in ("before", "after", "low", "high"))
-    framework = FRAMEWORKS[name]
-    shown = f"[{framework.ours}](../tests/frameworks/programs/{framework.ours}), ours"
-    if framework.shipped:
-        shown = f"shipped: {', '.join(f'`{path}`' for path in framework.shipped)} {digest}"
-    return (
-        f"| {name} | {framework.package} {version} | {shown} | "
-        f"{found['turns']:.1f} | {before:.1f} | {after:.1f} | {after - before:+.1f} | "
-        f"[{low:+.1f}, {high:+.1f}] | {found['minutes']:.1f} |"
-    )
+def row(name: str, version: str, digest: str, results: Mapping[str, float]) -> str:
+    """Return a framework's row of the table, with shares in %.
 
-
-def page(rows: Mapping[str, str], before: str) -> str:
-    """Return the page `before` with these rows in its table; rows of other frameworks stay.
-
-    Frameworks whose gain is certain come first; the others have a table of their own.
+    Args:
+        name: name of the framework.
+        version: version of its package.
+        digest: SHA-256 of its shipped files.
+        results: results of `train`.
     """
-    head, _, rest = before.partition(BEGIN)
+    framework = FRAMEWORKS[name]
+    program = f"[{framework.ours}](../tests/frameworks/programs/{framework.ours}), ours"
+    if framework.shipped:
+        paths = ", ".join(f"`{path}`" for path in framework.shipped)
+        program = f"shipped: {paths} {digest}"
+    before = 100 * results["before"]
+    after = 100 * results["after"]
+    cells = [
+        name,
+        f"{framework.package} {version}",
+        program,
+        f"{results['turns']:.1f}",
+        f"{before:.1f}",
+        f"{after:.1f}",
+        f"{after - before:+.1f}",
+        f"[{100 * results['low']:+.1f}, {100 * results['high']:+.1f}]",
+        f"{results['minutes']:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def update_page(text: str, new_rows: Mapping[str, str]) -> str:
+    """Replace rows of the page's table; the rows of other frameworks stay.
+
+    Frameworks whose interval is above zero come first; the others have a table of their own.
+
+    Args:
+        text: text of the page.
+        new_rows: row by framework.
+    """
+    head, _, rest = text.partition(BEGIN)
     table, _, tail = rest.partition(END)
-    known: dict[str, str] = {}
-    for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", table, re.MULTILINE):
-        known[line[1]] = line[0]
-    known |= rows
-    lines = [f"{known[name]}\n" for name in FRAMEWORKS if name in known]
+    old_rows = {
+        match[1]: match[0]
+        for match in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", table, re.MULTILINE)
+    }
+    rows = old_rows | dict(new_rows)
+    lines = [f"{rows[name]}\n" for name in FRAMEWORKS if name in rows]
     certain = [line for line in lines if "[+" in line]
     uncertain = [line for line in lines if "[+" not in line]
     tables = [COLUMNS, *certain]
     if uncertain:
-        tables += [UNCLEAR, COLUMNS, *uncertain]
+        tables += [UNCERTAIN, COLUMNS, *uncertain]
     return "".join([head, BEGIN, *tables, END, tail])
 
 
@@ -65,38 +90,40 @@ def version_of(framework: Framework) -> str:
     """Return the version of a framework's package that its requirements file pins."""
     file = ROOT / "requirements" / f"{framework.requirements}.txt"
     package = re.escape(framework.package)
-    pinned = file.read_text(encoding="utf-8")
-    match = re.search(rf"^{package}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
+    requirements = file.read_text(encoding="utf-8")
+    match = re.search(rf"^{package}==(\S+)$", requirements, re.MULTILINE | re.IGNORECASE)
     assert match, framework.package
     return match[1]
 
 
 def main(names: Sequence[str]) -> int:
-    """Train each framework in its own process; return 1 if the team of one did not learn."""
+    """Train each framework in a process of its own; return 1 if the team of one did not learn."""
     if names[:1] == ["--one"]:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(train(names[1], Path(folder))))
         return 0
-    poor = []
+    failed = []
     for name in names or FRAMEWORKS:
-        done = subprocess.run(
+        training = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tests.frameworks", "--one", name],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
             cwd=ROOT,
         )
-        if done.returncode:
-            poor.append(name)
+        if training.returncode:
+            failed.append(name)
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        poor += [name] if found["low"] <= 0 else []
+        results = json.loads(training.stdout.splitlines()[-1])
+        if results["low"] <= 0:
+            failed.append(name)
         framework = FRAMEWORKS[name]
-        line = row(name, version_of(framework), digest_of(framework), found)
-        print(line, flush=True)
-        PAGE.write_text(page({name: line}, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"did not learn: {', '.join(poor)}" if poor else f"wrote {PAGE}")
-    return bool(poor)
+        new_row = row(name, version_of(framework), digest_of(framework), results)
+        print(new_row, flush=True)
+        text = update_page(PAGE.read_text(encoding="utf-8"), {name: new_row})
+        PAGE.write_text(text, encoding="utf-8")
+    print(f"did not learn: {', '.join(failed)}" if failed else f"wrote {PAGE}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Codex and Claude Code, as npm installs them, write a program at the gateway, and its output is scored."""
+"""Codex and Claude Code, installed by npm, write a program through the gateway, and its output is scored."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def shell_call(agent: str, command: str) -> dict[str, Any]:
 
 
 def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -> Group:
-    """Play the sum 1+1 twice with a model that writes a program that prints a number."""
-    shell = f"echo 'print({printed})' > answer.py"
-    call = f"<tool_call>{json.dumps(shell_call(agent, shell))}</tool_call>"
+    """Play the task 1+1 twice with a model that writes a program that prints a number."""
+    command = f"echo 'print({printed})' > answer.py"
+    call = f"<tool_call>{json.dumps(shell_call(agent, command))}</tool_call>"
 
     def reply(prompt: str, number: int) -> str:
         last_message = prompt.rpartition("<|im_start|>user")[2]
@@ -56,20 +56,21 @@ def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -
         rules=ProgramRules(deadline_s=120.0),
     )
     make_env = build_env(EnvConfig(name="math"))
-    played = collect([sums()[0]], team, make_env, orchestra, group_size=2, seed=SEED, step=STEP)
-    return asyncio.run(played)[0]
+    collection = collect([sums()[0]], team, make_env, orchestra, group_size=2, seed=SEED, step=STEP)
+    return asyncio.run(collection)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("printed", "outcome"), [(2, 1.0), (3, 0.0)])
 @pytest.mark.parametrize("agent", AGENTS)
-def test_a_coding_agents_program_decides_the_reward(
+def test_the_output_of_a_coding_agents_program_decides_the_reward(
     agent: str, printed: int, outcome: float, tmp_path: Path
 ) -> None:
-    """Every trajectory is one conversation of two turns: the call of the shell, and the last words."""
+    """Every trajectory is one conversation of two turns: the shell call, and the final message."""
     group = play(agent, tmp_path, printed=printed, sandbox=None)
     for trajectory in group.trajectories:
-        assert (trajectory.status, trajectory.error) == (Status.COMPLETED, "")
+        assert trajectory.error == ""
+        assert trajectory.status == Status.COMPLETED
         assert trajectory.outcome == outcome
         assert [turn.chat for turn in trajectory.turns] == ["a/0", "a/0"]
         call, last = trajectory.turns
@@ -83,4 +84,6 @@ def test_a_coding_agents_program_decides_the_reward(
 def test_claude_code_works_in_the_sandbox(tmp_path: Path) -> None:
     readable = [str(PACKAGES.resolve()), str(PACKAGES), str(PROGRAMS), "/proc"]
     group = play("claude", tmp_path, printed=2, sandbox=readable)
-    assert [(t.error, t.outcome) for t in group.trajectories] == [("", 1.0)] * 2
+    for trajectory in group.trajectories:
+        assert trajectory.error == ""
+        assert trajectory.outcome == 1.0

@@ -1,7 +1,7 @@
-"""One framework's program trained on sums: a careless teacher, supervised steps on what it said, then rewards.
+"""Training of an agent framework's program on sums: demonstrations, supervised steps, reinforcement learning.
 
-The program is played as it is by the orchestra `program`, through the gateway. A teacher answers its calls first, right
-in a share of them; a tiny random model learns to imitate that, and reinforcement learning does the rest.
+The orchestra `program` plays the unchanged program through the gateway. First, a teacher that is often wrong answers
+its calls, and a tiny random model is trained to imitate the teacher. Reinforcement learning then raises its accuracy.
 """
 
 from __future__ import annotations
@@ -48,46 +48,55 @@ from rollout.records.trajectory import (
     Message,
     Sampling,
     Task,
-    Trajectory,
     VersionSpan,
 )
 from rollout.teams.collect import Collector
-from rollout.teams.team import Team
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PROGRAMS = HERE / "programs"  # ours
-# Frameworks that need different versions of one package have environments of their own; each is
-# made of the requirements file of its number.
+PROGRAMS = HERE / "programs"
+# Virtual environment by requirements file. There are two, because some frameworks need different
+# versions of one package.
 ENVIRONMENTS = {"frameworks": ".venv-frameworks", "frameworks-2": ".venv-frameworks-2"}
 NUMBERS = range(1, 4)
-RIGHT = 0.35  # share of the teacher's replies
-TAUGHT, TRAINED, SCORED = (
-    16,
-    4,
-    16,
-)  # trajectories of each sum: before the cold start, in a step, in an evaluation
-STEPS, UPDATES = 16, 4  # of reinforcement learning; of the model in each
-_NEAR = 64  # tokens before a reply
+TEACHER_ACCURACY = 0.35  # share of the teacher's replies that are right
+# Number of trajectories of each sum
+DEMONSTRATED = 16  # by the teacher
+TRAINED = 4  # in a training step
+EVALUATED = 16
+STEPS = 16
+UPDATES_PER_STEP = 4
+COLD_START_STEPS = 400
+_SHORT_PROMPT_TOKENS = 64
+_MAX_LENGTH = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework, its program, what of it is shipped, and how a reply to it reads."""
+    """An agent framework, the program that uses it, and the format of replies that the program can read.
 
-    package: str  # in the index
-    shipped: tuple[
-        str, ...
-    ] = ()  # files of the package, its source distribution or what it writes; the program first
-    ours: str = (
-        ""  # in tests/frameworks/programs: the program, or what hands a shipped team its task
-    )
+    Args:
+        package: name on the package index.
+        shipped: files that the package, its source distribution or its project generator contains;
+            the program first.
+        ours: file in `programs/`: the program, or a script that gives the shipped team its task.
+        arguments: arguments of the program.
+        reply: template of a reply, with the sum at {0}.
+        imported_late: package that starts threads when it is imported (see `warm.py`).
+        rules: rules of the orchestra `program`.
+        requirements: name of the file in requirements/.
+        replies: template of the replies of each agent, by the model name that the program asks for;
+            for programs with several agents.
+    """
+
+    package: str
+    shipped: tuple[str, ...] = ()
+    ours: str = ""
     arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
-    apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
-    rules: Mapping[str, object] = field(default_factory=dict)  # of the orchestra `program`
-    requirements: str = "frameworks"  # file in requirements/
-    # reply of each agent by its name; the program asks for it under this name
+    imported_late: str = ""
+    rules: Mapping[str, object] = field(default_factory=dict)
+    requirements: str = "frameworks"
     replies: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -97,7 +106,7 @@ class Framework:
 
     @property
     def agents(self) -> dict[str, str]:
-        """Replies by agent; a program without names of its own has one agent."""
+        """Template of the replies by agent; a program without `replies` has one agent."""
         return dict(self.replies) or {"agent": self.reply}
 
 
@@ -112,7 +121,7 @@ FRAMEWORKS = {
         ),
         ours="ask_crew.py",
         reply="I now can give a great answer\nFinal Answer: \\boxed{{{0}}}",
-        apart="crewai",
+        imported_late="crewai",
     ),
     "smolagents": Framework(
         package="smolagents",
@@ -122,7 +131,7 @@ FRAMEWORKS = {
             *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
         ),
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
-        rules={"most_calls": 4, "crash": "wrong"},  # it makes up to 20
+        rules={"most_calls": 4, "crash": "wrong"},  # the program makes up to 20 calls
     ),
     "OpenAI Agents SDK": Framework(
         package="openai-agents", shipped=("examples/agent_patterns/parallelization.py",)
@@ -138,7 +147,7 @@ FRAMEWORKS = {
         ours="sum_pydantic_ai.py",
         requirements="frameworks-2",
         reply='```tool\n{{"name": "final_result", "arguments": {{"value": {0}}}}}\n```',
-        rules={"most_calls": 4},  # it asks again after a malformed output
+        rules={"most_calls": 4},  # the program asks again after a malformed output
     ),
     "LlamaIndex": Framework(
         package="llama-index-core", ours="sum_llamaindex.py", requirements="frameworks-2"
@@ -146,10 +155,10 @@ FRAMEWORKS = {
     "DSPy": Framework(
         package="dspy",
         ours="sum_dspy.py",
-        apart="dspy",  # it reads the folder of its cache when it is imported
+        imported_late="dspy",  # reads the folder of its cache when it is imported
         requirements="frameworks-2",
         reply="[[ ## reasoning ## ]]\nI add.\n\n[[ ## answer ## ]]\n{0}\n\n[[ ## completed ## ]]",
-        rules={"most_calls": 4},  # it asks again, for JSON, after a malformed reply
+        rules={"most_calls": 4},  # the program asks again, for JSON, after a malformed reply
     ),
     "Microsoft Agent Framework": Framework(
         package="agent-framework-core",
@@ -166,7 +175,7 @@ FRAMEWORKS = {
 
 
 def sums() -> list[Task]:
-    """Every sum of two numbers."""
+    """Return the tasks: every sum of two of NUMBERS."""
     return [
         Task(
             id=f"{a}+{b}",
@@ -180,57 +189,73 @@ def sums() -> list[Task]:
     ]
 
 
+Demonstration = tuple[tuple[Message, ...], str]  # prompt and reply
+
+
 @dataclass(slots=True)
 class Teacher:
-    """A policy that is often wrong, and keeps what it was asked and said.
+    """A policy that is often wrong, and records its prompts and replies.
 
-    What it says to the same words, all in all, does not depend on which program comes first.
+    Its n-th reply to a prompt depends on the prompt and n only, so the set of replies does not depend
+    on the order of the trajectories.
+
+    Args:
+        reply: template of a reply, with the sum at {0}.
+        demonstrations: prompts and replies so far.
+        times_asked: number of times by prompt.
     """
 
     reply: str
-    said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
-    times: Counter[str] = field(default_factory=Counter)  # that it was asked so
+    demonstrations: list[Demonstration] = field(default_factory=list)
+    times_asked: Counter[str] = field(default_factory=Counter)
 
     async def say(
         self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
     ) -> PolicyReply:
-        shown = write_tools_as_text(messages, chat.tools if chat else ())
-        sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in shown))
+        prompt = write_tools_as_text(messages, chat.tools if chat else ())
+        content = "\n".join(message.content for message in prompt)
+        sums = re.findall(r"What is (\d)\+(\d)\?", content)
         a, b = map(int, sums[-1] if sums else (0, 0))
-        words = repr(shown)
-        self.times[words] += 1
-        random = Random(f"{words}{self.times[words]}")
-        right = random.random() < RIGHT
-        answer = a + b if right else random.choice([n for n in range(2, 7) if n != a + b])
+
+        key = repr(prompt)
+        self.times_asked[key] += 1
+        random = Random(f"{key}{self.times_asked[key]}")
+        answer = a + b
+        if random.random() >= TEACHER_ACCURACY:
+            answer = random.choice([wrong for wrong in range(2, 7) if wrong != a + b])
         text = self.reply.format(answer, a=a, b=answer - a)
-        self.said.append((tuple(shown), text))
+        self.demonstrations.append((tuple(prompt), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
 
 
 def shipped_files(framework: Framework) -> list[Path]:
-    """What a framework ships of its program: in its package, its source distribution or what it writes."""
+    """Return the paths of the shipped files of a framework's program."""
     environment = framework.python.parents[1]
-    places = [
+    folders = [
         *environment.glob("lib/python*/site-packages"),
         *environment.glob("sources/*/"),
     ]
-    return [
-        next(path for place in places if (path := place / name).exists())
-        for name in framework.shipped
-    ]
+    files = []
+    for name in framework.shipped:
+        candidates = [folder / name for folder in folders]
+        files.append(next(path for path in candidates if path.exists()))
+    return files
 
 
 def digest_of(framework: Framework) -> str:
-    """SHA-256 of the shipped files, one after the other."""
-    return hashlib.sha256(
-        b"".join(path.read_bytes() for path in shipped_files(framework))
-    ).hexdigest()
+    """Return the SHA-256 of the concatenated shipped files."""
+    content = b"".join(path.read_bytes() for path in shipped_files(framework))
+    return hashlib.sha256(content).hexdigest()
 
 
 def program_of(framework: Framework, folder: Path) -> tuple[list[Path], Path]:
-    """(Where it imports from, what is started): ours, or the shipped program, of a page its only one."""
+    """Return the import paths of the program, and the program.
+
+    The program is ours or the shipped one. If a documentation page is shipped, the program is its
+    only Python block, which is written to `folder`.
+    """
     shipped = shipped_files(framework)
     if framework.ours:
         return [path.parent for path in shipped[:1]], PROGRAMS / framework.ours
@@ -243,52 +268,51 @@ def program_of(framework: Framework, folder: Path) -> tuple[list[Path], Path]:
 
 
 @contextmanager
-def warm(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
-    """The command that runs the program in a fork of a process that has imported the framework."""
-    place = folder / "warm"
-    script, (paths, program) = str(HERE / "warm.py"), program_of(framework, folder)
+def fork_server(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Start a process that imports the framework; yield the command that runs the program in a fork of it."""
+    socket = folder / "warm"
+    script = str(HERE / "warm.py")
+    paths, program = program_of(framework, folder)
     settings = {
         "PYTHONPATH": ":".join(map(str, paths)),
-        "HOME": str(folder),  # some keep files there
+        "HOME": str(folder),  # some frameworks write files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else every start asks the network for prices
-        "CREWAI_TESTING": "true",  # it does not ask whether to show its traces
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise every start downloads a list of prices
+        "CREWAI_TESTING": "true",  # otherwise CrewAI asks the user about its traces
         "CREWAI_STORAGE_DIR": "crewai",
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
-            [framework.python, "-W", "ignore", script, "serve", str(place), framework.apart],
+            [
+                framework.python,
+                "-W",
+                "ignore",
+                script,
+                "serve",
+                str(socket),
+                framework.imported_late,
+            ],
             env=os.environ | settings,
-            cwd=folder,  # where programs write
+            cwd=folder,  # programs write into this folder
             stdout=log,
             stderr=log,
         )
         try:
-            while not place.exists():
+            while not socket.exists():
                 if server.poll() is not None:
                     raise RuntimeError((folder / "warm.log").read_text())
                 time.sleep(0.05)
-            named = [f"{name}={value}" for name, value in settings.items()]
-            yield (
-                "env",
-                *named,
-                sys.executable,
-                "-I",
-                "-S",
-                script,
-                "ask",
-                str(place),
-                str(program),
-                *framework.arguments,
-            )
+            assignments = [f"{name}={value}" for name, value in settings.items()]
+            client = [sys.executable, "-I", "-S", script, "ask", str(socket), str(program)]
+            yield ("env", *assignments, *client, *framework.arguments)
         finally:
             server.terminate()
             server.wait()
 
 
-class Lesson:
-    """A program with its team, its environment and its rewards."""
+class FrameworkTeam:
+    """The team of a framework's program, with its environment and rewards."""
 
     def __init__(self, command: Sequence[str], seed: int, framework: Framework) -> None:
         rules = {"deadline_s": 120.0, "at_once": 4, **framework.rules}
@@ -303,79 +327,74 @@ class Lesson:
         self.allocate = build_allocator(RewardConfig(name="shared_outcome"), self.agents)
         self.seed = seed
 
-    def team(self, players: Mapping[str, PolicyClient]) -> Team:
-        """The team, in which each agent has a policy of its name."""
-        return build_team(self.agents, players)
-
     async def play(
-        self, players: Mapping[str, PolicyClient], *, step: int, group_size: int
+        self, policies: Mapping[str, PolicyClient], *, step: int, group_size: int
     ) -> list[Group]:
-        """Every sum `group_size` times.
+        """Play every sum `group_size` times. Each agent has the policy of its name.
 
         Raises:
             RuntimeError: a trajectory failed.
         """
-        team, make_env, orchestra = self.team(players), self.env, self.orchestra
         collector = Collector(
-            team=team, make_env=make_env, orchestra=orchestra, seed=self.seed, step=step
+            team=build_team(self.agents, policies),
+            make_env=self.env,
+            orchestra=self.orchestra,
+            seed=self.seed,
+            step=step,
         )
         groups = await collector.collect(sums(), group_size)
-        failed = [t.error for group in groups for t in group.trajectories if t.error]
-        if failed:
-            raise RuntimeError(f"{len(failed)} trajectories failed; the first: {failed[0]}")
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        errors = [trajectory.error for trajectory in trajectories if trajectory.error]
+        if errors:
+            raise RuntimeError(f"{len(errors)} trajectories failed; the first: {errors[0]}")
         return [self.allocate(group) for group in groups]
 
 
-def right(groups: Sequence[Group]) -> list[float]:
-    """The share of each task's trajectories that were right."""
-    return [fmean(succeeded(t) for t in group.trajectories) for group in groups]
+def accuracy_by_task(groups: Sequence[Group]) -> list[float]:
+    """Return the mean outcome of each task's trajectories."""
+    return [
+        fmean(trajectory.outcome or 0.0 for trajectory in group.trajectories) for group in groups
+    ]
 
 
-def succeeded(trajectory: Trajectory) -> float:
-    """Whether its answer was right."""
-    return float(trajectory.outcome or 0.0)
-
-
-def base_model(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path) -> None:
-    """A tokenizer of what was said, and random weights."""
+def make_base_model(demonstrations: Sequence[Demonstration], folder: Path) -> None:
+    """Train a tokenizer on the demonstrations, and write it with a model of random weights."""
     base = BaseModelConfig(
         layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192
     )
-    texts = (
-        text
-        for asked, reply in said
-        for text in (*(f"{m.role}\n{m.content}" for m in asked), reply)
-    )
-    tokenizer = train_tokenizer(texts, base.vocab, "phrases")
+    texts: list[str] = []
+    for prompt, reply in demonstrations:
+        texts += [f"{message.role}\n{message.content}" for message in prompt]
+        texts.append(reply)
+    tokenizer = train_tokenizer(iter(texts), base.vocab, "phrases")
     tokenizer.save_pretrained(str(folder))
     init_model(tokenizer, base, derive_seed(1, "framework") % 2**63).save_pretrained(str(folder))
 
 
-def cold_start(
-    said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int
-) -> None:
-    """Supervised steps on what the teacher said, first with the end of each prompt only.
+def cold_start(demonstrations: Sequence[Demonstration], folder: Path, out: Path) -> None:
+    """Fine-tune a model on demonstrations, in the first half of the steps with only the end of each prompt.
 
-    A small model finds a sum among 60 tokens, and then keeps its eyes on that place; among a framework's 2,000 it never
-    does.
+    A small model learns to find the sum among 64 tokens, and then also finds it in whole prompts. With
+    whole prompts of 2,000 tokens from the start, it does not learn to find the sum.
     """
     spec = TrainerSpec(
         model=str(folder), lr=2e-3, warmup_steps=20, objective=Objective(loss="cross_entropy")
     )
-    trainer, renderer = MegatronTrainer(spec), Renderer(folder)
+    trainer = MegatronTrainer(spec)
+    renderer = Renderer(folder)
     random = Random(1)
-    for step in range(steps):
+    for step in range(COLD_START_STEPS):
         batch = []
-        for asked, reply in random.sample(list(said), 32):
-            prompt, completion = renderer.render(asked), renderer.encode_reply(reply)
-            prompt = prompt[-_NEAR:] if step < steps // 2 else prompt
-            ids, trained = prompt + completion, (False,) * len(prompt) + (True,) * len(completion)
-            batch.append(_supervised(ids, trained))
-        trainer.update(pack(weigh(batch, {"p": 1.0}), 8192))
+        for messages, reply in random.sample(list(demonstrations), 32):
+            prompt = renderer.render(messages)
+            if step < COLD_START_STEPS // 2:
+                prompt = prompt[-_SHORT_PROMPT_TOKENS:]
+            batch.append(_supervised_sample(prompt, renderer.encode_reply(reply)))
+        trainer.update(pack(weigh(batch, {"p": 1.0}), _MAX_LENGTH))
     trainer.model.write(out)
 
 
-def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
+def _supervised_sample(prompt: tuple[int, ...], reply: tuple[int, ...]) -> Sample:
     return Sample(
         policy="p",
         agent="p",
@@ -383,17 +402,20 @@ def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
         trajectory="",
         turn=0,
         prompt_ids=(),
-        completion_ids=ids,
-        trained=trained,
+        completion_ids=prompt + reply,
+        trained=(False,) * len(prompt) + (True,) * len(reply),
     )
 
 
-async def learn(
-    lesson: Lesson, models: Mapping[str, Path]
+async def train_with_rewards(
+    team: FrameworkTeam, models: Mapping[str, Path]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Train on every sum in each step; the share right of each sum before and after, and of each step.
+    """Train the policy of each agent on every sum in each step.
 
-    Several agents are policies of their own, and each agent's rewards are normalised among its own turns.
+    With several agents, the rewards of each agent are normalised among its own turns.
+
+    Returns:
+        Accuracy of each sum before and after the training, and of each step.
     """
     objective = Objective(loss="ppo_clip")
     trainers = {
@@ -401,52 +423,55 @@ async def learn(
         for name, model in models.items()
     }
     engines = {
-        name: LocalEngine(EmbeddedEngine.from_folder(model, max_length=8192, rows=64))
+        name: LocalEngine(EmbeddedEngine.from_folder(model, max_length=_MAX_LENGTH, rows=64))
         for name, model in models.items()
     }
-    players = {
-        name: EngineClient(engine=engines[name], renderer=Renderer(model), max_length=8192)
+    policies = {
+        name: EngineClient(engine=engines[name], renderer=Renderer(model), max_length=_MAX_LENGTH)
         for name, model in models.items()
     }
     estimator = AdvantageConfig(name="grpo" if len(models) == 1 else "drmas")
-    rules = dict.fromkeys(lesson.agents, estimator)
-    before = right(await lesson.play(players, step=-1, group_size=SCORED))
+    estimators = dict.fromkeys(team.agents, estimator)
+
+    before = accuracy_by_task(await team.play(policies, step=-1, group_size=EVALUATED))
     curve = []
     for step in range(STEPS):
-        groups = await lesson.play(players, step=step, group_size=TRAINED)
-        curve.append(fmean(right(groups)))
-        samples = add_advantages(to_samples(groups), rules)
+        groups = await team.play(policies, step=step, group_size=TRAINED)
+        curve.append(fmean(accuracy_by_task(groups)))
+        samples = add_advantages(to_samples(groups), estimators)
         for name, trainer in trainers.items():
             policy_samples = [sample for sample in samples if sample.policy == name]
             batch = weigh(policy_samples, {name: 1.0})
-            for _ in range(UPDATES):
-                trainer.update(pack(batch, 8192))
+            for _ in range(UPDATES_PER_STEP):
+                trainer.update(pack(batch, _MAX_LENGTH))
             await engines[name].load_weights(trainer.model.weights(), step + 1)
-    return before, right(await lesson.play(players, step=STEPS, group_size=SCORED)), curve
+    after = accuracy_by_task(await team.play(policies, step=STEPS, group_size=EVALUATED))
+    return before, after, curve
 
 
 def train(name: str, folder: Path) -> dict[str, object]:
-    """Train a framework's program; return the shares of right answers before and after, and the gain's interval."""
+    """Train a framework's program; return its accuracy before and after, and the interval of its gain."""
     framework = FRAMEWORKS[name]
-    began, cpu = time.monotonic(), time.process_time()
+    start = time.monotonic()
+    cpu_start = time.process_time()
     init_process_groups(rank=0, threads=1)
     try:
-        with warm(framework, folder) as command:
-            lesson = Lesson(command, seed=1, framework=framework)
+        with fork_server(framework, folder) as command:
+            team = FrameworkTeam(command, seed=1, framework=framework)
             teachers = {agent: Teacher(reply) for agent, reply in framework.agents.items()}
-            asyncio.run(lesson.play(teachers, step=-2, group_size=TAUGHT))
-            turns = sum(len(teacher.said) for teacher in teachers.values())
+            asyncio.run(team.play(teachers, step=-2, group_size=DEMONSTRATED))
+            turns = sum(len(teacher.demonstrations) for teacher in teachers.values())
             models = {}
             for agent, teacher in teachers.items():
-                demonstrations = sorted(teacher.said, key=repr)
+                demonstrations = sorted(teacher.demonstrations, key=repr)
                 base = folder / f"base-{agent}"
                 models[agent] = folder / f"model-{agent}"
-                base_model(demonstrations, base)
-                cold_start(demonstrations, base, models[agent], steps=400)
-            before, after, curve = asyncio.run(learn(lesson, models))
+                make_base_model(demonstrations, base)
+                cold_start(demonstrations, base, models[agent])
+            before, after, curve = asyncio.run(train_with_rewards(team, models))
     finally:
         destroy_process_groups()
-    gains = [b - a for a, b in zip(before, after, strict=True)]
+    gains = [trained - base for base, trained in zip(before, after, strict=True)]
     low, high = mean_interval(gains, name)
     return {
         "before": fmean(before),
@@ -455,7 +480,7 @@ def train(name: str, folder: Path) -> dict[str, object]:
         "low": low,
         "high": high,
         "curve": curve,
-        "minutes": (time.monotonic() - began) / 60,
-        "cpu_minutes": (time.process_time() - cpu) / 60,
-        "turns": turns / (TAUGHT * len(before)),
+        "minutes": (time.monotonic() - start) / 60,
+        "cpu_minutes": (time.process_time() - cpu_start) / 60,
+        "turns": turns / (DEMONSTRATED * len(before)),
     }

@@ -1,4 +1,4 @@
-"""Hands the task to the crew that `crewai create crew sums` writes, as its topic."""
+"""Give the task, as its topic, to the crew that `crewai create crew sums` writes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Hands the task to a LangGraph graph, as the server of its command line does."""
+"""Give the task to a LangGraph graph, as the server of its command line does."""
 
 import os
 
