@@ -37,9 +37,11 @@ from mcore_mas.pipeline.check import (
     task_count_problems,
 )
 from mcore_mas.pipeline.prepare import prepare_tasks
+from mcore_mas.pipeline.prompt_check import prompt_problems
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
+from rollout.config.tasks import prepared_tasks
 from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
 
@@ -60,10 +62,10 @@ class Run:
             orchestra, environment and reward.
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that
             ships.
-        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, such as those of a
-            data set; a file or hub's id, as `load_tasks` takes it; a mapping of splits to any of
-            these; or the `data` section of a config, such as a generator. A tenth of train is held
-            out for each of validation and test that is not given.
+        tasks: tasks, (prompt, answer) pairs or rows with a prompt, an answer and optionally an id,
+            such as those of a data set; a file or hub's id, as `load_tasks` takes it; a mapping of
+            splits to any of these; or the `data` section of a config, such as a generator. A tenth
+            of train is held out for each of validation and test that is not given.
         policies: a model for all policies, or a model or section for each. A model is a folder, or
             the hub's id of a model that was downloaded.
         env: the environment: a function or class that takes a task, or the name of one that ships.
@@ -191,8 +193,20 @@ class Run:
         if self._training is not None:
             # A `break` out of `async for` does not wait until the generator is closed.
             self._training.close()
-        self._training = TrainingThread(self._write_inputs())
+        config_file = self._write_inputs()
+        self._check_prompts()
+        self._training = TrainingThread(config_file)
         return self._training
+
+    def _check_prompts(self) -> None:
+        """Play the first tasks without an engine, as `mcore-mas check` does.
+
+        Raises:
+            ArgumentError: an agent's prompt leaves no room for its reply.
+        """
+        tasks = prepared_tasks(self.folder / "tasks", "train")
+        for problem in _call_in_thread(lambda: list(prompt_problems(self.config, tasks))):
+            raise ArgumentError(problem)
 
     @property
     def metrics(self) -> list[StepRow]:

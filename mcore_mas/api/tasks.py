@@ -19,6 +19,7 @@ from rollout.base.error_lines import error_line
 from rollout.base.options import validate_options
 from rollout.config.data import TaskFile
 from rollout.config.tasks import located_tasks
+from rollout.records.files import task_id_problem
 from rollout.records.trajectory import Task
 from rollout.tasks.files import PLAIN, distinct_tasks, read_task_file
 from rollout.tasks.hub_datasets import located_dataset, not_downloaded
@@ -36,8 +37,8 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
 
     Args:
         tasks: tasks, (prompt, answer) pairs, or rows with a prompt and an answer, such as those of
-            a data set; a name that `load_tasks` takes; or a mapping of splits to any of these.
-            Tasks that name no environment get "".
+            a data set; a name that `load_tasks` takes; or a mapping of splits to any of these. The
+            `id` of a row is the task's. Tasks that name no environment get "".
 
     Raises:
         ArgumentError: an item is no task, a task of train is also in validation or test, or a
@@ -62,19 +63,25 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
         split: [_to_task(item, split, number) for number, item in enumerate(items[split])]
         for split in SPLITS
     }
-    _check_ids(result)
+    for split in items:
+        # The splits that were taken from train share its ids.
+        taken = missing_splits if split == "train" else ()
+        if split not in missing_splits:
+            _check_ids(split, [task for name in (split, *taken) for task in result[name]])
     _check_disjoint(result, missing_splits)
     return result
 
 
-def _check_ids(tasks: Mapping[str, Sequence[Task]]) -> None:
-    """Raise ArgumentError if two tasks of a split have the same id."""
-    for split, split_tasks_ in tasks.items():
-        for task_id, count in Counter(task.id for task in split_tasks_).items():
-            if count > 1:
-                raise ArgumentError(
-                    f"tasks.{split}: {count} tasks have the id {task_id!r:.80}; give each its own"
-                )
+def _check_ids(split: str, tasks: Sequence[Task]) -> None:
+    """Raise ArgumentError if two tasks that were given for a split have the same id, or an id cannot be used."""
+    for task_id, count in Counter(task.id for task in tasks).items():
+        if count > 1:
+            raise ArgumentError(
+                f"tasks.{split}: {count} tasks have the id {task_id!r:.80}; give each its own"
+            )
+        problem = task_id_problem(task_id)
+        if problem:
+            raise ArgumentError(f"tasks.{split}: {problem}")
 
 
 def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
@@ -124,7 +131,9 @@ def _to_task(item: Any, split: str, number: int) -> Task:
         return replace(item, split=split)
     prompt: Any = None
     answers: Any = ()
+    task_id: Any = None
     if isinstance(item, Mapping):
+        task_id = item.get("id")
         prompt = next((item[key] for key in PLAIN.question if key in item), None)
         answers = next((item[key] for key in PLAIN.answers if key in item), ())
     elif isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
@@ -142,7 +151,7 @@ def _to_task(item: Any, split: str, number: int) -> Task:
     if not isinstance(answers, list | tuple):
         answers = (answers,)
     return Task(
-        id=f"{split}-{number}",
+        id=f"{split}-{number}" if task_id is None else str(task_id),
         prompt=prompt,
         answers=tuple(map(str, answers)),
         env="",

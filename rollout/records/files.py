@@ -97,12 +97,14 @@ def _task_problem(row: Mapping[str, Any]) -> str:
     for name, value in row.items():
         if value is None or (name == "answers" and None in value):
             return f"no {name}"
-    if not row["id"] or _PATH_LIKE.search(row["id"]):
-        return (
-            f"id {row['id'][:100]!r}; expected a name without `..`, backslashes and control "
-            "characters"
-        )
-    return ""
+    return task_id_problem(row["id"])
+
+
+def task_id_problem(task_id: str) -> str:
+    """Return the reason why a text cannot be a task's id, or ""; ids become names of files."""
+    if task_id and not _PATH_LIKE.search(task_id):
+        return ""
+    return f"id {task_id[:100]!r}; expected a name without `..`, backslashes and control characters"
 
 
 # --- trajectories

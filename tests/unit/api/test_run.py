@@ -341,6 +341,20 @@ def test_a_mistake_is_one_line(
     assert "\n" not in str(error_info.value)
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts have 160 tokens or more, and 44 fit beside a reply of 256."""
+    monkeypatch.setattr(training, "train", lambda *_, **__: pytest.fail("the training starts"))
+    tasks = [(f"{n}+1 " * 40, n + 1) for n in range(20)]
+    run = make_run(tmp_path, tasks=tasks, engine={"max_length": 300})
+    message = (
+        r"task 'train-0': .*writer.*; raise engine.max_length \(300\), or shorten the prompts$"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        run.train()
+
+
 def test_a_break_out_of_an_async_loop_is_over_before_the_next_loop_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.tasks import split_tasks
 from rollout.records.trajectory import Task
 from tests.support.api import TASKS
@@ -17,18 +21,55 @@ def sizes(tasks: dict[str, list[Task]]) -> dict[str, int]:
 
 def test_tasks_pairs_and_rows() -> None:
     rows = [
-        {"question": "a?", "answer": 1},
+        {"question": "a?", "answer": 1, "id": 7},
         {"problem": "b?", "solution": ["2", "two"]},
         ("c?", "3"),
         Task(id="mine", prompt="d?", answers=("4",), env="search", source="s", split=""),
     ]
     train = split_tasks([*rows, *TASKS])["train"]
     assert [(task.id, task.prompt, task.answers, task.env) for task in train[:4]] == [
-        ("train-0", "a?", ("1",), ""),
+        ("7", "a?", ("1",), ""),
         ("train-1", "b?", ("2", "two"), ""),
         ("train-2", "c?", ("3",), ""),
         ("mine", "d?", ("4",), "search"),
     ]
+
+
+def row(task_id: str, prompt: str) -> dict[str, str]:
+    """Return a row of a data set with an id."""
+    return {"id": task_id, "prompt": prompt, "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        # The second is in the test split, which is taken from the end of train.
+        (
+            [row("x", "first"), *TASKS, row("x", "second")],
+            "tasks.train: 2 tasks have the id 'x'; give each its own",
+        ),
+        (
+            {"train": TASKS, "test": [row("x", "first"), row("x", "second")]},
+            "tasks.test: 2 tasks have the id 'x'; give each its own",
+        ),
+        (
+            [row("../x", "first"), *TASKS],
+            "tasks.train: id '../x'; expected a name without `..`, backslashes and control "
+            "characters",
+        ),
+    ],
+)
+def test_an_id_is_given_once_and_is_a_name(tasks: Any, message: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        split_tasks(tasks)
+    assert str(error.value) == message
+
+
+def test_two_given_splits_may_have_the_same_ids() -> None:
+    tasks = split_tasks(
+        {split: [row("x", split), row("y", split)] for split in ("train", "validation", "test")}
+    )
+    assert [[task.id for task in part] for part in tasks.values()] == [["x", "y"]] * 3
 
 
 def test_a_tenth_is_held_out_for_validation_and_test() -> None:
