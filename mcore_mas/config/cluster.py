@@ -67,10 +67,12 @@ class ClusterConfig(Section):
             raise ValueError(f"address: {problem}")
         if self.address != "local" and self.cpus is not None:
             raise ValueError(
-                "cpus is for a Ray that is started for the run; nodes of a running Ray count theirs: leave it out"
+                "cpus is for a Ray that is started for the run; a running Ray has its own number of CPUs: leave it out"
             )
         if self.nodes and (self.address == "local" or self.pool == "shared"):
-            raise ValueError("nodes are those of a running Ray: set address, and pool: split")
+            raise ValueError(
+                "nodes names nodes of a running Ray: set address to that Ray, and pool: split"
+            )
         return self
 
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
@@ -118,7 +120,7 @@ class ClusterConfig(Section):
         """Refuse settings of the cluster that do not go with the policies.
 
         Args:
-            policies: by policy the policies on the same ranks, the holder of their base model first.
+            policies: policies on the same ranks, by policy; the holder of their base model comes first.
             resident: trained policies without offload, which keep their memory while the team acts.
 
         Raises:

@@ -216,11 +216,11 @@ class PolicyConfig(RateConfig):
             )
         if self.chat_template or self.chat_template_kwargs:
             raise ValueError(
-                "chat_template and chat_template_kwargs are of a model folder; leave them out for a remote"
+                "chat_template and chat_template_kwargs apply to a model folder; leave them out for a remote"
             )
         if self.overrides.engine.get("router_replay"):
             raise ValueError(
-                "overrides.engine.router_replay: a remote model does not tell its experts; leave it out"
+                "overrides.engine.router_replay: a remote model does not report its experts; leave it out"
             )
 
 

@@ -131,7 +131,7 @@ class RunConfig(Section):
 
         Args:
             values: nested mappings, as YAML or JSON yields them.
-            origin: where the values come from, such as a file's path; error messages begin with it.
+            origin: source of the values, such as a file's path, with which error messages begin.
 
         Raises:
             ConfigError: the values do not validate.
@@ -521,7 +521,7 @@ def _check_credit(config: RunConfig) -> None:
             )
         if required == "step_rewards" and "trees" in config.vote_sources:
             raise ValueError(
-                f"{label} needs rewards of steps in one line of time, and trees have none; choose another"
+                f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
             )
         # with `lone: raw`, a turn without peers has an advantage too
         if agent.loss_weight and advantage.options.get("lone") != "raw":
@@ -577,7 +577,7 @@ def _check_engines(config: RunConfig) -> None:
         )
     if config.engine.router_replay and not config.models:
         raise ValueError(
-            "engine.router_replay: remote models do not tell their experts; leave it out"
+            "engine.router_replay: remote models do not report their experts; leave it out"
         )
     for name in config.models:
         policy = config.policies[name]
@@ -605,7 +605,8 @@ def _check_collection_ahead(config: RunConfig) -> None:
     staleness = max(config.staleness_of(name) for name in config.trained)
     if config.engine.sleep:
         raise ValueError(
-            f"engine.sleep: engines have no rest while staleness is {staleness}; set one to 0 or false"
+            f"engine.sleep: with a staleness of {staleness} engines sample while policies are trained, and cannot "
+            "sleep; set engine.sleep to false, or staleness to 0"
         )
     for name, policy in config.policies.items():
         if policy.offload:

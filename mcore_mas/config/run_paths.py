@@ -19,7 +19,7 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     files become absolute, and the project is added to sys.path for the modules of the user's team.
 
     Args:
-        values: as they were read from the file.
+        values: values that were read from the file.
         file: config.yaml in the run's folder; the values of any other file are unchanged.
     """
     folder = file.resolve().parent

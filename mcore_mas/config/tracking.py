@@ -54,6 +54,6 @@ class TrackingConfig(Section):
         has_store_scheme = parts.scheme.partition("+")[0] in _STORE_SCHEMES
         if not uri or not has_store_scheme or (is_server and not parts.hostname):
             raise ValueError(
-                f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE"
+                f"'{uri}' is not a store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE"
             )
         return uri

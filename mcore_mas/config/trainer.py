@@ -102,7 +102,9 @@ class TrainerConfig(Section):
                 "minibatch and updates_per_step both split a step's samples; leave one of them out"
             )
         if self.final == "best" and self.keep_best == 0:
-            raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
+            raise ValueError(
+                "final 'best' needs a checkpoint that is kept for its accuracy: set trainer.keep_best to 1 or more"
+            )
         if self.updates_per_step > self.tasks_per_step:
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}, and no "

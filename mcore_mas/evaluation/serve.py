@@ -57,7 +57,9 @@ def serve(
     """
     config = config_with_seats(RunConfig.load(run / "config.yaml"), state)
     if config.run in config.agents:
-        raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
+        raise ConfigError(
+            f"{run}: an agent has the name of the run, under which the whole team answers; rename one of them"
+        )
     check_aliases(aliases, [config.run, *config.agents])
     listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)

@@ -154,11 +154,11 @@ class ServedTeam:
         """Do nothing: the caller gets the error, and no trajectory depends on it."""
 
     def _note_unheeded(self, request: ChatRequest) -> None:
-        """Print a line about fields that no call before had and that are not heeded."""
+        """Print a line about fields that are ignored and that no earlier call had."""
         names = set(request.unheeded) - self._noted
         if names:
             self._noted.update(names)
-            say(f"not heeded in calls: {', '.join(sorted(names))} (docs/gateway.md)")
+            say(f"ignored in calls: {', '.join(sorted(names))} (docs/gateway.md)")
 
     def _team_session(self, seed: int | None) -> TeamSession:
         """Return a session with this seed; None: a random one, so that equal calls differ."""

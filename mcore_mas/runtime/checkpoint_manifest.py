@@ -81,7 +81,7 @@ def validate_checkpoint(folder: Path, identity: Identity) -> str:
     except ManifestError as error:
         return str(error)
     if folder.name != step_name(manifest["step"]):
-        return f"{CHECKPOINT_MANIFEST}: of step {manifest['step']}, under another's name"
+        return f"{CHECKPOINT_MANIFEST}: of step {manifest['step']}, but the folder has the name of another step"
     return _check_identity(manifest, identity) or _check_files(folder, manifest)
 
 

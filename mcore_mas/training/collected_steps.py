@@ -106,7 +106,7 @@ class CollectedSteps:
                 file.unlink(missing_ok=True)
 
     def _newest_version_from(self, first_step: int) -> int:
-        """Return the newest version of the weights that training on files alone comes to."""
+        """Return the newest version of the weights that training on complete files alone can reach."""
         version = first_step
         while self._metadata(version).get("complete") == "true":
             version += 1

@@ -105,7 +105,10 @@ def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
 
 
 def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return how many trajectories were aborted, or failed for a reason that is counted, if any."""
+    """Return the number of aborted trajectories, and of those that failed for each counted reason.
+
+    Counts of 0 are left out.
+    """
     counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
     for name in ("undecided", "refused", "unasked", "quarantined"):
         counts[name] = sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
@@ -143,7 +146,7 @@ def _program_metrics(turns: Sequence[Turn]) -> StepMetrics:
 
 
 def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
-    """Return a line on fields of agent programs' calls that the gateway has left out; "" if none is new.
+    """Return a line on fields of agent programs' calls that the gateway has ignored; "" if none is new.
 
     Args:
         groups: groups of a step.
@@ -162,7 +165,7 @@ def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
     if not new_names:
         return ""
     return (
-        f"calls of agent programs have parts that the gateway does not heed: {', '.join(new_names)} "
+        f"calls of agent programs have parts that the gateway ignores: {', '.join(new_names)} "
         "(docs/gateway.md; metrics gateway/unheeded/*)"
     )
 

@@ -290,7 +290,7 @@ class PolicyTrainer:
         """Take one optimizer step of the policy and one of the critic, side by side.
 
         Args:
-            batch: whose samples are trained.
+            batch: batch whose samples are trained.
             samples: samples of the batch, with returns for the critic.
             microbatches: micro-batches of the policy; [] if no sample has a gradient.
             position: position in the learning rate schedules; None: the number of updates so far.
@@ -329,7 +329,7 @@ class PolicyTrainer:
         """Raise TrainingError if no gradient has been finite for `trainer.signal_within` steps.
 
         Args:
-            grad_norms: of the updates of this step; [] leaves the count of such steps as it is.
+            grad_norms: gradient norms of the updates of this step; [] leaves the count of such steps as it is.
             step: number of the training step.
         """
         limit = self._config.trainer.signal_within

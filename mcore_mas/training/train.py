@@ -284,8 +284,8 @@ def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:
     needs_best = bool(config.trainer.keep_best) or config.trainer.final == "best"
     if needs_best and not tasks["validation"]:
         raise ConfigError(
-            "trainer.keep_best and trainer.final 'best' go by validation accuracy, but there are no "
-            "validation tasks; add some"
+            "trainer.keep_best and trainer.final 'best' choose checkpoints by validation accuracy, but "
+            "there are no validation tasks; add some"
         )
     return tasks
 

@@ -240,8 +240,8 @@ class RunWorkers:
             name: name in logs: POLICY, or POLICY.critic.
             spec: spec of the trainer.
             placement_key: the policy and its part in the placement.
-            rotation: as for `TrainerGroup`.
-            base: as for `TrainerGroup`.
+            rotation: argument of `TrainerGroup`.
+            base: argument of `TrainerGroup`.
         """
         monitor = None
         if self._config.cluster.hang_s:

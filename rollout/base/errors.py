@@ -2,7 +2,11 @@
 
 
 class EngineError(RuntimeError):
-    """A generation or a weight update failed; the engine keeps its previous weights."""
+    """A generation or a weight update failed.
+
+    After a failed update, the replies of an engine may be unreliable until another update has
+    succeeded (see `TrainedEngine.commit_update`).
+    """
 
 
 class PromptTooLong(EngineError):
@@ -17,13 +21,14 @@ class ModelError(EngineError, ValueError):
 
 
 class EnvError(RuntimeError):
-    """An environment or a tool failed; the trajectory is masked, never scored 0."""
+    """An environment or a tool failed; the trajectory is masked instead of scored with 0."""
 
 
 class Undecided(EnvError):
     """An environment cannot score an answer, though the answer is not at fault.
 
-    The trajectory is counted as `undecided`.
+    The trajectory is counted as `undecided`. If an agent gives too many such answers, they are scored
+    with 0 (see `judge_undecided`).
     """
 
 

@@ -101,7 +101,7 @@ def ensure_writable(folder: Path) -> Path:
     except OSError as error:
         raise FolderError(
             f"{folder}: cannot write here ({error.strerror}); "
-            "choose another results folder or its rights"
+            "choose another results folder, or change its permissions"
         ) from error
     return folder
 

@@ -31,7 +31,7 @@ def read_json(path: Path, max_bytes: int = MAX_REGULAR_BYTES) -> Any:
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
-        raise ValueError("too many brackets in each other") from None
+        raise ValueError("brackets are nested too deeply") from None
 
 
 def read_json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -71,7 +71,7 @@ def unsealed(value: Any) -> Any:
     if not isinstance(value, dict) or _DIGEST_KEY not in value:
         return value
     if sealed(value) != value:
-        raise ValueError("it is not what was written")
+        raise ValueError("its content has changed since it was written")
     return {key: content for key, content in value.items() if key != _DIGEST_KEY}
 
 

@@ -28,6 +28,7 @@ class CollectionConfig(Deadlines):
             inner, outer = getattr(self, inner_key), getattr(self, outer_key)
             if inner is not None and outer is not None and inner > outer:
                 raise ValueError(
-                    f"{inner_key} {inner:g} never comes: {outer_key} {outer:g} is over before; lower it or drop it"
+                    f"{inner_key} {inner:g} has no effect, because {outer_key} {outer:g} is over before; lower it, "
+                    "or leave it out"
                 )
         return self

@@ -106,7 +106,7 @@ class DataConfig(Section):
                 raise ValueError(f"data.{split} is {files}; expected a number of tasks")
         if self.generator is not None and self.format != TASKS_FORMAT:
             raise ValueError(
-                f"data.format is {self.format}, which files have; leave it or data.generator out"
+                f"data.format is {self.format}, but data.generator makes the tasks; leave one of them out"
             )
         for split in SPLITS:
             for file in self.files(split):

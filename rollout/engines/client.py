@@ -184,6 +184,6 @@ async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat:
         EngineError: the model is behind an API, so its tokenizer is not known here.
     """
     if not isinstance(policy, EngineClient):
-        raise EngineError("its model is behind an API, and nobody here knows its tokens")
+        raise EngineError("its model is behind an API, so its tokenizer is not known here")
     prompt_ids, _ = await render_chat(policy.renderer, messages, chat)
     return len(prompt_ids)

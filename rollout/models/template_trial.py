@@ -74,7 +74,7 @@ def _try_template(template: str) -> str:
     try:
         compiled = _environment().from_string(template)
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
-        return f"it is no template ({_first_line(error)})"
+        return f"it is not a template ({_first_line(error)})"
 
     refusals = []
     variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}

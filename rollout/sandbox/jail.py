@@ -93,7 +93,7 @@ class Jail:
 
         Args:
             kind: "program" or "cells".
-            files: of a program: source, stdin, stdout and stderr; of cells: their channel.
+            files: descriptors: source, stdin, stdout and stderr of a program, or the channel of cells.
         """
         self._jobs_started += 1
         self._end_message = None
@@ -236,7 +236,7 @@ def check_name(name: str) -> None:
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
-        raise ValueError(f"{name!r} is no path in a box: it has half a character") from None
+        raise ValueError(f"{name!r} is no path in a box: it cannot be encoded") from None
 
     path = PurePosixPath(name)
     is_normal = bool(path.parts) and path.as_posix() == name and "\0" not in name

@@ -120,7 +120,7 @@ CASES = {
     "a deep config.json of a model": Case(
         lambda folder: write(folder / "m" / "config.json", DEEP).parent,
         READ_CONFIG,
-        "ModelError: .*config.json is not readable .too many brackets in each other",
+        "ModelError: .*config.json is not readable .brackets are nested too deeply",
     ),
     "a large index of tensors": Case(
         lambda folder: write_large(folder / "m" / "model.safetensors.index.json", "{}").parent,

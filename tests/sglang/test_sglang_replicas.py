@@ -185,5 +185,5 @@ def test_a_dead_replica_without_restarts_fails_only_its_requests(pair: Pair) -> 
     for outcome in outcomes:
         if isinstance(outcome, Completion):
             assert max_error(pair.model, [8, 9], outcome) < LOGPROB_TOLERANCE
-    with pytest.raises(EngineError, match="is gone, and it is not ours to start"):
+    with pytest.raises(EngineError, match="is gone, and it was not started by this run"):
         asyncio.run(pair.guest.fleet.call_all("/flush_cache", {}))

@@ -26,8 +26,8 @@ class _AdapterSlot:
     """One adapter on the servers.
 
     Attributes:
-        name: of its present version; None for the bare model, before the first update.
-        folder: that the servers read the present version from.
+        name: name of its present version; None for the bare model, before the first update.
+        folder: folder from which the servers read the present version.
         open_requests: number of open requests by name of the version.
     """
 

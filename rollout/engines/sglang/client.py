@@ -215,7 +215,7 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
     """Return the completion in an answer of `/generate`.
 
     Args:
-        version: of a server whose weights were never updated.
+        version: version of a server whose weights were never updated.
 
     Raises:
         EngineError: a token has no log-probability, as when the model computes NaN.

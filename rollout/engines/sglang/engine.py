@@ -53,11 +53,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     """Engine of one policy's SGLang servers.
 
     A server that dies is started again, up to `restarts` times an hour, and gets the present
-    weights before it answers. Requests of one session go to one replica. SGLang samples by a
-    request's seed only in its deterministic inference; otherwise seeds are not sent.
+    weights before it answers. Requests of one session go to one replica, unless it is full. SGLang
+    samples by a request's seed only in its deterministic inference; otherwise seeds are not sent.
 
     Attributes:
-        settings: of the engine.
+        settings: settings of the engine.
         transport: weight transport, which tests change.
         weights_folder: folder that weights are written to.
         fleet: the servers.

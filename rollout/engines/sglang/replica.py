@@ -36,7 +36,7 @@ class Replica:
         stale: True if it is paused without the present weights.
         asleep: tags of the memory that it has freed.
         gpus: GPUs that it sees, if Ray does not place it.
-        seats: its GPUs, by name or number, if other servers start on them too.
+        shared_gpus: its GPUs, by name or number, if other servers start on them too.
         actors: starts the Ray actors of the server. The first runs it, the others hold its further
             GPUs.
         host: the `Server`, its actor, or None for a server that somebody else runs.
@@ -50,19 +50,19 @@ class Replica:
         server: Server | None = None,
         actors: Callable[[], Sequence[Any]] | None = None,
         gpus: Sequence[str] = (),
-        seats: Sequence[Any] = (),
+        shared_gpus: Sequence[Any] = (),
     ) -> None:
         """Prepare the server, which starts with `wait`.
 
         Args:
-            url: of a server that runs already; or else give
-            server: to run in this process, or
-            actors: to run in Ray actors.
+            url: URL of a server that runs already; "" with one of the others.
+            server: server that runs in this process.
+            actors: starts the Ray actors of the server.
         """
         self._settings = settings
         self.actors = actors
         self.gpus = gpus
-        self.seats = seats
+        self.shared_gpus = shared_gpus
         self.host: Any = server
         self._other_actors: Sequence[Any] = ()
         if actors is not None:
@@ -138,8 +138,8 @@ class Replica:
             EngineError: it has ended, or `start_s` have passed.
         """
         async with AsyncExitStack() as turns:
-            for seat in sorted(self.seats):
-                await turns.enter_async_context(per_loop(("GPU", seat), asyncio.Lock))
+            for gpu in sorted(self.shared_gpus):
+                await turns.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
             if self._client is None:
                 await self.start()
             await self._wait_until_up(start_s)
@@ -158,7 +158,7 @@ class Replica:
     async def end_reason(self) -> str:
         """Return why the server has ended; "" while its process runs."""
         if self.host is None:
-            return f"the server at {self.client.url} is gone, and it is not ours to start"
+            return f"the server at {self.client.url} is gone, and it was not started by this run"
         if self.actors is None:
             return str(self.host.end_reason())
         try:
@@ -202,7 +202,7 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
             settings,
             server=server,
             gpus=gpus,
-            seats=gpus if settings.shares_gpus else (),
+            shared_gpus=gpus if settings.shares_gpus else (),
         )
 
     first = number * settings.tp
@@ -221,5 +221,5 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     return Replica(
         settings,
         actors=make_actors,
-        seats=range(first, last) if settings.shares_gpus else (),
+        shared_gpus=range(first, last) if settings.shares_gpus else (),
     )

@@ -35,14 +35,14 @@ class SGLangSettings:
         rows: requests that a server decodes at once.
         version: version of the weights in `folder`.
         threads: CPU threads of a server without a GPU.
-        python: interpreter of SGLang's environment, which starts servers ...
-        urls: ... or servers that run already.
+        python: interpreter of SGLang's environment, which starts the servers; None with `urls`.
+        urls: servers that run already, in place of `python`.
         key: API key of the servers at `urls`.
         multi_node: True if servers may be on other nodes; they then listen at their node's address.
         members: file with the URLs of servers that join and leave, one a line.
         replicas: number of servers to start.
         tp: GPUs of each server.
-        transport: of new weights; see `TRANSPORTS`.
+        transport: transport of new weights; see `TRANSPORTS`.
         weights_folder: folder that trainer and servers see; None: one in shared memory.
         placements: Ray actor options of each GPU, server by server; None: Ray chooses.
         gpus: GPUs of each server that Ray does not place; empty: all that this process sees.
@@ -53,10 +53,10 @@ class SGLangSettings:
         routing: completions name the experts of each token.
         grammar: requests may have a grammar.
         adapters: adapters that the servers hold in addition to the model, which is then frozen.
-        restarts: per hour.
+        restarts: most restarts of a server within an hour.
         start_s: seconds that a server may take to answer for the first time.
         timeout_s: seconds that a request may take.
-        log: of the servers; a number is put before the suffix.
+        log: log file of the servers; a number is put before the suffix.
 
     Raises:
         EngineError: there is no such transport or argument, SGLang does not compute the model, or

@@ -195,9 +195,9 @@ def test_debug_raises_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ('{"rows": []}', "it has no tasks"),
         ("null", "it is not a JSON object"),
-        ("[" * 200_000, "too many brackets in each other"),
+        ("[" * 200_000, "brackets are nested too deeply"),
         ("", "Expecting value"),
-        ('{"tasks": [], "sha256": "0"}', "it is not what was written"),
+        ('{"tasks": [], "sha256": "0"}', "its content has changed since it was written"),
     ],
 )
 def test_a_damaged_evaluation_is_named(

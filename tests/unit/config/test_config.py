@@ -277,7 +277,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("data.train=x.parquet", "data.train is the file x.parquet; expected a number of tasks"),
         (
             "+data.format=dapo",
-            "data.format is dapo, which files have; leave it or data.generator out",
+            "data.format is dapo, but data.generator makes the tasks; leave one of them out",
         ),
         (
             "data.train=[{path: x.json, limt: 5}]",
@@ -305,7 +305,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "+trainer={final: best, keep_best: 0}",
-            "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more",
+            "trainer: final 'best' needs a checkpoint that is kept for its accuracy: set trainer.keep_best",
         ),
         (
             "experiment=demo_maths",
@@ -411,15 +411,15 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "tracking.uri=localhost:5000",
-            "tracking.uri: 'localhost:5000' is no store of MLflow; expected http(s)://HOST",
+            "tracking.uri: 'localhost:5000' is not a store of MLflow; expected http(s)://HOST",
         ),
         (
             "tracking.uri=",
-            "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE",
+            "tracking.uri: '' is not a store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE",
         ),
         (
             "tracking.uri=http://",
-            "tracking.uri: 'http://' is no store of MLflow; expected http(s)://HOST:PORT",
+            "tracking.uri: 'http://' is not a store of MLflow; expected http(s)://HOST:PORT",
         ),
         ("tracking.tags={'owner@lab': me}", "tracking.tags"),
         (

@@ -35,7 +35,7 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
     ),
     (
         (*TREES, "advantage.name=gigpo"),
-        "advantage 'gigpo' needs rewards of steps in one line of time",
+        "advantage 'gigpo' needs the rewards of consecutive steps",
     ),
     ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
     (

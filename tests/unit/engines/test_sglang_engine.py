@@ -279,7 +279,7 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(
         assert lines == [
             f"SGLang: {first} joined; 2 servers",
             f"SGLang: {second} joined; 3 servers",
-            f"SGLang: the server at {second} is gone, and it is not ours to start; 2 servers",
+            f"SGLang: the server at {second} is gone, and it was not started by this run; 2 servers",
             f"SGLang: {first} is not among the members any more; 1 servers",
         ]
 

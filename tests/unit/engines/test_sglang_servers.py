@@ -312,8 +312,8 @@ def test_servers_on_one_gpu_start_one_after_the_other(
     async def start_both(first_gpus: Sequence[int], second_gpus: Sequence[int]) -> list[str]:
         """Start two servers; return their starts and first answers in order."""
         events: list[str] = []
-        first = Replica(settings, seats=first_gpus, url="http://127.0.0.1:1")
-        second = Replica(settings, seats=second_gpus, url="http://127.0.0.1:1")
+        first = Replica(settings, shared_gpus=first_gpus, url="http://127.0.0.1:1")
+        second = Replica(settings, shared_gpus=second_gpus, url="http://127.0.0.1:1")
         await asyncio.gather(start(first, "first", events), start(second, "second", events))
         return events
 

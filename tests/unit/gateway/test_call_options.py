@@ -138,7 +138,7 @@ def test_a_line_names_each_field_once_in_a_run() -> None:
     assert (metrics["gateway/unheeded/seed"], metrics["gateway/off_schema"]) == (2.0, 2.0)
     noted: set[str] = set()
     assert describe_unheeded(groups, noted) == (
-        "calls of agent programs have parts that the gateway does not heed: seed (docs/gateway.md; "
+        "calls of agent programs have parts that the gateway ignores: seed (docs/gateway.md; "
         "metrics gateway/unheeded/*)"
     )
     assert describe_unheeded(groups, noted) == ""

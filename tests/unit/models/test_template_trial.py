@@ -31,7 +31,7 @@ BAD_TEMPLATES = {
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "it cannot render one message of a user (RecursionError",
     ),
-    "no template": ("{% for %}", "it is no template (Expected an expression"),
+    "no template": ("{% for %}", "it is not a template (Expected an expression"),
     "a division by zero": ("{{ 1 // 0 }}", "it cannot render one message of a user (ZeroDivision"),
     "a refusal of everything": ("{{ raise_exception('no') }}", "it refuses every chat (no)"),
 }
@@ -81,11 +81,11 @@ def test_a_bad_template_is_refused(kind: str, model: Path) -> None:
 def test_templates_are_found_in_every_place(model: Path) -> None:
     bad = "{% for %}"
     set_template(model, [{"name": "default", "template": bad}])
-    assert "it is no template" in chat_template_problem(model)
+    assert "it is not a template" in chat_template_problem(model)
     set_template(model, CHAT_TEMPLATES["plain"])
     assert chat_template_problem(model) == ""
     (model / "chat_template.jinja").write_text(bad)
-    assert "it is no template" in chat_template_problem(model)
+    assert "it is not a template" in chat_template_problem(model)
     (model / "chat_template.jinja").unlink()
     os.mkfifo(model / "chat_template.jinja")
     assert "it cannot be read" in chat_template_problem(model)

@@ -241,7 +241,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
     newest = open_(tmp_path).newest(warnings.append)
     assert newest is not None
     assert newest.step == 2
-    expected = "manifest.json: of step 1, under another's name; kept as refused_step_000009"
+    expected = "manifest.json: of step 1, but the folder has the name of another step; kept as refused_step_000009"
     assert f"step_000009: {expected}" in warnings[0]
 
 

@@ -215,7 +215,7 @@ def test_an_invalid_cluster_address_is_refused(address: str, problem: str) -> No
         ),
         (
             ["+cluster.nodes.solver.train=a"],
-            "nodes are those of a running Ray: set address",
+            "nodes names nodes of a running Ray: set address",
         ),
         (
             ["+cluster.nodes.solver.train='a b'", "+cluster.address=auto"],

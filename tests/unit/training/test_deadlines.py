@@ -41,11 +41,11 @@ from tests.support.virtual_time import run_virtually
     [
         (
             ["+collection.call_s=9", "+collection.trajectory_s=5"],
-            "collection: call_s 9 never comes: trajectory_s 5 is",
+            "collection: call_s 9 has no effect, because trajectory_s 5 is",
         ),
         (
             ["+collection.tool_s=9", "+collection.batch_s=5"],
-            "collection: tool_s 9 never comes: batch_s 5 is over befo",
+            "collection: tool_s 9 has no effect, because batch_s 5 is over befo",
         ),
         (
             ["+agents.verifier.loss_weight=0", "+policies.verifier.staleness=1"],
@@ -61,7 +61,7 @@ from tests.support.virtual_time import run_virtually
         ),
         (
             ["+trainer.staleness=1", "+engine.sleep=true"],
-            r"engine\.sleep: engines have no rest while staleness is 1",
+            r"engine\.sleep: with a staleness of 1 engines sample while policies",
         ),
         (
             [

@@ -128,7 +128,7 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"overrides.engine.router_replay: a remote model does not tell its experts",
+        match=r"overrides.engine.router_replay: a remote model does not report its experts",
     ):
         run_config(tmp_path, tmp_path, *overrides)
     remotes = [
@@ -140,7 +140,7 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
         *(f"agents.{name}.loss_weight=0" for name in ("solver", "verifier")),
     )
     with pytest.raises(
-        ConfigError, match=r"engine.router_replay: remote models do not tell their experts"
+        ConfigError, match=r"engine.router_replay: remote models do not report their experts"
     ):
         run_config(
             tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides
