@@ -194,8 +194,8 @@ def discounts(
 ) -> Group:
     """Reward every turn with the outcome R of its trajectory, changed by `mode`.
 
-    A hop is a call of any agent, a turn is one round of the team; both count from 0. With n the hop
-    or round of the turn, and N `max_hops` or `max_turns`:
+    N is `max_hops` or `max_turns`. In the hop rules n is the number of all earlier turns of the
+    trajectory, in the turn rules that of the earlier turns of the same agent.
 
     - `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N)
     - `hop_discount`, `discount`: R gamma^max(0, N - n)
@@ -203,18 +203,19 @@ def discounts(
     - `normalized`: R clipped to [-1, 1]
     - `shaped`: as `turn_weighted`, then clipped to [-1, 1]
 
-    In Stronger-MAS's released code rounds beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
+    In Stronger-MAS's released code turns beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
     in that code.
 
     Args:
         mode: rule that changes the outcome R.
         gamma: discount of `hop_discount` and `discount`.
-        max_hops: N of the hop rules.
-        max_turns: N of the turn rules.
+        max_hops: N of the hop rules, `hop_weighted` and `hop_discount`.
+        max_turns: N of the turn rules, `turn_weighted`, `discount` and `shaped`.
         threshold: outcome above which `binary` pays 1.
     """
 
-    # (R, hop, round) -> r. Source: Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward.
+    # (R, n of the hop rules, n of the turn rules) -> r.
+    # Source: Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward.
     reward_by_mode: dict[Mode, Callable[[float, int, int], float]] = {
         "hop_weighted": lambda r, hop, turn: r * min(1.0, (hop + 1) / max_hops),
         "hop_discount": lambda r, hop, turn: r * gamma ** max(0, max_hops - hop),
