@@ -70,7 +70,7 @@ class Batcher:
     Args:
         encode: function from queries to their vectors, float32 `[Q, dim]`.
         search: function from queries, their vectors and k to the passages of each query.
-        max_batch: queries that are searched together at most.
+        max_batch: most queries that are searched together.
         max_wait_s: time that the first query of a batch waits for others.
         max_queue: waiting queries above which requests are turned away.
         cache_mb: approximate size of the cache of answers.

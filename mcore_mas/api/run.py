@@ -156,19 +156,27 @@ class Run:
         return file
 
     def train(self) -> Run:
-        """Train to the last step. Ctrl-C stops it with a checkpoint."""
+        """Train to the last step. Ctrl-C stops it with a checkpoint.
+
+        Raises:
+            Exception: the error that ended the training, such as a TrainingError.
+        """
         for _ in self:
             pass
         return self
 
     async def arun(self) -> Run:
-        """Train to the last step, while the running event loop goes on."""
+        """Train to the last step, while the running event loop goes on; errors are those of `train`."""
         async for _ in self:
             pass
         return self
 
     def __iter__(self) -> Iterator[StepRow]:
-        """Train, and yield the metrics of each step. Leaving the loop saves a checkpoint."""
+        """Train, and yield the metrics of each step. Leaving the loop saves a checkpoint.
+
+        Raises:
+            Exception: the error that ended the training, such as a TrainingError.
+        """
         training = self._start_training()
         try:
             while (row := training.next()) is not None:
@@ -292,7 +300,7 @@ class Run:
         from mcore_mas.runtime.stop_signal import StopSignal
 
         if k < 1:
-            raise ArgumentError(f"k is {k}; expected the samples of each task, 1 or more")
+            raise ArgumentError(f"k is {k}; expected a number of samples of each task, at least 1")
         self._write_inputs()
         evaluation = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": evaluation})
@@ -314,7 +322,10 @@ class Run:
             policy: name of the policy, by default the first one that is trained.
 
         Raises:
-            ExportError: there is no such policy, nothing is trained yet, or `to` is not empty.
+            ExportError: there is no such policy, nothing is trained yet, `to` is not empty, or
+                transformers reads the export in another way than the run.
+            ConfigError, ModelError: the run's config or model is missing.
+            FolderError: a file of the finished model is not as training wrote it.
         """
         from mcore_mas.evaluation.export import export
 
@@ -326,6 +337,11 @@ class Run:
         """Have the team play prompts as tasks, and return its conversations.
 
         Without prompts they are read from the terminal, until an empty line or Ctrl-D.
+
+        Raises:
+            ConfigError: there is no such state.
+            FolderError: the training has not finished.
+            PlacementError: there are fewer GPUs than the engines need.
         """
         from mcore_mas.evaluation.converse import converse
 

@@ -112,7 +112,7 @@ def _setting_hints(options: Sequence[str]) -> str:
 
 
 def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Add settings to the `--config` of Snakemake, which heeds only one such option."""
+    """Add settings to the `--config` of Snakemake, which uses only one such option."""
     if not settings:
         return list(arguments)
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]

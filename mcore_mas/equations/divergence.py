@@ -14,8 +14,8 @@ The gradients are those of Liu et al. 2025 (arXiv 2510.01555); DeepSeekMath (arX
 4) puts k3 in the loss. In a reward, where no gradient passes, k1 is the unbiased choice. `k1+` and
 `k3+` are verl's.
 
-**Corrections.** Engine (μ) and trainer (π_old) never agree to the last bit, and the sampler may use
-older weights. Decoupled PPO (AReaL, arXiv 2505.24298) keeps the clipped ratio π/π_old for the size
+**Corrections.** Engine (μ) and trainer (π_old) differ by rounding, except in the bit-exact mode, and the
+sampler may use older weights. Decoupled PPO (AReaL, arXiv 2505.24298) keeps the clipped ratio π/π_old for the size
 of the update, and puts the mismatch into a weight without gradient, w = π_old/μ. The methods differ
 in the level at which w is computed, and in their treatment of extreme weights:
 

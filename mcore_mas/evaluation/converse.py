@@ -23,7 +23,9 @@ def converse(
         prompts: tasks; the next one is read after the trajectory of the last was yielded.
 
     Raises:
-        FolderError: the training has not finished. This is raised before a prompt is read.
+        ConfigError: there is no such state; raised before a prompt is read.
+        FolderError: the training has not finished; raised before a prompt is read.
+        PlacementError: there are fewer GPUs than the engines need.
     """
     return _play_prompts(config_with_seats(config, state), prompts)
 

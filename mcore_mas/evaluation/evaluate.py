@@ -66,9 +66,12 @@ def evaluate(
         address: address of a running Ray, whose nodes run SGLang's servers; None: this machine.
 
     Raises:
+        ConfigError: the run's config cannot be used, or there is no such state, agent or seat.
         FolderError: a run whose trained policies play has not finished its training, or another
             process evaluates to this file.
+        ClusterError: the Ray at `address` cannot be joined.
         PlacementError: there are fewer GPUs than the engines need.
+        RemoteError, RetrievalError: a remote model or the retriever cannot be used.
         EvaluationError: more than `evaluation.max_failed` of the trajectories failed every time.
         Stopped: the evaluation was told to stop.
     """

@@ -36,7 +36,7 @@ def config_with_seats(
         config: config of the run.
         state: model of the agents without a seat: "base" or "trained". Any other name of an
             evaluation counts as "trained", and is valid only with seats.
-        seats: by agent, one of
+        seats: seat of each agent, which is one of
 
             - "base" or "trained";
             - the name of another run, for the model that trained its agent of the same name;
@@ -111,7 +111,7 @@ def _seated_policy(config: RunConfig, agent: str, seat: Any, default: str) -> _S
     Args:
         config: config of the run.
         agent: name of the agent.
-        seat: as in `config_with_seats`.
+        seat: seat of the agent, as in `config_with_seats`.
         default: seat of all agents that have none.
     """
     policy = config.agents[agent].policy

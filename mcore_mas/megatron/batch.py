@@ -233,7 +233,7 @@ class CostModel:
         dp: number of data-parallel ranks.
         pp: number of pipeline ranks.
         vpp: number of interleaved stages on each pipeline rank.
-        architecture: of the model; None: every token costs the same.
+        architecture: architecture of the model; None: every token costs the same.
         value_head: True for a critic.
         lora: adapters that are trained; None: all weights are trained.
         sharing_cost: extra cost of a token for each shared segment that it attends to, as a share
@@ -255,8 +255,8 @@ class CostModel:
         """Return the cost model of a trainer.
 
         Args:
-            spec: of the trainer.
-            architecture: of `spec.model`; None: read it from that folder.
+            spec: specification of the trainer.
+            architecture: architecture of `spec.model`; None: read it from that folder.
             cpu: True if the trainer runs on CPUs.
         """
         return cls(

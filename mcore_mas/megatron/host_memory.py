@@ -20,7 +20,7 @@ class BlockMemory:
         """Allocate nothing yet.
 
         Args:
-            device: where the blocks are; None: on the host, page-locked if there is a GPU.
+            device: device of the blocks; None: the host, page-locked if there is a GPU.
         """
         self._blocks: list[Tensor] = []
         self._options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}

@@ -37,7 +37,7 @@ class RankMonitor:
     """The controller's view of the ranks of one policy, by their status files.
 
     Attributes:
-        folder: of the status files, on a file system that all nodes share.
+        folder: folder of the status files, on a file system that all nodes share.
         policy: name of the policy.
         hang_s: seconds without progress of any rank after which the ranks count as hung.
     """
@@ -133,7 +133,7 @@ class RankWatchdog:
         """Create an empty status file.
 
         Args:
-            path: of the status file.
+            path: path of the status file.
             hang_s: seconds without a heartbeat after which the stacks are written to the file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,9 +21,9 @@ class TrainerSpec(ParallelLayout):
     Attributes:
         model: Hugging Face folder.
         init: "folder": load its weights; "random": seeded weights in the shape of its config.json.
-        seed: of random weights.
+        seed: seed of random weights.
         lora: train adapters on a frozen `model`; None: train all weights.
-        lora_seed: of the random A of new adapters.
+        lora_seed: seed of the random A of new adapters.
         head: "value": a critic, whose head starts afresh if `model` has none.
         distributed_optimizer: split the optimizer state over data-parallel ranks.
         overlap: reduce gradients during the backward pass and, with the distributed optimizer,
@@ -32,18 +32,18 @@ class TrainerSpec(ParallelLayout):
         host_moments: keep Adam's moments in host memory, except for the weight that is being
             stepped.
         recompute: activations that the backward pass recomputes.
-        layers: whose linear layers are used, Megatron's ("local") or Transformer Engine's ("te").
+        layers: implementation of the linear layers, Megatron's ("local") or Transformer Engine's ("te").
         attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
         bf16: train in bfloat16 with float32 master weights.
         deterministic: compute in float32 on a CPU with the same bits as the embedded engine.
         cumem: NCCL_CUMEM_ENABLE of the ranks, unless it is set; None: NCCL's choice.
         lr: learning rate after the warm-up.
         warmup_steps: updates of linear warm-up.
-        schedule: of the learning rate after the warm-up.
+        schedule: schedule of the learning rate after the warm-up.
         min_lr: learning rate from update `decay_steps` on.
         decay_steps: updates, including the warm-up; None for a constant rate.
-        betas, eps: of Adam.
-        weight_decay: of parameters other than norms and biases.
+        betas, eps: parameters of Adam.
+        weight_decay: weight decay of parameters other than norms and biases.
         clip_grad: largest norm of a gradient.
         spike_factor: times the running median that makes a gradient norm a spike.
         skip_spikes: skip the step of a spike. The step of a gradient that is not finite is always
@@ -115,10 +115,10 @@ def init_process_groups(
     one data-parallel group.
 
     Args:
-        layout: of the ranks; None: this rank is alone.
+        layout: layout of the ranks; None: this rank is alone.
         rank: number of this rank.
-        threads: of torch's operations on the CPU.
-        store: where the ranks find each other; None only if this rank is alone.
+        threads: threads of torch's operations on the CPU.
+        store: store at which the ranks find each other; None only if this rank is alone.
         patience_s: time that a rank waits for another one.
     """
     # Megatron is imported here, so that code that only writes a specification does not load it.

@@ -223,7 +223,7 @@ def _make_microbatch(
     Args:
         agent: name of the agent that produced the sequences.
         forest: prefix forest of the agent's sequences.
-        by_leaf: for each sequence of the forest, the samples whose tokens are a prefix of it.
+        by_leaf: samples whose tokens are a prefix of a sequence, for each sequence of the forest.
         items: ranges of the forest's sequences.
         grammars: of the model.
     """

@@ -1,1 +1,1 @@
-"""Planning: what a run will take of a cluster, and the placement that makes the most of it."""
+"""Planning: the memory and the devices that a run needs, and its placement on a cluster."""

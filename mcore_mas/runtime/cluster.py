@@ -162,7 +162,7 @@ async def watch_nodes(node_ids: Collection[str]) -> NoReturn:
     """Watch nodes until this is cancelled.
 
     Raises:
-        NodeLost: one of them is gone; its address.
+        NodeLost: one of them is gone; the message has its address.
     """
     addresses = {node.id: node.address for node in await asyncio.to_thread(alive_nodes)}
     while True:

@@ -52,7 +52,7 @@ def engine_requests(
         trained: True if trainers send weights.
         placements: Ray actor options of each device of an engine, by policy.
         nodes: number of nodes of a Ray that was joined; None if the run has its own Ray.
-        gpus: in an evaluation, the GPUs of each server or replica, by policy.
+        gpus: GPUs of each server or replica in an evaluation, by policy.
         restart_guard: see `EngineRequest`.
     """
     requests: list[EngineRequest] = []

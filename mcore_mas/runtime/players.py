@@ -31,7 +31,8 @@ def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[
     """Return the renderer of each policy's chats, with the tokenizer of its folder in `models`.
 
     Raises:
-        ModelError: a folder has no chat template, or one that reads no such argument.
+        ModelError: a folder has no chat template, or its template does not read an argument in
+            `chat_template_kwargs`.
     """
     renderers = {}
     for policy, model in models.items():

@@ -22,7 +22,7 @@ _early_signals: list[int] = []  # received before a `StopSignal` listened
 
 
 class Stopped(BaseException):
-    """A process ends early because it was told to, with everything learned saved.
+    """A process ends early because it was told to; the same command continues from what it has saved.
 
     A signal raises it anywhere, also in libraries. It is no `Exception`, so that no code that
     handles errors takes it for an error.

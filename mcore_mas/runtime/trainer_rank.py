@@ -207,7 +207,7 @@ def _set_network_environment(cumem: str | None) -> None:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", cumem)
 
 
-# `written` waits in a separate thread, so that later calls need not wait for files.
+# `wait_written` waits in a separate thread, so that later calls need not wait for files.
 TrainerRankActor = ray.remote(  # type: ignore[call-overload]
     num_cpus=0, concurrency_groups={"writing": 1}
 )(TrainerRank)

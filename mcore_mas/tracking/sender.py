@@ -1,4 +1,4 @@
-"""Threads that send metrics.jsonl to trackers, so that a training never waits for a tracker."""
+"""Threads that send metrics.jsonl to trackers, so that no step of a training waits for a tracker."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +28,8 @@ class MetricsWriter(Protocol):
 class MetricsSender:
     """A thread that reads metrics.jsonl from an offset and sends new rows to one tracker.
 
-    If the tracker fails, the thread warns once, keeps its offset and tries again.
+    If the tracker fails, the thread warns, keeps its offset and tries again. It does not warn again
+    before the tracker has worked, except at the end.
     """
 
     def __init__(

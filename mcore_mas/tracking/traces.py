@@ -44,9 +44,8 @@ class TraceSender:
     """A thread that writes traces to the MLflow run of a training.
 
     Trajectories of games are also drawn; the pictures are artifacts of the run. A trace that MLflow
-    does not take is
-    dropped: the trajectory stays in the run's folder, where `mcore-mas show` and the studio read
-        it.
+    does not take is dropped: the trajectory stays in the run's folder, where `mcore-mas show` and the
+    studio read it.
     """
 
     def __init__(

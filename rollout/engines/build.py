@@ -36,7 +36,7 @@ class EngineRequest:
         placements: Ray actor options of each of the engine's devices; None: Ray chooses.
         multi_node: True if servers may be on other nodes than this process.
         shares_gpus: True if other engines are on the same GPUs.
-        gpus: in an evaluation, the GPUs of each server.
+        gpus: GPUs of each server in an evaluation.
         visible_gpus: GPUs that this process sees, in their order.
         restart_guard: context manager around the restart of an engine process; inside, trainers on
             the same GPUs have given their memory back.

@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Replace all weights by a stream of (Hugging Face name, tensor or its blocks of rows).
 
         Raises:
-            EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
+            EngineError: a tensor is missing, unknown or of another shape.
         """
 
 

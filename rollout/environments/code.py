@@ -26,7 +26,7 @@ VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
 
 def pack_test(test: Test, *, visible: bool) -> str:
-    """Encode a test as one of a task's `answers`; a model is shown visible tests only."""
+    """Encode a test as one of a task's `answers`; agents are shown visible tests only."""
     return json.dumps(asdict(test) | {"visible": visible})
 
 
@@ -54,7 +54,7 @@ def unpack_test(text: str) -> tuple[Test, bool]:
 
 
 def pack_solution(program: str) -> str:
-    """Encode a program that solves the task as one of its `answers`; no model ever sees it."""
+    """Encode a program that solves the task as one of its `answers`; agents are not shown it."""
     return json.dumps({"solution": program})
 
 

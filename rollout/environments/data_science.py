@@ -1,6 +1,6 @@
 """Data science environment: agents' programs work in a folder of tables and predict a column.
 
-The submission is scored outside the sandbox, against truths that no program can read.
+The submission is scored outside the sandbox, against truths that are not in the sandbox.
 """
 
 import json
@@ -38,7 +38,7 @@ def pack_file(name: str, content: str | Path) -> str:
 
 
 def pack_target(target: Target) -> str:
-    """Encode a target with its truths, as one of a task's `answers`, which no model ever reads."""
+    """Encode a target with its truths, as one of a task's `answers`, which agents are not shown."""
     return json.dumps({"target": asdict(target)})
 
 

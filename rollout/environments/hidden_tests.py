@@ -101,7 +101,7 @@ class HiddenTest:
     """A test function of a file.
 
     Attributes:
-        number: of the function in its file, which its end reports.
+        number: number of the function in its file, which its end reports.
         required_sites: numbers of sites that every complete run of the function reaches.
     """
 
@@ -297,7 +297,7 @@ class _TestRewriter:
         """Return rewritten statements.
 
         Args:
-            statements: of the block.
+            statements: statements of the block.
             is_required: True if every complete run of the test executes the whole block.
         """
         block: list[ast.stmt] = []
@@ -716,8 +716,8 @@ class _ParameterSlot:
 
     Attributes:
         container: elements of one set of parameters, or of the whole list.
-        index: of the value among the elements.
-        position: of the set of parameters in the list.
+        index: index of the value among the elements.
+        position: position of the set of parameters in the list.
     """
 
     container: list[ast.expr]

@@ -68,7 +68,7 @@ async def passed_tests(
         runner: runs the program.
         module: path of the test file.
         files: content of the repository by path, with the test file.
-        limits: of each run.
+        limits: limits of each run.
         allowed: permissions of the code under test (see the program in the sandbox).
 
     Raises:
@@ -145,7 +145,7 @@ class _Judge:
 
         Args:
             test_file: file whose tests have run.
-            candidates: with which the sandbox has compared values, by key of the site.
+            candidates: candidates with which the sandbox has compared values, by key of the site.
         """
         self._file = test_file
         self._candidates = candidates

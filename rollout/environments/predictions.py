@@ -158,7 +158,7 @@ class Target:
         metric: name in TABLE_METRICS.
         id_column: column that identifies a row.
         column: column to predict.
-        truth: true value by id. It never enters a prompt or a sandbox.
+        truth: true value by id. It is in no agent's prompt, and not in the sandbox.
         baseline: score that needs no model.
         ceiling: score that is hardly exceeded.
     """

@@ -67,7 +67,7 @@ def pack_source(path: str, content: str) -> str:
 
 
 def pack_check(check: CheckCall) -> str:
-    """Encode a hidden test as one of a task's `answers`; no model ever sees it."""
+    """Encode a hidden test as one of a task's `answers`; agents are not shown it."""
     values = asdict(check)
     values["passes"] = values.pop("passes_before")
     return json.dumps({"check": values})

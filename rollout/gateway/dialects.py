@@ -49,7 +49,7 @@ class ChatRequest:
         choices: number of replies.
         logprobs: True if the reply should have the log-probabilities of its tokens.
         seed: seed of the sampling, or None.
-        unheeded: names of fields and tools of the call that the gateway leaves out.
+        unheeded: names of fields and tools of the call that the gateway ignores.
     """
 
     model: str
@@ -343,7 +343,7 @@ class FormatSpec(BaseModel):
 class RequestBody(BaseModel):
     """Fields that the requests of all dialects share.
 
-    Other fields are not heeded; `ChatRequest.unheeded` names those that would change a reply.
+    Other fields are ignored; `ChatRequest.unheeded` names those that would change a reply.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -82,7 +82,7 @@ class GatewaySession:
     Attributes:
         team: session of the trajectory with its team.
         aliases: agents by the model names that the program uses; `*` stands for any other name.
-        max_turns: number of calls that are answered.
+        max_turns: most calls that are answered; each is a turn.
         honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's
             own values hold, because the trainer must know the sampling distribution.
         failure: future of the error that fails the trajectory, such as an EngineError, whatever the
@@ -417,7 +417,7 @@ def _chat_reply(
     """Return the complete reply that the program gets, with its text cut at the request's stops.
 
     Args:
-        partial_reply: as it was streamed; the complete reply continues it.
+        partial_reply: reply as it was streamed; the complete reply continues it.
     """
     message = agent_reply.message or Message(role="assistant", content=agent_reply.text)
     unreadable_calls = [call.arguments for call in message.calls if not call.name]

@@ -35,7 +35,7 @@ class AdapterWeights(NamedBuffers):
     """Weights of one adapter, by their names in PEFT.
 
     Attributes:
-        layers: for each layer, (A [rank, inputs], B [rows, rank]) by projection; the rows of B are
+        layers: (A [rank, inputs], B [rows, rank]) by projection, for each layer; the rows of B are
             in the order of `LayerWeights`.
     """
 

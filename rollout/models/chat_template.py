@@ -208,7 +208,7 @@ class Renderer:
         Args:
             before: the turn.
             messages: all messages: the turn's, the turn's reply, and the new ones.
-            tools: of the chat, the same in every turn.
+            tools: tools of the chat, the same in every turn.
         """
         turn_length = len(before.messages)
         is_continued = (
@@ -251,7 +251,7 @@ class Renderer:
         Args:
             before: latest turn of the chat; None before its first reply.
             messages: all messages of the chat.
-            tools: of the chat.
+            tools: tools of the chat.
 
         Returns:
             The token ids, and True if the chat was rendered anew although it has a latest turn.

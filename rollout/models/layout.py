@@ -43,8 +43,8 @@ def check_fit(
     """Check that a model can be trained in a parallel layout, with these layers and adapters.
 
     Args:
-        architecture: of the model.
-        layout: of its trainer.
+        architecture: architecture of the model.
+        layout: layout of its trainer.
         layers: implementation of the linear layers, "local" or "te" (Transformer Engine).
         targets: projections that get adapters; none if all weights are trained.
 

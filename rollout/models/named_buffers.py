@@ -27,7 +27,7 @@ class NamedBuffer:
     """Buffer of one tensor of a weight stream.
 
     Attributes:
-        shape: of the tensor in the stream.
+        shape: shape of the tensor in the stream.
         view: the buffer with its elements in the stream's order; its own shape may differ.
     """
 
@@ -39,7 +39,7 @@ class NamedBuffers:
     """Buffers that are filled from a stream of named tensors.
 
     Attributes:
-        buffers: by the name of the tensor.
+        buffers: buffers by the name of the tensor.
         elements: float32 numbers that their storage takes.
     """
 
@@ -55,7 +55,7 @@ class NamedBuffers:
         """Copy a full set of named tensors into the buffers, and convert them to float32.
 
         Args:
-            stream: of the tensors.
+            stream: stream of the tensors.
             where: folder or other source of the stream, for errors.
 
         Raises:
@@ -74,7 +74,7 @@ class NamedBuffers:
         The destination is the view of a buffer: it has the tensor's elements in the same order.
 
         Args:
-            stream: of the tensors.
+            stream: stream of the tensors.
             where: folder or other source of the stream, for errors.
 
         Raises:

@@ -31,7 +31,7 @@ class ReplyText:
         """Begin a reply to a prompt.
 
         Args:
-            renderer: of the model.
+            renderer: renderer of the model.
             prompt_ids: token ids of the prompt.
             calls: True if the reply may call tools. The text then ends at the first special token,
                 which may begin a call.

@@ -1,4 +1,4 @@
-"""Tokenizer that never turns the text of a message into special tokens."""
+"""Tokenizer that encodes special tokens in the text of a message as ordinary text."""
 
 import re
 import threading
@@ -28,7 +28,8 @@ class SafeTokenizer:
     Text of messages and of tools is passed to `protect` before it enters the template. If the text
     spells a special token, `protect` marks the spelling, and `encode` tokenizes marked spellings as
     ordinary text. Therefore no user, tool or model can end a message and begin another in somebody
-    else's role.
+    else's role. The one special token that a sampled reply may spell is the mark of a tool call
+    (PYTHON_TAG).
 
     Attributes:
         tokenizer: the Hugging Face tokenizer.

@@ -253,7 +253,7 @@ def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
     Args:
         raw: reply with thoughts and special tokens, without the token that ends it.
         form: format of the calls.
-        prefix: of the calls' ids, which are numbered from 0.
+        prefix: beginning of the calls' ids, which are numbered from 0.
     """
     thoughts, end_mark, answer = _partition_thoughts(raw)
     if not end_mark and raw.lstrip().startswith("<think>"):

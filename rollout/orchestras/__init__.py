@@ -23,7 +23,7 @@ qa_decompose      a decomposer splits the question, and an answerer reads the pa
 qa_evidence       as qa_decompose, with an extractor who reads for the answerer (UnityMAS-O)
 qa_rewrite        a rewriter, a selector of passages, and an answerer (UnityMAS-O)
 reason_tool       a tool user and a reasoner at the same time, until they agree (Stronger-MAS)
-search_team       in each turn a verifier chooses between a searcher and the answerer (Dr.MAS)
+search_team       in each round a verifier chooses between a searcher and the answerer (Dr.MAS)
 self_verify       one agent that checks its own answer (Stronger-MAS's baseline)
 single            one agent alone, in any environment
 solver_verifier   a solver and a verifier in turn, until the verifier approves (Dr.MAS)

@@ -1,8 +1,8 @@
 """Records of rollouts: tasks, messages, completions, turns, trajectories and groups.
 
 Records are frozen. Their texts are valid Unicode: texts that models and tools wrote are repaired
-when a record is made. Tokens are written once, by the engine that sampled them, and never tokenized
-again. Every turn carries all ids, so any grouping is a function of one turn (see
+when a record is made. The tokens of a reply are those that the engine sampled; training does not
+tokenize its text again. Every turn carries all ids, so any grouping is a function of one turn (see
 `mcore_mas.credit.samples`).
 """
 
@@ -145,7 +145,8 @@ class Sampling:
             deterministic.
         grammar: Lark grammar that the completion must follow (see `rollout.models.grammars`); ""
             allows all tokens.
-        session: requests of one session are sent to the same prefix cache.
+        session: name of a session, whose requests go to the same SGLang server, and share its prefix
+            cache, unless the server is full.
     """
 
     temperature: float = 1.0
@@ -270,7 +271,7 @@ class Turn:
         chat: id of the agent's chat, such as "coder/0"; "" for a single question.
         masked: True if the turn is not trained on. Its reward counts in those of its peers, or is
             None if it is unknown.
-        started_s: Unix time.
+        started_s: Unix time of the call.
         took_s: seconds until the reply was complete, including the wait for a slot.
         routing: experts of prompt and completion [P + C - 1, ...].
         grammar: grammar that constrained the sampling, as in `Sampling`.
@@ -326,7 +327,7 @@ class ToolEvent:
         after_turn: index of the turn that asked for the call.
         node: node of that turn.
         failed: True if the call failed by the agent's fault.
-        started_s: Unix time.
+        started_s: Unix time of the call.
         took_s: seconds until the result was there.
     """
 

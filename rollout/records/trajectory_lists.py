@@ -101,8 +101,8 @@ def list_trajectories(
     """Return the first trajectories of a file that match, from index `first` on.
 
     Args:
-        conditions: on the trajectories.
-        limit: number of trajectories that are returned at most.
+        conditions: conditions on the trajectories.
+        limit: most trajectories that are returned.
 
     Raises:
         RecordError: the file is no file of trajectories.

@@ -1,4 +1,4 @@
-"""Sandbox for model-written Python: isolated processes without network or other files."""
+"""Sandbox for model-written Python: processes without network or other files, unless the tier is unisolated."""
 
 from rollout.sandbox.box import Sandbox
 from rollout.sandbox.fusion import SandboxFusion

@@ -89,7 +89,7 @@ class RunResult:
 
     Attributes:
         stdout: first `output_kb` of the output, with bytes that are not UTF-8 replaced.
-        stderr: likewise.
+        stderr: first `output_kb` of the standard error, in the same way.
         exit_code: exit status; negative if a signal of this number ended the program.
         cpu_s: CPU time of all processes of the program.
         memory_mb: peak resident memory of its largest process.

@@ -137,7 +137,7 @@ def encyclopedia_demonstrations(
         n: number of turns.
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
-        top_k: passages a search, as at rollout.
+        top_k: number of passages of a search, as in a rollout.
         style: form of the passages, as in a rollout (`rollout.environments.search.PASSAGE_STYLES`).
     """
     retriever = _make_train_retriever(seed)
@@ -183,9 +183,9 @@ def memory_demonstrations(
         n: number of chats.
         agents: the team as the rollout will use it.
         slips: probability of a slip by agent and turn; 0 for an agent that is not named.
-        top_k: passages a search, as at rollout.
+        top_k: number of passages of a search, as in a rollout.
         style: form of the passages, as in a rollout.
-        episodes: plays that are shown, over and over.
+        episodes: number of plays; they are shown again once all were shown.
     """
     retriever = _make_train_retriever(seed)
     make_env = partial(SearchEnv, retriever=retriever, top_k=top_k, style=style)

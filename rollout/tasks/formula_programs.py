@@ -130,8 +130,8 @@ def program_demonstrations(
         n: number of chats.
         agents: the team as the rollout will use it.
         slips: probability of a slip by agent; 0 for an agent that is not named.
-        max_turns: programs, at most, as at rollout.
-        episodes: plays that are shown, over and over.
+        max_turns: most programs, as in a rollout.
+        episodes: number of plays; they are shown again once all were shown.
     """
     lessons = []
     for index, task in enumerate(program_tasks(seed, {"train": episodes})):

@@ -84,7 +84,7 @@ class TestedQuestion:
     """Question of a row with its tests.
 
     Attributes:
-        question: as published.
+        question: question as it was published.
         visible: tests that the team sees.
         hidden: tests that only the score uses.
     """
@@ -368,7 +368,7 @@ def _make_prompt(question: str, function: str | None, starter_code: str) -> str:
     """Return the question with instructions.
 
     Args:
-        question: as published.
+        question: question as it was published.
         function: function that the tests call; None: the program reads its standard input.
         starter_code: beginning of the code; "" without one.
     """

@@ -179,8 +179,8 @@ def attend_backward(
 
     Args:
         grad_out: gradient of the output, as `out`.
-        q, k, v, causal, scale: as for `attend`.
-        out, lse: as `attend` returns them, but merged over all keys of the queries.
+        q, k, v, causal, scale: arguments of `attend`.
+        out, lse: results of `attend`, merged over all keys of the queries.
     """
     if q.device.type == "cpu":
         cpu_kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -244,7 +244,7 @@ def attend_exactly(
     Args:
         q: [T, heads, d].
         k, v: [T, kv_heads, d].
-        paths: of each segment the token ranges from its root to itself.
+        paths: token ranges from the root to each segment, by segment.
 
     Returns:
         [T, heads · d]

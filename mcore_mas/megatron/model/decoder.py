@@ -35,7 +35,7 @@ class PackedGPTModel(GPTModel):
         Args:
             value_head: put a `ValueHead` in the place of the output layer.
             vocab: tokens of the vocabulary without padding.
-            args, kwargs: of `GPTModel`.
+            args, kwargs: arguments of `GPTModel`.
         """
         super().__init__(*args, **kwargs)
         self._vocab = vocab
@@ -72,7 +72,7 @@ class PackedGPTModel(GPTModel):
 
         Args:
             microbatch: this rank's tokens and rows.
-            layout: of the same micro-batch; handed to the forward pass as `packed_seq_params`.
+            layout: layout of the same micro-batch; handed to the forward pass as `packed_seq_params`.
         """
         self._microbatch = microbatch
         self._row_positions = microbatch.predictors

@@ -206,7 +206,7 @@ class GroupedLinear(torch.nn.Module):
         """Allocate the parameter.
 
         Args:
-            rows, inputs: of an expert's weight on this rank.
+            rows, inputs: sizes of an expert's weight on this rank.
             cut: dimension that tensor parallelism splits.
         """
         super().__init__()

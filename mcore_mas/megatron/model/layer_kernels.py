@@ -64,7 +64,7 @@ def norm_gradient_kernel(
         grad_out: [rows, columns], contiguous.
         results: gradient of `x`, contiguous; each program's part of the gradient of the weight
             [programs, columns] float32, or None if the weight is frozen.
-        x, weight, sizes, eps, block_rows, block_columns: as for `norm_kernel`.
+        x, weight, sizes, eps, block_rows, block_columns: arguments of `norm_kernel`.
     """
     grad_x, weight_parts = results
     rows, columns, x_stride = sizes
@@ -126,7 +126,7 @@ def swiglu_gradient_kernel(
     """Compute the gradients of SwiGLU's input and scale, of `block` columns of a row.
 
     Args:
-        gate_and_up, scale, width: as for `swiglu_kernel`.
+        gate_and_up, scale, width: arguments of `swiglu_kernel`.
         grad_out: [rows, width].
         grad_gate_and_up: [rows, 2 width].
         scale_parts: [rows, blocks of columns] float32, each block's part of the gradient of
@@ -283,10 +283,10 @@ def head_gradient_kernel(logits, labels, row_values, gradient, sizes, block: tl.
     """Compute the gradient of `block` logits of a row.
 
     Args:
-        logits, labels, sizes: as for `head_statistics_kernel`.
+        logits, labels, sizes: arguments of `head_statistics_kernel`.
         row_values: [5, rows] float32: temperatures, log Z, entropies, and the gradients of the
             log-probabilities and of the entropies.
-        gradient: of the logits; has the strides of `logits`.
+        gradient: gradient of the logits, with the strides of `logits`.
     """
     # dH/dz_j = −p_j (log p_j + H); d log p_l/dz_j = [j = l] − p_j
     columns, padded_columns, row_stride = sizes

@@ -266,10 +266,10 @@ def head_logits_gradient(
     """Compute the gradient of a chunk of logits.
 
     Args:
-        logits, labels, columns: as for `head_row_statistics`.
+        logits, labels, columns: arguments of `head_row_statistics`.
         row_values: [5, rows] temperatures, log Z, entropies, and the gradients of the
             log-probabilities and of the entropies.
-        dtype: of the result.
+        dtype: type of the result.
 
     Returns:
         [rows, columns and padding]

@@ -80,7 +80,7 @@ class TileSizes:
         tests/unit/megatron/test_tree_kernels.py checks this.
 
         Args:
-            shared_memory_kib: of the GPU; wide heads have fewer keys in a tile where it is small.
+            shared_memory_kib: shared memory of the GPU; where it is small, wide heads have fewer keys in a tile.
         """
         padded_group = _next_power(group)
         if bf16 and head_dim <= 128:
@@ -127,7 +127,7 @@ class BlockPlan:
     keys, which are listed.
 
     Attributes:
-        sizes: of the tiles.
+        sizes: sizes of the tiles.
         ends: [T] int32, first token after the subtree of each token's segment.
         key_blocks: [pairs] int32, the blocks of keys that each block of queries attends to; those
             without a mask come first.
@@ -204,7 +204,7 @@ class PackedTrees(PackedSeqParams):
         causal_blocks: blocks of tokens that attend to themselves; every token is in one block.
         unmasked_pairs: ranges of queries and of keys; each of the queries attends to all the keys.
         paths: token ranges from the root to each segment; set on a CPU only.
-        block_plan: for Triton's kernels, in place of `causal_blocks` and `unmasked_pairs`.
+        block_plan: plan for Triton's kernels, in place of `causal_blocks` and `unmasked_pairs`.
         sequence_starts: [sequences + 1] int32, first token of each sequence, and T; None if
             sequences share tokens.
         longest_segment: number of tokens of the longest segment.
@@ -236,7 +236,7 @@ class PackedTrees(PackedSeqParams):
         Args:
             segments: depth first, so that the segments that continue one follow it directly.
             kind: type of the device that torch's kernels will run on.
-            sizes: of the tiles of Triton's kernels; None: torch's kernels are used.
+            sizes: sizes of the tiles of Triton's kernels; None: torch's kernels are used.
         """
         lengths = [segment.tokens for segment in segments]
         stops = list(accumulate(lengths))

@@ -137,7 +137,7 @@ def _add_key_block(
     """Add a block of keys to the softmax of a tile of queries.
 
     Args:
-        state: of each row, the largest score (log2), the sum of the weights and the weighted values.
+        state: largest score (log2), sum of the weights, and weighted values of each row.
         tile: queries, and their tokens.
     """
     peak, total, weighted_values = state
@@ -228,7 +228,7 @@ def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.conste
     Each program computes a block of queries for one key/value head.
 
     Args:
-        q, k, v: as for `forward_kernel`.
+        q, k, v: arguments of `forward_kernel`.
         forward: output, its log-sum-exps, and delta [T, heads] float32, in which each row's inner
             product of the output and its gradient is stored for `backward_kv_kernel`.
         grad_out: gradient of the output.
@@ -299,7 +299,7 @@ def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.conste
 
     Args:
         q: queries, log-sum-exps, and the deltas from `backward_q_kernel`.
-        k, v, grad_out: as for `backward_q_kernel`.
+        k, v, grad_out: arguments of `backward_q_kernel`.
         grad_k, grad_v: gradients of `k` and `v`.
     """
     queries, lses, deltas = q

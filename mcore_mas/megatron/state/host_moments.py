@@ -63,7 +63,7 @@ def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMom
     Args:
         adam: steps the weights in its `param_groups`.
         step: the original `adam.step`.
-        host_moments: of weights whose moments are on the host; the others' stay in `adam.state`.
+        host_moments: moments that are on the host, by weight; those of other weights stay in `adam.state`.
     """
     groups = adam.param_groups
     try:

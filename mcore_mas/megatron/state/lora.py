@@ -251,10 +251,10 @@ def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str)
     A depends on the seed and the name alone, so every layout starts from the same adapter.
 
     Args:
-        architecture: of the adapted model.
-        rank: of the adapter.
-        seed: of A.
-        name: of the tensor, in PEFT's format.
+        architecture: architecture of the adapted model.
+        rank: rank of the adapter.
+        seed: seed of A.
+        name: name of the tensor, in PEFT's format.
     """
     match = _PEFT_NAME.search(name)
     assert match is not None

@@ -26,7 +26,7 @@ class Offload:
         Args:
             gradients: buffers whose values `sleep` drops, and which are zero after `wake`.
             offloaded_tensors: called at each `sleep`; returns the tensors that are moved.
-            host_memory: where they are moved to.
+            host_memory: memory to which they are moved.
         """
         self._gradients = flat_storages(gradients)
         self._offloaded_tensors = offloaded_tensors

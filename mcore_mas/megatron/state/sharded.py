@@ -38,7 +38,7 @@ class ShardedCheckpoint:
         """Prepare; nothing is read or written yet.
 
         Args:
-            state: of the optimizer.
+            state: state of the optimizer.
             parameters: this rank's shards by Megatron name.
         """
         self._state = state
@@ -54,7 +54,7 @@ class ShardedCheckpoint:
     def save(self, folder: Path, record: Mapping[str, Any]) -> None:
         """Copy this rank's blocks to host memory and return; a thread writes them to `folder`.
 
-        Every rank must call it, and then `written`.
+        Every rank must call it, and then `wait_written`.
 
         Args:
             record: JSON values that rank 0 writes too; `restore` returns it.

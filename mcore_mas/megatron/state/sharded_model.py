@@ -44,8 +44,8 @@ class ShardedModel:
     """Pipeline stages of one rank, with parameters by Megatron's names.
 
     Attributes:
-        architecture: of the model.
-        stages: in order; more than one if pipeline stages are interleaved.
+        architecture: architecture of the model.
+        stages: pipeline stages of the rank, in order; more than one if stages are interleaved.
         all_parameters: parameters by name, numbered over the whole model.
         trained_parameters: those that have gradients, optimizer state and a place in checkpoints.
         base_parameters: all parameters except those of adapters.
@@ -57,7 +57,7 @@ class ShardedModel:
         The process group must exist.
 
         Args:
-            spec: of the trainer.
+            spec: specification of the trainer.
             base: model whose frozen weights this model uses too. It must have adapters on the same
                 model folder, in the same layout and precision. None: load all weights.
 

@@ -22,9 +22,9 @@ class TensorBlock:
 
     Attributes:
         tensor: name of the tensor.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: first index of the rectangle, by dimension.
-        size: of the rectangle, by dimension.
+        size: size of the rectangle, by dimension.
         offset: index of the first element in the flat shard.
     """
 
@@ -81,8 +81,8 @@ def tensor_blocks(
     """Return the rectangles that a span of a flat shard holds; padding is in none of them.
 
     Args:
-        mapping: of the parameter.
-        shard_shape: of tensor-parallel rank `rank`'s shard of the parameter.
+        mapping: weight mapping of the parameter.
+        shard_shape: shape of tensor-parallel rank `rank`'s shard of the parameter.
         tp: number of tensor-parallel ranks.
         span: first element, and the one after the last.
     """

@@ -19,7 +19,7 @@ class LazyTensor:
     """A full tensor that is read in parts.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         part: returns the elements at one slice for each dimension.
     """
 
@@ -93,9 +93,9 @@ class RandomTensors:
     same model. Each rank draws a whole tensor and takes its part.
 
     Attributes:
-        shapes: by Hugging Face name.
+        shapes: shapes of the tensors by Hugging Face name.
         std: standard deviation of the matrices.
-        seed: of all tensors.
+        seed: seed of all tensors.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -52,7 +52,7 @@ def plan_export(
 
     Args:
         local: this rank's tensors by Megatron parameter name: parameters, or tensors of their shapes.
-        architecture: of the model.
+        architecture: architecture of the model.
         bucket_bytes: upper bound of a bucket.
     """
     types_and_shapes = {
@@ -88,7 +88,7 @@ def export_weights(
 
     Args:
         local: returns this rank's tensor by Megatron parameter name; called when the tensor is sent.
-        architecture: of the model.
+        architecture: architecture of the model.
         plan: result of `plan_export` for these names.
     """
     for bucket in plan:

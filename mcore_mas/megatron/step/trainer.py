@@ -46,7 +46,7 @@ class MegatronTrainer:
     Every rank of the policy's process group holds a trainer and makes the same calls.
 
     Attributes:
-        spec: of the trainer.
+        spec: specification of the trainer.
         updates: number of optimizer steps taken.
     """
 

@@ -89,7 +89,7 @@ class EmbeddedEngine:
 
         Args:
             rows: sequences that the cache holds, running or for the reuse of their prefixes.
-            version: of the decoder's weights.
+            version: version of the decoder's weights.
             routing: record the experts of each token in the completions.
             grammars: of the model; None refuses requests that have a grammar.
         """

@@ -114,7 +114,7 @@ class CachedDecoder:
         """Replace all weights by a stream of (Hugging Face name, full tensor).
 
         Args:
-            stream: of the tensors.
+            stream: stream of the tensors.
             where: folder or other source of the stream, for errors.
 
         Raises:

@@ -41,7 +41,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
     brings back the replies that have ended.
 
     An actor that dies or hangs is started again, up to `restarts` times an hour. It continues with
-    the weights in shared memory and gets all open requests again, which gives the same tokens.
+    the weights in shared memory, and samples all open requests again with the same seeds.
 
     Attributes:
         exchanges: number of calls to the actor for requests.

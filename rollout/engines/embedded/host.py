@@ -90,7 +90,7 @@ class EngineActor(EmbeddedEngine):
         """Compare the weights in half `half` of the shared buffer with the trainer's checksums, and decode with them.
 
         Args:
-            number: of the adapter; 0 for the full weights.
+            number: number of the adapter; 0 for the full weights.
             folder: folder to read the weights from; "" if the trainer has written them into `half`.
 
         Raises:

@@ -73,7 +73,7 @@ class LowRank:
             self._layers.append(layer)
 
     def put(self, number: int, weights: AdapterWeights) -> None:
-        """Compute adapter `number`, counted from 1, with `weights` from now on.
+        """Replace the weights of adapter `number`, counted from 1; 0 is the base model.
 
         Raises:
             EngineError: a tensor has infinite values or NaN. In the products these would reach rows

@@ -33,7 +33,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         """Start a replica with each of `placements`, which are Ray's actor options.
 
         Args:
-            settings: of each replica; must name a weights folder.
+            settings: settings of each replica; they must name a weights folder.
             tell: called with one line when a replica is started again.
         """
         self.version = settings.version

@@ -37,7 +37,7 @@ class NewTokens:
     """Further tokens of a completion that is being sampled.
 
     Attributes:
-        position: of the first of them in the completion.
+        position: position of the first of them in the completion.
     """
 
     position: int

@@ -23,7 +23,7 @@ class CacheRows:
         live: True while a request runs in the row.
         generations: the running `Generation`, or None.
         tokens: token ids of prompt and completion.
-        logprobs: of the completion's tokens, at their positions.
+        logprobs: log-probabilities of the completion's tokens, at their positions.
         size: number of known tokens. The newest has no keys yet.
         prompt_size: tokens of the prompt.
         max_size: size at which the completion is as long as it may be.
@@ -34,7 +34,7 @@ class CacheRows:
         adapter: adapter that the keys were computed with.
         fresh: True if all keys come from the present weights.
         last_used: clock of the last use.
-        temperature, top_p, top_k, seed, stop: of the request's sampling; `stop` is padded by -1.
+        temperature, top_p, top_k, seed, stop: sampling of the request; `stop` is padded by -1.
         versions: present version of the weights (0) and of each adapter.
     """
 

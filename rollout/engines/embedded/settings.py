@@ -21,7 +21,7 @@ class EmbeddedSettings:
         placement: Ray actor options; None: nothing is set aside.
         transport: "shared", or "disk" through `weights_folder`.
         weights_folder: folder that the trainer sees too; None: one in shared memory.
-        restarts: per hour.
+        restarts: most restarts within an hour.
         hang_s: seconds that the actor may take for one call.
     """
 

@@ -29,7 +29,7 @@ class Answer:
 
     Attributes:
         finish_reason: "stop", "length", or the vendor's own word.
-        prompt_tokens, completion_tokens: as the server counted them; None if it did not.
+        prompt_tokens, completion_tokens: numbers of tokens that the server counted; None if it did not.
     """
 
     text: str

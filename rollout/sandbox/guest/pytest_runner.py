@@ -630,7 +630,7 @@ def _tells_apart(operator: str, value: Any, other: Any, *, is_left: bool) -> boo
     """Return False if a value claims to compare with objects with which it cannot.
 
     Args:
-        operator: of a comparison that is true.
+        operator: operator of a comparison that is true.
         value: operand of the comparison.
         other: the other operand. The value must not equal all of its changed copies.
         is_left: True if the value is the left operand.
