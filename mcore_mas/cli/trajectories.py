@@ -69,7 +69,9 @@ def show_trajectory(
     ] = None,
     branches: Annotated[
         bool,
-        typer.Option("--branches", help="Show also the branches of a tree that were dropped."),
+        typer.Option(
+            "--branches", help="Show also the dropped branches of a tree, and alternatives."
+        ),
     ] = False,
     html: Annotated[
         Path | None,

@@ -112,12 +112,14 @@ def _turns_table(
 ) -> Table:
     """Return a table with a line per turn: its reward, its vote in each group, its advantage."""
     headings = ("reward", *(f"vote ({label})" for label in groups), "advantage")
+    has_replays = any(sample.is_alternative for sample in samples)
     table = Table(
         "sample",
         "node",
         Column("turn", justify="right"),
         "agent",
         *(Column(heading, justify="right") for heading in headings),
+        *(["later turns"] if has_replays else []),
         show_edge=False,
     )
     for row in rows:
@@ -132,8 +134,18 @@ def _turns_table(
             f"{sample.reward:g}",
             *(f"{float(statistics.score[row]):g}" for statistics in groups.values()),
             f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
+            *([_describe_replay(sample)] if has_replays else []),
         )
     return table
+
+
+def _describe_replay(sample: Sample) -> str:
+    """Return how many later turns were sampled and repeated after an alternative; "" for other turns."""
+    if not sample.is_alternative:
+        return ""
+    sampled = int(sample.scores["replay_sampled"])
+    recorded = int(sample.scores["replay_recorded"])
+    return f"{sampled} sampled, {recorded} repeated"
 
 
 def _group_name(sample: Sample, peer_columns: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mcore_mas.reports.page_templates import render_page
 from rollout.records.grouping import group_pairs
-from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory import REPLAY_OUTCOME, Trajectory
 
 if TYPE_CHECKING:  # importing it would load torch
     from mcore_mas.credit.samples import Sample
@@ -63,7 +63,7 @@ def trajectory_page(
     """Return the page of a trajectory as HTML.
 
     In a tree, branches that ended before the outcome are folded, at the turn at which they left the
-    path.
+    path. The alternatives of a turn are folded after it.
 
     Args:
         trajectory: trajectory to show.
@@ -92,6 +92,9 @@ def trajectory_page(
         agents=turns_by_agent,
         colours={agent: f"var(--c{i % _COLOURS})" for i, agent in enumerate(ordered_agents)},
         nodes=turns_by_node,
+        alternatives=group_pairs(
+            (turn.index, turn) for turn in trajectory.turns if REPLAY_OUTCOME in turn.scores
+        ),
         path={node: _siblings(node, turns_by_node) for node in path_nodes},
         tools=tools_by_turn,
         advantages=turn_advantages,

@@ -12,7 +12,14 @@ from rich.text import Text
 
 from mcore_mas.reports.trajectory_page import TurnAdvantages
 from rollout.base.text import escape_text
-from rollout.records.trajectory import Message, Status, ToolEvent, Trajectory, Turn
+from rollout.records.trajectory import (
+    REPLAY_OUTCOME,
+    Message,
+    Status,
+    ToolEvent,
+    Trajectory,
+    Turn,
+)
 
 
 def plain_text(text: str, style: str = "") -> Text:
@@ -34,7 +41,8 @@ def print_trajectory(
         trajectory: trajectory to print.
         console: console to print to.
         advantages: advantages of turns.
-        branches: True to print also the branches of a tree that did not lead to the outcome.
+        branches: True to print also the branches of a tree that did not lead to the outcome, and
+            the alternatives of turns.
         head: begin with ids, status and outcome.
     """
     if head:
@@ -73,6 +81,9 @@ def _print_head(trajectory: Trajectory, console: Console) -> None:
             f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, "
             f"{len(trajectory.turns)} in the tree"
         )
+    elif len(trajectory.path) < len(trajectory.turns):
+        alternatives = len(trajectory.turns) - len(trajectory.path)
+        turns = f"{len(trajectory.path)} turns, {alternatives} alternatives of them"
     console.print(
         plain_text(
             f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"
@@ -99,7 +110,7 @@ def _describe_turn(turn: Turn, advantage: float | None) -> str:
         versions = f"v{turn.oldest_version} to {versions}"
     parts = [f"{turn.index} {turn.agent} ({turn.policy} {versions})"]
     if turn.node:
-        parts.append(f"branch {turn.node}")
+        parts.append(f"{'alternative' if REPLAY_OUTCOME in turn.scores else 'branch'} {turn.node}")
     parts.append(f"{len(turn.completion_ids)} tokens, log p {sum(turn.logprobs):.2f}")
     parts += [f"{name} {value:g}" for name, value in turn.scores.items()]
     if turn.reward is not None:

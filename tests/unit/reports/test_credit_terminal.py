@@ -12,6 +12,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.credit.samples import CreditError
 from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
+from rollout.records.trajectory import Turn
 from tests.unit.credit.test_samples import trajectory, turn
 
 
@@ -126,3 +127,35 @@ def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Pat
 
 def test_sigma_is_shown_as_it_was_divided(file: Path) -> None:
     assert "all │ 4, 2 │ 2 │ 3 │ 1" in said(file, "grpo", ddof=0)
+
+
+def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_path: Path) -> None:
+    def alternative(index: int, agent: str, node: str, outcome: float, sampled: int) -> Turn:
+        scores = {
+            "replay_outcome": outcome,
+            "replay_sampled": float(sampled),
+            "replay_recorded": 1.0 - index,
+        }
+        return replace(turn(index, agent, outcome), node=node, scores=scores)
+
+    replayed = trajectory(
+        0,
+        3.0,
+        turn(0, "solver", 3.0),
+        alternative(0, "solver", "1", 7.0, 2),
+        alternative(0, "solver", "2", 5.0, 0),
+        turn(1, "verifier", 3.0),
+        alternative(1, "verifier", "1", 3.0, 0),
+    )
+    path = tmp_path / "step_000000.parquet"
+    write_trajectories(path, [replayed])
+    lines = said(path, "c3")
+    assert "replies: turns alike in trajectory, turn; one vote per trajectory, node, turn" in lines
+    assert "trajectory 0/t/0, turn 0 │ 3, 7, 5 │ 3 │ 5 │ 2" in lines
+    assert "0 │ │ 0 │ solver │ 3 │ 3 │ -3.0000 │" in lines
+    assert "0 │ 1 │ 0 │ solver │ 7 │ 7 │ +3.0000 │ 2 sampled, 1 repeated" in lines
+    assert "0 │ 2 │ 0 │ solver │ 5 │ 5 │ +0.0000 │ 0 sampled, 1 repeated" in lines
+    assert "0 │ 1 │ 1 │ verifier │ 3 │ 3 │ +0.0000 │ 0 sampled, 0 repeated" in lines
+    # An estimator that compares trajectories does not see the alternatives.
+    assert "agent solver │ 3 │ 1 │ 3 │ 0" in said(path, "drmas")
+    assert not any("repeated" in line for line in said(path, "drmas"))

@@ -14,7 +14,7 @@ from mcore_mas.reports.task_texts import TaskText
 from mcore_mas.reports.trajectory_page import trajectory_page
 from mcore_mas.reports.turn_credit import compute_turn_credit
 from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Message, Status, ToolEvent, Trajectory, VersionSpan
+from rollout.records.trajectory import Message, Status, ToolEvent, Trajectory, Turn, VersionSpan
 from tests.support.html_page import ATTACK, HtmlPage
 from tests.support.played import trajectory, turn
 from tests.support.rewarded import write_rewarded_step
@@ -177,6 +177,39 @@ def test_an_agent_has_the_colour_of_its_position_in_the_run() -> None:
     page = HtmlPage(trajectory_page(played, {}, agent_order=["solver", "verifier"]))
     colours = [attributes["style"] for tag, attributes in page.elements if tag == "article"]
     assert colours == ["--colour:var(--c1)", "--colour:var(--c2)"]
+
+
+def test_the_alternatives_of_a_turn_are_folded_after_it() -> None:
+    def alternative(index: int, node: str, outcome: float) -> Turn:
+        text = f"alternative {node} of {index}"
+        return turn(index, scores={"replay_outcome": outcome}, node=node, text=text)
+
+    page = trajectory_page(
+        trajectory(
+            turn(0, text="first"),
+            alternative(0, "1", 7.0),
+            alternative(0, "2", 0.5),
+            turn(1, text="second"),
+            alternative(1, "1", 3.0),
+        ),
+        {},
+    )
+    text = HtmlPage(page).text()
+    shown = [
+        "2 turns, 3 alternatives",
+        "first",
+        "2 alternatives, each replayed to its outcome",
+        "alternative 1 of 0",
+        "replay_outcome 7",
+        "alternative 2 of 0",
+        "replay_outcome 0.5",
+        "second",
+        "1 alternative, each replayed to its outcome",
+        "alternative 1 of 1",
+        "replay_outcome 3",
+    ]
+    positions = [text.index(part) for part in shown]
+    assert positions == sorted(positions)
 
 
 def test_a_tree_folds_branches_where_they_left_the_path() -> None:

@@ -179,3 +179,13 @@ def test_a_file_of_several_is_listed_and_everything_fits_80_columns(
     # the last line of the list is a command, which must stay one line
     lines = text.splitlines()[:-1] + details.splitlines()
     assert max(map(len, lines)) <= 80
+
+
+def test_branches_shows_the_alternatives_of_a_turn(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "step_000000.parquet"
+    alternative = turn(0, scores={"replay_outcome": 7.0}, node="1", text="other")
+    write_trajectories(path, [trajectory(turn(0, text="mine"), alternative)])
+    assert "other" not in show(capsys, monkeypatch, path)
+    text = show(capsys, monkeypatch, path, "--branches")
+    assert "1 turns, 1 alternatives of them" in text
+    assert "alternative 1 · 1 tokens, log p 0.00 · replay_outcome 7" in text
