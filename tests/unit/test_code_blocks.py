@@ -160,7 +160,7 @@ OVERRIDES = {  # by the name of the block that needs them
     "configuration-6": ["cold_start=null"],
     "configuration-7": ["cold_start=null", "data.generator=null"],
     "credit-4": ["experiment=demo_search"],
-    "credit-5": [
+    "credit-8": [
         "~experiment",
         *REQUIRED_SECTIONS,
         MODEL,
