@@ -134,9 +134,9 @@ class StopSignal:
             self._loop.add_signal_handler(number, self.request, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if _early_signals:
-            number = _early_signals[0]
+            early_signal = _early_signals[0]
             _early_signals.clear()
-            self.request(number)
+            self.request(early_signal)
 
     def request(self, number: int | None = None) -> None:
         """Tell the run to stop.
