@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # MLflow groups charts by the part of the name before the last slash and sorts the groups by name.
 # These metrics are sent a second time in a group that comes before "agent", so that they are first.
 _KEY_METRICS = {
-    "reward/mean": "accuracy and reward/reward",
-    "validation/accuracy": "accuracy and reward/validation accuracy",
+    "reward/mean": "achieved/reward",
+    "validation/accuracy": "achieved/accuracy",
 }
 _LAST_STEP_TAG = "last_step_sent"  # all steps up to it are in MLflow
 _SPLITS = ("train", "validation")

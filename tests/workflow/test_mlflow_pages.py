@@ -91,7 +91,7 @@ def test_the_first_page_has_the_charts_of_trainings_with_key_metrics_first(
     text = page_text(pages[0], tmp_path, "charts", request)
     assert "duo train" in text and "duo_s2 train" in text and "2 matching runs" in text
     assert "duo evaluate" not in text
-    assert text.index("accuracy and reward (2)") < text.index("agent/solver (1)")
+    assert text.index("achieved (2)") < text.index("agent/solver (1)")
 
 
 def test_a_table_lists_trainings(
@@ -112,7 +112,7 @@ def test_two_runs_are_compared_agent_by_agent(
     # Values of the last step, worked out by hand: the rewards are 0.2 + 0.02 * 19 + 0.1 * seed;
     # 20 minutes on two devices are 0.667 hours.
     names = (
-        "accuracy and reward/reward accuracy and reward/validation accuracy "
+        "achieved/reward achieved/accuracy "
         "agent/solver/reward_mean "
         "agent/verifier/reward_mean cost/gpu_hours"
     )

@@ -114,7 +114,7 @@ def test_two_processes_send_the_same_results_once(tmp_path: Path) -> None:
     runs = runs_of(tmp_path)
     assert runs.keys() == {"pages: duo", "pages: duo train", "pages: duo evaluate trained"}
     run_id = runs["pages: duo train"].info.run_id
-    for name in ("reward/mean", "accuracy and reward/reward"):
+    for name in ("reward/mean", "achieved/reward"):
         points = client_of(tmp_path).get_metric_history(run_id, name)
         assert [point.step for point in points] == list(range(1, 21))
 
