@@ -217,7 +217,7 @@ def test_a_name_that_cannot_be_a_new_package_is_refused(project: Path) -> None:
     assert sorted(project.parent.iterdir()) == before
     with pytest.raises(ProjectError, match="something is there already"):
         new_project("poets", project.parent)
-    message = r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
+    message = r"/proc/painters: cannot be written \(No such file.*\); change to a folder"
     with pytest.raises(ProjectError, match=message):
         new_project("painters", Path("/proc"))
 
