@@ -251,7 +251,12 @@ class RunConfig(Section):
         budget = None
         if replays.budget is not None:
             budget = replays.budget // self.trainer.trajectories_per_step
-        return ReplayPlan(agents=agents, alternatives=replays.alternatives, budget=budget)
+        return ReplayPlan(
+            agents=agents,
+            alternatives=replays.alternatives,
+            budget=budget,
+            removal=replays.removal,
+        )
 
     def precision_of(self, policy: str) -> Precision:
         """Return the lower of the precisions in which trainer and engine compute log-probabilities."""

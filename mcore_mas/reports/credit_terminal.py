@@ -111,7 +111,10 @@ def _turns_table(
     groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]
 ) -> Table:
     """Return a table with a line per turn: its reward, its vote in each group, its advantage."""
-    headings = ("reward", *(f"vote ({label})" for label in groups), "advantage")
+    headings = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
+    has_removal = any("removal" in sample.scores for sample in samples)
+    if has_removal:
+        headings.append("removal")
     has_replays = any(sample.is_alternative for sample in samples)
     table = Table(
         "sample",
@@ -134,9 +137,14 @@ def _turns_table(
             f"{sample.reward:g}",
             *(f"{float(statistics.score[row]):g}" for statistics in groups.values()),
             f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
+            *([_signed(sample.scores.get("removal"))] if has_removal else []),
             *([_describe_replay(sample)] if has_replays else []),
         )
     return table
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}"
 
 
 def _describe_replay(sample: Sample) -> str:

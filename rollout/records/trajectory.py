@@ -237,7 +237,8 @@ class Turn:
     reward; `local` is the orchestra's score of this turn, and `undecided` takes its place if there
     can be none; `branch` is the score by which a tree chose among branches; `replay_outcome` is the
     outcome of the trajectory that was replayed with an alternative, `replay_sampled` and
-    `replay_recorded` the numbers of later turns that were sampled again and repeated; `cut` is 1 if part of a
+    `replay_recorded` the numbers of later turns that were sampled again and repeated; `removal` is
+    the outcome minus that of a replay with an empty reply at this turn; `cut` is 1 if part of a
     prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
     reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
     or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full

@@ -8,7 +8,7 @@ reply. So two outcomes differ only by what the alternative has changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import pvariance
 
@@ -18,7 +18,15 @@ from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.section import Section
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import REPLAY_OUTCOME, ToolEvent, Turn
-from rollout.teams.tree import BranchedPlay, call_key, failure_metrics
+from rollout.teams.tree import (
+    NO_ANSWERS,
+    Branch,
+    BranchedPlay,
+    CallAnswer,
+    CallKey,
+    call_key,
+    failure_metrics,
+)
 
 
 class Replays(Section):
@@ -28,6 +36,8 @@ class Replays(Section):
     alternatives: int = Field(ge=1)
     # Most alternatives of a step, divided equally among its trajectories; None: no bound.
     budget: int | None = Field(None, ge=1)
+    # Also replay each turn with an empty reply: score `removal`, which `explain` shows and no advantage uses.
+    removal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +48,13 @@ class ReplayPlan:
         agents: agents whose turns get alternatives.
         alternatives: most alternatives of a turn.
         budget: most alternatives of the trajectory; None: no bound.
+        removal: True to replay each turn with an empty reply too.
     """
 
     agents: Collection[str]
     alternatives: int
     budget: int | None = None
+    removal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,7 @@ class ReplayedPlay(BranchedPlay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
+        self._removal: dict[int, float] = {}  # outcome minus that without the reply, by turn
         self._sampled_tokens = 0  # of turns that follow alternatives
 
     async def _play_branches(self) -> None:
@@ -74,8 +87,12 @@ class ReplayedPlay(BranchedPlay):
         while not trajectory.ended:
             await trajectory.grow("")
         self.error = self.episode.error
-        if not self.error:
-            await self._replay_within_budget(self._decisions())
+        if self.error:
+            return
+        decisions = self._decisions()
+        await self._replay_within_budget(decisions)
+        if self.plan.removal:
+            await gather_or_cancel(map(self._replay_without, decisions))
 
     def _decisions(self) -> list[_Decision]:
         """Return the turns that get alternatives: those that can train, of the plan's agents."""
@@ -146,26 +163,10 @@ class ReplayedPlay(BranchedPlay):
         Returns:
             The alternative with the outcome of its replay; None if the replay failed.
         """
-        rounds = self._branches[0].rounds
-        recorded = {call_key(call): answer for answered in rounds for call, answer in answered}
-        open_calls = [call_key(call) for call, _ in rounds[decision.round]]
-        # Agents that speak at the same time keep their replies: one decision is replayed at a time.
-        others = {key: recorded[key] for key in open_calls if key[0] != decision.turn}
-
-        branch = self._new_branch()
-        self._branches.append(branch)
-        try:
-            await branch.repeat(rounds[: decision.round], open_calls)
-            await branch.grow(node, others)
-            while not branch.ended:
-                await branch.grow("", recorded)
-        finally:
-            await branch.close()
-            self._branches.remove(branch)
-
-        self._dropped.update(failure_metrics(branch.episode))
-        if branch.episode.error:
+        branch = await self._replay_branch(decision, node)
+        if branch is None:
             return None
+        recorded = self._recorded
         later_answers = [
             (recorded.get(call_key(call)), answer)
             for answered in branch.rounds[decision.round + 1 :]
@@ -184,11 +185,65 @@ class ReplayedPlay(BranchedPlay):
         }
         return replace(alternative, scores=scores)
 
+    async def _replay_without(self, decision: _Decision) -> None:
+        """Replay the trajectory with an empty reply at a turn; turns of chats cannot be empty."""
+        for call, answer in self._branches[0].rounds[decision.round]:
+            if call.index != decision.turn or call.chat or isinstance(answer, Exception):
+                continue
+            turn, reply = answer
+            # Another seed, so that calls to the outside are not mistaken for those of the trajectory.
+            empty_turn = replace(turn, text="", seed=derive_seed(turn.seed, "removed"))
+            empty_answer = (empty_turn, replace(reply, text="", value=None))
+            branch = await self._replay_branch(decision, "", {call_key(call): empty_answer})
+            if branch is not None:
+                without = branch.episode.outcome or 0.0
+                self._removal[decision.turn] = (self.episode.outcome or 0.0) - without
+
+    @property
+    def _recorded(self) -> dict[CallKey, CallAnswer]:
+        """The answers of the trajectory, by call."""
+        rounds = self._branches[0].rounds
+        return {call_key(call): answer for answered in rounds for call, answer in answered}
+
+    async def _replay_branch(
+        self, decision: _Decision, node: str, given: Mapping[CallKey, CallAnswer] = NO_ANSWERS
+    ) -> Branch | None:
+        """Repeat the history of a decision, and play from there to the end.
+
+        Args:
+            decision: the turn at which the replay leaves the trajectory.
+            node: branch as which the policy of the turn is asked.
+            given: answer of the turn in place of a sampled one.
+
+        Returns:
+            The branch; None if it failed.
+        """
+        rounds = self._branches[0].rounds
+        recorded = self._recorded
+        open_calls = [call_key(call) for call, _ in rounds[decision.round]]
+        # Agents that speak at the same time keep their replies: one decision is replayed at a time.
+        others = {key: recorded[key] for key in open_calls if key[0] != decision.turn}
+
+        branch = self._new_branch()
+        self._branches.append(branch)
+        try:
+            await branch.repeat(rounds[: decision.round], open_calls)
+            await branch.grow(node, {**others, **given})
+            while not branch.ended:
+                await branch.grow("", recorded)
+        finally:
+            await branch.close()
+            self._branches.remove(branch)
+        self._dropped.update(failure_metrics(branch.episode))
+        return None if branch.episode.error else branch
+
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns of the trajectory, each followed by its alternatives."""
         turns: list[Turn] = []
         for turn in self.episode.turns:
+            if turn.index in self._removal:
+                turn = replace(turn, scores={**turn.scores, "removal": self._removal[turn.index]})
             turns.append(turn)
             turns += self._alternatives.get(turn.index, ())
         return tuple(turns)

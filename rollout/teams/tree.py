@@ -38,7 +38,7 @@ TurnReply = tuple[Turn, AgentReply]  # record of a turn, and the reply that the 
 CallKey = tuple[int, str, str]  # turn, agent, state key
 CallAnswer = TurnReply | EngineError | EnvError
 AnsweredCall = tuple[Call, CallAnswer]
-_NO_ANSWERS: Mapping[CallKey, CallAnswer] = MappingProxyType({})
+NO_ANSWERS: Mapping[CallKey, CallAnswer] = MappingProxyType({})
 
 
 class Branching(Section):
@@ -331,7 +331,7 @@ class Branch:
             await self._hand_over(answered)
         self._check_open_calls(open_calls)
 
-    async def grow(self, node: str, recorded: Mapping[CallKey, CallAnswer] = _NO_ANSWERS) -> None:
+    async def grow(self, node: str, recorded: Mapping[CallKey, CallAnswer] = NO_ANSWERS) -> None:
         """CallAnswer the open calls, and run the orchestra to its next calls.
 
         Args:

@@ -156,6 +156,17 @@ def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_p
     assert "0 │ 1 │ 0 │ solver │ 7 │ 7 │ +3.0000 │ 2 sampled, 1 repeated" in lines
     assert "0 │ 2 │ 0 │ solver │ 5 │ 5 │ +0.0000 │ 0 sampled, 1 repeated" in lines
     assert "0 │ 1 │ 1 │ verifier │ 3 │ 3 │ +0.0000 │ 0 sampled, 0 repeated" in lines
+    assert "reward ┃ vote (replies) ┃ advantage ┃ later turns" in " ".join(lines)
     # An estimator that compares trajectories does not see the alternatives.
     assert "agent solver │ 3 │ 1 │ 3 │ 0" in said(path, "drmas")
     assert not any("repeated" in line for line in said(path, "drmas"))
+
+
+def test_the_value_of_a_turn_by_removal_has_a_column(tmp_path: Path) -> None:
+    removed = replace(turn(1, "verifier", 3.0), scores={"removal": 2.5})
+    path = tmp_path / "step_000000.parquet"
+    write_trajectories(path, [trajectory(0, 3.0, turn(0, "solver", 3.0), removed)])
+    lines = said(path, "c3")
+    assert "reward ┃ vote (replies) ┃ advantage ┃ removal" in " ".join(lines)
+    assert "0 │ │ 0 │ solver │ 3 │ 3 │ +0.0000 │" in lines
+    assert "0 │ │ 1 │ verifier │ 3 │ 3 │ +0.0000 │ +2.5000" in lines

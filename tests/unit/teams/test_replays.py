@@ -264,6 +264,25 @@ def test_an_orchestra_that_is_not_deterministic_is_refused() -> None:
     )
 
 
+async def with_optional_comment(task: Task, team: Any, env: Any) -> None:
+    """Orchestra whose answer is the reply of a, and that of b if it is not empty."""
+    answer = await team.act("a", said="solve")
+    comment = await team.act("b", said="comment")
+    await env.step(comment.text or answer.text or "-1")
+
+
+def test_the_value_of_a_turn_by_removal_is_the_outcome_minus_that_with_an_empty_reply() -> None:
+    replies = {("a", 0, ""): "5", ("b", 1, ""): "7", ("a", 0, "1"): "5", ("b", 1, "1"): "7"}
+    engine, asked = seeded(replies)
+    removal = ReplayPlan(agents={"a", "b"}, alternatives=1, removal=True)
+    trajectory = play(with_optional_comment, engine, removal)
+    scores = {turn.agent: turn.scores["removal"] for turn in trajectory.path}
+    assert scores == {"a": 0.0, "b": 2.0}  # without the comment, the answer is 5
+    assert sorted(asked()) == sorted(replies)  # an empty reply is not sampled
+    assert set(advantages(trajectory).values()) == {0.0}
+    assert not any("removal" in turn.scores for turn in trajectory.turns if turn.node)
+
+
 def test_a_chat_goes_on_from_the_tokens_of_its_alternative() -> None:
     async def orchestra(task: Task, team: Any, env: Any) -> None:
         chat = team.chat("a")
