@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
@@ -346,3 +347,28 @@ def test_the_suite_of_the_balance_composes(
         "balance_balanced_1": (1, "agents"),
         "balance_separate_1": (2, "none"),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("study", "turns"), [("replays_math", 3), ("replays_path", 4)])
+def test_the_suites_of_the_replays_compose_and_sample_equally_many_turns(
+    study: str, turns: int
+) -> None:
+    suite = Suite.load(yaml.safe_load((STUDIES / f"{study}.yaml").read_text()), STUDIES)
+    assert len(suite.runs) == 4 * 8
+    assert len(set(suite.cold_start_owner.values())) == 8  # one for each seed
+    sampled_turns = {}
+    for config in map(RunConfig.from_values, suite.runs.values(), suite.runs):
+        trainer = config.trainer
+        sampled = turns * trainer.group_size
+        if trainer.branching:
+            sampled *= trainer.branching.width
+        if trainer.replays:
+            later_turns = sum(range(turns))
+            per_trajectory = (
+                turns + later_turns
+            )  # an alternative at each turn, and the turns after it
+            sampled += trainer.group_size * trainer.replays.alternatives * per_trajectory
+        sampled_turns[config.advantage.name] = trainer.steps * trainer.tasks_per_step * sampled
+    assert set(sampled_turns) == {"c3", "grpo", "drmas", "at_grpo"}
+    assert len(set(sampled_turns.values())) == 1
