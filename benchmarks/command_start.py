@@ -1,7 +1,8 @@
 """CPU time of commands that print what is recorded, against `import torch` in a new process.
 
-`show` and `explain` compute the credit of a file of 128 trajectories with the run's estimators, which
-needs torch. `ls` and `--help` do not. The result is that of the slowest command.
+`explain` computes the credit of a file of 128 trajectories, which needs torch. `show` reads the
+credit that the training has recorded, and `ls` and `--help` need none. The result is that of the
+slowest command.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.result import print_result
+from mcore_mas.credit.advantage_files import advantage_path, write_advantages
 from rollout.records.files import write_trajectories
 from rollout.records.trajectory import Trajectory
 from tests.support.finished import finished
@@ -36,10 +38,15 @@ COMMANDS = (["--help"], ["ls"], ["show", "demo_math"], ["explain", "demo_math"])
 def write_run(folder: Path) -> None:
     """Write the run demo_math with one step of two turns a trajectory."""
     finished(folder / "results", "demo_math", 0)
-    write_trajectories(
-        folder / "results/demo_math/train/trajectories/step_000000.parquet",
-        [played(task, sample) for task in range(TASKS) for sample in range(SAMPLES)],
-    )
+    file = folder / "results/demo_math/train/trajectories/step_000000.parquet"
+    trajectories = [played(task, sample) for task in range(TASKS) for sample in range(SAMPLES)]
+    write_trajectories(file, trajectories)
+    advantages = {
+        (trajectory.id, turn.node, turn.index): (turn.reward or 0.0) - 0.5
+        for trajectory in trajectories
+        for turn in trajectory.turns
+    }
+    write_advantages(advantage_path(file), advantages)
 
 
 def played(task: int, sample: int) -> Trajectory:

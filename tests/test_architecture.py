@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_mas.credit.advantage_files import advantage_path, write_advantages
 from rollout.records.files import write_trajectories
 from tests.support.played import trajectory, turn
 
@@ -396,14 +397,21 @@ def test_fast_commands_load_without_the_heavy_libraries() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
-    [(["--help"], set()), (["ls", "."], set()), (["show", "{file}"], {"torch"})],
+    [
+        (["--help"], set()),
+        (["ls", "."], set()),
+        (["show", "{file}"], set()),
+        (["show", "{file}", "--index", "0"], set()),
+        (["explain", "{file}"], {"torch"}),
+    ],
     ids=lambda value: " ".join(value),
 )
 def test_commands_load_what_they_need(
     arguments: list[str], heavy: set[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "step_000000.parquet"
-    write_trajectories(file, [trajectory(turn(0))])
+    file = tmp_path / "train/trajectories/step_000000.parquet"
+    write_trajectories(file, [trajectory(turn(0, reward=1.0))])
+    write_advantages(advantage_path(file), {("0/t/0", "", 0): 0.5})
     command = ["mcore-mas", *(argument.format(file=file) for argument in arguments)]
     modules = modules_after(
         "import contextlib, sys",
@@ -413,8 +421,8 @@ def test_commands_load_what_they_need(
     )
     assert set(HEAVY_LIBRARIES) & modules == heavy
     assert "mcore_mas.cli.trajectories" in modules
-    # The config's models take longer than the rest of the command line.
-    assert ("mcore_mas.config.run" in modules) == (arguments[0] == "show")
+    # The models of a config, with the environments, take longer than the rest of the command line.
+    assert not {"mcore_mas.config.run", "rollout.environments"} & modules
 
 
 @pytest.mark.slow

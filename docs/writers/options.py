@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from docs.writers import DOCS, rendered
 from docs.writers.schema import SCHEMAS, editor_schemas
 from docs.writers.type_words import type_words
-from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.credit import CorrectionConfig, LossConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from rollout.base.options import json_schema, option_descriptions, options_model
 from rollout.config.agents import TOOL_REGISTRY
 from rollout.config.environment import EnvConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.credit import CorrectionConfig, LossConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.experiments import CONFIGS
 from mcore_mas.config.run import RunConfig
 from rollout.base.options import json_schema

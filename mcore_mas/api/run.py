@@ -38,6 +38,7 @@ from mcore_mas.pipeline.check import (
 )
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.pipeline.prompt_check import prompt_problems
+from mcore_mas.reports.turn_advantages import find_turn_advantages
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
@@ -232,13 +233,11 @@ class Run:
 
         The list is empty if the step has not been taken, or if its trajectories were not kept.
         """
-        from mcore_mas.reports.turn_credit import compute_turn_credit
-
         file = self._trajectory_file(step)
         if file is None:
             return []
         trajectories = read_trajectories(file)
-        advantages, _ = compute_turn_credit(file, trajectories)
+        advantages = find_turn_advantages(file, trajectories)
         return [Conversation.of(trajectory, advantages) for trajectory in trajectories]
 
     def _trajectory_file(self, step: int | None) -> Path | None:

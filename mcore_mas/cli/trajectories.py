@@ -92,7 +92,7 @@ def show_trajectory(
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
     from mcore_mas.reports.trajectory_files import select_trajectory
     from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
-    from mcore_mas.reports.turn_credit import compute_turn_credit
+    from mcore_mas.reports.turn_advantages import find_turn_advantages
     from rollout.base.files import write_text
     from rollout.records.files import read_trajectories
 
@@ -106,7 +106,7 @@ def show_trajectory(
         return
 
     trajectories = read_trajectories(file)
-    advantages, _ = compute_turn_credit(file, trajectories)
+    advantages = find_turn_advantages(file, trajectories)
     console = Console(highlight=False)
     one_is_chosen = index is not None or trajectory is not None or html is not None
     if len(trajectories) > 1 and not one_is_chosen:

@@ -1,29 +1,18 @@
-"""Sections of a config about credit: advantage estimators, filters and losses."""
+"""Sections of a config about credit: credited agents and losses."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mcore_mas.equations.advantages import ESTIMATORS
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.equations.divergence import CORRECTIONS, KLName
-from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
 from rollout.base.options import Registry
 from rollout.base.section import Section
 from rollout.config.agents import AgentConfig
 from rollout.config.choice import Choice
-
-
-class AdvantageConfig(Choice):
-    """The estimator that turns rewards into advantages."""
-
-    registry = Registry(kind="advantage", registered=ESTIMATORS, takes=("turns",))
-
-    # Number of turns of each agent that train, per task: further turns are dropped, and missing ones are repeated
-    # (M-GRPO). None: all turns train once.
-    align: int | None = Field(None, ge=1)
 
 
 class CreditedAgentConfig(AgentConfig):
@@ -33,15 +22,6 @@ class CreditedAgentConfig(AgentConfig):
     advantage: AdvantageConfig | None = None
     # Factor of the loss of the agent's turns; 0 freezes the agent: its turns are peers of others, but do not train.
     loss_weight: float = Field(1.0, ge=0)
-
-
-class FilterConfig(Choice):
-    """The rule that selects the turns that train."""
-
-    registry = Registry(kind="filter", registered=FILTERS, takes=("turns",))
-
-    # Further batches of tasks that a step may collect to replace filtered turns.
-    resample: int = Field(0, ge=0)
 
 
 class KLConfig(Section):

@@ -13,13 +13,12 @@ from pydantic_core import to_json
 from mcore_mas.config.cluster import ClusterConfig
 from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.credit import (
-    AdvantageConfig,
     CorrectionConfig,
     CreditedAgentConfig,
-    FilterConfig,
     LossConfig,
     check_several_votes,
 )
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.evaluation import EvaluationConfig
 from mcore_mas.config.policy import PolicyConfig, check_shared_bases, policies_on_base
 from mcore_mas.config.removed import removed_key_error

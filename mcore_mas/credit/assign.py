@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_mas.config.credit import AdvantageConfig, FilterConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import (
     AGENT_LOCAL_ESTIMATORS,

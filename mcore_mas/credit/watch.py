@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.config.trainer import TrainerConfig, WatchConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping

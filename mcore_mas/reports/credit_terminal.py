@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages, columns, compared_indices, run_estimator
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.reports.metric_titles import metric_chart
 from mcore_mas.reports.run_differences import config_differences, score_differences
 from mcore_mas.reports.run_states import read_run_config, read_run_states
 from mcore_mas.reports.step_metrics import has_step
 from mcore_mas.reports.task_texts import TaskText, read_task_texts
 from mcore_mas.reports.trajectory_page import (
-    TurnAdvantages,
     TurnGroups,
     TurnTokens,
     trajectory_page,

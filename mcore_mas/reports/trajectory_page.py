@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.reports.page_templates import render_page
 from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import REPLAY_OUTCOME, Trajectory
@@ -17,8 +18,6 @@ if TYPE_CHECKING:  # importing it would load torch
 
 _COLOURS = 8  # number of colours in templates/colours.css.jinja
 
-# Advantage of each turn, by trajectory, node and turn number.
-TurnAdvantages = Mapping[tuple[str, str, int], float]
 # Text and log-probability of each sampled token of a turn, by node and turn number.
 TurnTokens = Mapping[tuple[str, int], Sequence[tuple[str, float]]]
 

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.reports.trajectory_page import TurnAdvantages
+from mcore_mas.credit.advantage_files import TurnAdvantages
 from rollout.base.text import escape_text
 from rollout.records.trajectory import (
     REPLAY_OUTCOME,

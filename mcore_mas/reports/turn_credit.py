@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.credit.assign import (
     add_advantages,
     apply_estimators,
@@ -15,7 +16,6 @@ from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.reports.trajectory_page import (
     GroupMember,
     PeerGroup,
-    TurnAdvantages,
     TurnGroups,
 )
 from rollout.records.grouping import group_trajectories

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.credit.assign import filter_samples
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
@@ -196,6 +197,11 @@ class AsyncRollouts:
             tasks = self.schedule.extra_batch(step, number)
             if tasks and asyncio.get_running_loop().time() < started + batch_s:
                 yield tasks
+
+    async def record_advantages(self, step: int, advantages: TurnAdvantages) -> None:
+        """Write the advantages that a step gave its turns, for `mcore-mas show`."""
+        write = partial(self.collected.write_advantages, step, advantages)
+        await retry_while_full(partial(asyncio.to_thread, write), self.collected.path(step))
 
     async def _write(
         self, step: int, trajectories: Sequence[Trajectory], *, batches: int, complete: bool

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_mas.credit.advantage_files import TurnAdvantages, advantage_path, write_advantages
 from rollout.records.collection_log import CollectionLog
 from rollout.records.files import (
     RecordError,
@@ -33,13 +34,14 @@ class CollectedSteps:
     """Trajectories of a run by step, kept below its folder `train`.
 
     - `trajectories/step_000003.parquet`: rewarded trajectories of the step's batches so far.
+    - `advantages/step_000003.parquet`: advantages that the step gave its turns.
     - `collection/step_000003.jsonl`: trajectories of the batch under way that have finished (see
       `CollectionLog`).
     - `quarantine/`: a file for each quarantined trajectory (see `rollout.teams.quarantine`).
 
-    A run that starts again from a checkpoint uses the first two as they are, if they are of the
-    same recipe and the weights that sampled them come again: those of the checkpoint, and those
-    that follow from it by training on complete steps.
+    A run that starts again from a checkpoint uses trajectories and collections as they are, if they
+    are of the same recipe and the weights that sampled them come again: those of the checkpoint,
+    and those that follow from it by training on complete steps.
     """
 
     def __init__(self, train: Path, *, recipe: str = "", first_step: int = 0) -> None:
@@ -89,7 +91,13 @@ class CollectedSteps:
             "complete": "true" if complete else "false",
             "newest_version": str(max(versions, default=0)),
         }
+        # Advantages of an earlier start may be those of other trajectories.
+        advantage_path(self.path(step)).unlink(missing_ok=True)
         write_trajectories(self.path(step), trajectories, metadata)
+
+    def write_advantages(self, step: int, advantages: TurnAdvantages) -> None:
+        """Write the advantages of the turns of a step, whose trajectories are written already."""
+        write_advantages(advantage_path(self.path(step)), advantages)
 
     def log(self, step: int) -> CollectionLog:
         """Open the log of a step's collection."""
@@ -104,6 +112,7 @@ class CollectedSteps:
         for file in self.folder.glob("step_*.parquet"):
             if _step_of(file) < before:
                 file.unlink(missing_ok=True)
+                advantage_path(file).unlink(missing_ok=True)
 
     def _newest_version_from(self, first_step: int) -> int:
         """Return the newest version of the weights that training on complete files alone can reach."""

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import add_advantages
+from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import Sample, TurnId
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.equations.advantages import AGENT_LOCAL_ESTIMATORS
@@ -116,6 +116,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     valid_share = valid_turn_share(rollouts.groups)
     session.credit_watch.check(config.trainer, number, credited, valid_share)
     _note_warnings(session, number, rollouts, credited)
+    await session.rollouts.record_advantages(number, mean_advantages(credited))
     if session.validates_after(number):
         session.logbook.trace(rollouts.groups, credited)
 

@@ -23,7 +23,7 @@ from random import Random
 from statistics import fmean
 
 from mcore_mas.config.cold_start import BaseModelConfig
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample, to_samples, weigh
 from mcore_mas.equations.losses import Objective

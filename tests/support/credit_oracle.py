@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample
 

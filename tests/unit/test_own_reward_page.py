@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from mcore_mas.api.rewards import allocator_of
 from mcore_mas.cli.main import app
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.base_model import make_tiny_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples

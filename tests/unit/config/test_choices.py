@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.credit import CorrectionConfig, LossConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName

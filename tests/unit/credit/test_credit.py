@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.config.credit import AdvantageConfig, FilterConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.credit.assign import add_advantages, columns, filter_samples
 from mcore_mas.credit.samples import CreditError, Sample, step_rewards, to_samples
 from mcore_mas.equations.advantages import discounted_returns, whiten

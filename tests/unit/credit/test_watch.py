@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.config.trainer import TrainerConfig, WatchConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.credit.watch import CreditWatch

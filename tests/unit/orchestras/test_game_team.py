@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from retrieval.client import Passage

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import to_samples
 from rollout.records.seeds import derive_seed

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample
 from mcore_mas.runtime.errors import TrainingError

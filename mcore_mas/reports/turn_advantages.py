@@ -1,0 +1,23 @@
+"""Advantages of the turns in a file of trajectories, recorded by the training or computed again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_mas.credit.advantage_files import TurnAdvantages, advantage_path, read_advantages
+from rollout.records.trajectory import Trajectory
+
+
+def find_turn_advantages(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
+    """Return the advantages that the training gave the turns of a file.
+
+    A step that has not assigned credit, and a run of an earlier version, has no record of them.
+    They are then computed as by `compute_turn_credit`.
+    """
+    recorded = advantage_path(file)
+    if recorded.is_file():
+        return read_advantages(recorded)
+
+    # The import of torch takes longer than the rest of a command.
+    from mcore_mas.reports.turn_credit import compute_turn_credit
+
+    return compute_turn_credit(file, trajectories)[0]
