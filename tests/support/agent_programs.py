@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -28,6 +29,29 @@ async def in_turn(job: Job) -> str:
     async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as client:
         reply = await _ask(client, "a", job.problem)
         return await _ask(client, "b", reply)
+
+
+ANSWER_SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+async def in_json(job: Job) -> str:
+    """Ask the solver for JSON and the verifier for text; answer with the number in the JSON."""
+    messages: Any = [{"role": "user", "content": job.problem}]
+    answer_format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "Answer", "schema": ANSWER_SCHEMA},
+    }
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as client:
+        completion = await client.chat.completions.create(
+            model="solver", messages=messages, response_format=answer_format
+        )
+        await _ask(client, "verifier", job.problem)
+    return str(json.loads(completion.choices[0].message.content or "")["answer"])
 
 
 async def _ask(client: AsyncOpenAI, model: str, text: str) -> str:

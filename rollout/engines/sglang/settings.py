@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from retrieval.regular_files import read_regular_text
 from rollout.base.errors import EngineError
+from rollout.base.json_files import read_json
 from rollout.base.urls import is_loopback
 from rollout.engines.registry import transport_error
 from rollout.engines.sglang.arguments import argument_error, with_dashes
@@ -59,8 +60,9 @@ class SGLangSettings:
         log: log file of the servers; a number is put before the suffix.
 
     Raises:
-        EngineError: there is no such transport or argument, SGLang does not compute the model, or
-            servers on another machine have no key or no folder for weights.
+        EngineError: there is no such transport or argument, SGLang does not compute the model or
+            would not start with grammars, or servers on another machine have no key or no folder
+            for weights.
     """
 
     folder: Path
@@ -99,6 +101,8 @@ class SGLangSettings:
         if problem:
             raise EngineError(f"engine.options: {problem}")
         _check_sparse_layers(self.folder, self._model_config)
+        if self.grammar:
+            _check_end_token(self.folder)
         for adapter in self.adapters:
             problem = adapter_error(adapter.targets)
             if problem:
@@ -234,6 +238,23 @@ def adapter_error(targets: Sequence[Projection]) -> str:
         "of q, k or v only with q and v both, and one of up only with gate; add them, or set "
         "engine.adapters: merged"
     )
+
+
+def _check_end_token(folder: Path) -> None:
+    """Refuse a model whose files name no token that ends a text.
+
+    SGLang 0.5.23 hands these tokens to llguidance, which does not start without one
+    (`_get_hf_eos_token_id` of configs/model_config.py).
+    """
+    configs = [read_config(folder)]
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        configs.append(read_json(generation_config))
+    if all(config.get("eos_token_id") is None for config in configs):
+        raise EngineError(
+            f"{folder}/config.json: with engine.grammar, SGLang needs eos_token_id; add the number "
+            "of the token that ends a text"
+        )
 
 
 def _check_sparse_layers(folder: Path, config: ServedConfig) -> None:
