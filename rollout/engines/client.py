@@ -74,7 +74,9 @@ class EngineClient:
                 f"chat {chat.id}: prompt of {len(prompt_ids)} tokens, "
                 f"and there is room for {prompt_limit}"
             )
-        sampling = replace(sampling, grammar=self._grammar(prompt_ids, chat))
+        sampling = replace(
+            sampling, grammar=self._grammar(prompt_ids, chat), candidates=chat.candidates
+        )
         completion = await self._sample_in_chat(prompt_ids, sampling, chat)
         return PolicyReply(
             text=self.renderer.decode(completion.token_ids),

@@ -23,6 +23,7 @@ class ChatState:
             format of the tool calls; returns False to end the reply.
         stops: texts that end the reply, outside of thoughts and tool calls.
         constraint: form that the reply must have, if the client constrains replies.
+        candidates: see `Sampling.candidates`.
     """
 
     id: str
@@ -31,6 +32,7 @@ class ChatState:
     hear: Callable[[str, ToolFormat], bool] | None = None
     stops: tuple[str, ...] = ()
     constraint: ReplyConstraint | None = None
+    candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

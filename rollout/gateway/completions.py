@@ -114,7 +114,7 @@ class _CompletionsBody(RequestBody):
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=dialects.MAX_TOP_LOGPROBS)
     functions: None = None  # deprecated by OpenAI in favour of `tools`
     tool_choice: str | OpenAIToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -129,7 +129,7 @@ def _parse(body: bytes) -> ChatRequest:
     choices = parsed.n or 1
     if choices > 1 and parsed.stream:
         raise GatewayError(400, "n: a stream has one choice; send the call without `stream`")
-    unheeded = ["top_logprobs"] if parsed.top_logprobs else []
+    unheeded = ["top_logprobs"] if parsed.top_logprobs and not parsed.logprobs else []
     return parsed.chat_request(
         [_parse_message(message, unheeded) for message in parsed.messages],
         _parse_tools(parsed),
@@ -140,6 +140,7 @@ def _parse(body: bytes) -> ChatRequest:
         reply_format=parsed.response_format and parsed.response_format.reply_format(),
         choices=choices,
         logprobs=bool(parsed.logprobs),
+        top_logprobs=parsed.top_logprobs or 0 if parsed.logprobs else 0,
         seed=parsed.seed,
     )
 

@@ -21,6 +21,7 @@ from rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
 _Model = TypeVar("_Model", bound=BaseModel)
+MAX_TOP_LOGPROBS = 20  # as in OpenAI's APIs
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 # Fields of requests that change nothing in a reply.
 _FIELDS_WITHOUT_EFFECT = {
@@ -48,6 +49,7 @@ class ChatRequest:
         reply_format: JSON format that the reply should have.
         choices: number of replies.
         logprobs: True if the reply should have the log-probabilities of its tokens.
+        top_logprobs: number of the likeliest tokens that are reported for each of them.
         seed: seed of the sampling, or None.
         unheeded: names of fields and tools of the call that the gateway ignores.
     """
@@ -70,6 +72,7 @@ class ChatRequest:
     reply_format: ReplyFormat | None = None
     choices: int = 1
     logprobs: bool = False
+    top_logprobs: int = 0
     seed: int | None = None
     unheeded: tuple[str, ...] = ()
 
@@ -123,20 +126,27 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token of a reply, with its log-probability."""
+    """A sampled token of a reply, with its log-probability.
+
+    Attributes:
+        candidates: the likeliest tokens at its position, with their log-probabilities.
+    """
 
     token: str
     logprob: float
+    candidates: tuple[tuple[str, float], ...] = ()
 
     @property
     def openai(self) -> dict[str, Any]:
-        """The token as OpenAI's APIs write it; the engine reports no other candidates."""
+        """The token as OpenAI's APIs write it."""
         return {
-            "token": self.token,
-            "logprob": self.logprob,
-            "bytes": list(self.token.encode()),
-            "top_logprobs": [],
+            **_openai_token(self.token, self.logprob),
+            "top_logprobs": [_openai_token(*candidate) for candidate in self.candidates],
         }
+
+
+def _openai_token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

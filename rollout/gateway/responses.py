@@ -100,7 +100,7 @@ class _ResponsesBody(RequestBody):
     background: Literal[False] | None = None
     conversation: None = None  # kept by OpenAI's servers, as is `prompt`
     prompt: None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=dialects.MAX_TOP_LOGPROBS)
     include: list[str] | None = None
     tool_choice: str | OpenAIToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -133,7 +133,8 @@ class _AssistantMessage:
 def _parse(body: bytes) -> ChatRequest:
     parsed = dialects.parse_body(_ResponsesBody, body)
     items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
-    unheeded = ["top_logprobs"] if parsed.top_logprobs else []
+    has_logprobs = _LOGPROBS in (parsed.include or ())
+    unheeded = ["top_logprobs"] if parsed.top_logprobs and not has_logprobs else []
     text_format = parsed.text.format if parsed.text is not None else None
     return parsed.chat_request(
         _parse_items(items, unheeded),
@@ -141,7 +142,8 @@ def _parse(body: bytes) -> ChatRequest:
         system=parsed.instructions,
         unheeded=unheeded,
         reply_format=text_format and text_format.reply_format(),
-        logprobs=_LOGPROBS in (parsed.include or ()),
+        logprobs=has_logprobs,
+        top_logprobs=parsed.top_logprobs or 0 if has_logprobs else 0,
         max_tokens=parsed.max_output_tokens,
         store=parsed.store is not False,
         previous_id=(parsed.previous_response_id or "").removeprefix("resp_"),

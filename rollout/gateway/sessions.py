@@ -39,7 +39,7 @@ from rollout.gateway.errors import GatewayError
 from rollout.gateway.formats import ReplyFormat
 from rollout.gateway.tools import ANY_TOOL, as_text_arguments
 from rollout.models.tool_calls import CALL_MARKS, ToolFormat
-from rollout.records.trajectory import Message, ToolUse, Turn
+from rollout.records.trajectory import Message, TokenCandidates, ToolUse, Turn
 from rollout.teams.chat import Chat
 from rollout.teams.roles import Agent, AgentReply
 from rollout.teams.team import TeamSession
@@ -279,6 +279,7 @@ class GatewaySession:
                 request.must_call,
                 request.parallel_calls,
                 request.logprobs,
+                request.top_logprobs,
             )
         )
         key = hashlib.blake2b(digest + settings.encode(), digest_size=_DIGEST_BYTES).digest()
@@ -307,6 +308,7 @@ class GatewaySession:
                 stops=request.stop,
                 on_text=on_text,
                 constraint=request.constraint,
+                candidates=request.top_logprobs,
             )
         if any(message.role == "assistant" for message in new_messages):
             self.team.score(agent_reply.turn, root=1.0)
@@ -314,9 +316,12 @@ class GatewaySession:
         call.turn = agent_reply.turn
         turn = self.team.turn(agent_reply.turn)
         reply = _chat_reply(request, agent_reply, turn, call.partial_reply)
-        self.team.score(turn.index, **self._scores(request, reply, agent))
+        scores = self._scores(request, reply, agent)
+        if request.top_logprobs and not agent_reply.candidates:
+            scores["unheeded/top_logprobs"] = 1.0  # the engine reports none
+        self.team.score(turn.index, **scores)
         if request.logprobs and turn.logprobs:
-            reply = replace(reply, logprobs=self._token_logprobs(turn))
+            reply = replace(reply, logprobs=self._token_logprobs(turn, agent_reply.candidates))
         if call.is_aborted:
             self.team.mark_unread(agent_reply.turn)
             return reply
@@ -367,10 +372,20 @@ class GatewaySession:
             scores["off_schema"] = float(not request.reply_format.accepts(reply.text))
         return scores
 
-    def _token_logprobs(self, turn: Turn) -> tuple[TokenLogprob, ...]:
-        """Return the sampled tokens of a turn; a token that ends the reply has no text."""
+    def _token_logprobs(
+        self, turn: Turn, candidates: Sequence[TokenCandidates]
+    ) -> tuple[TokenLogprob, ...]:
+        """Return the sampled tokens of a turn; a token that ends the reply has no text.
+
+        Args:
+            candidates: of each token; empty if the call asks for none, or the engine has none.
+        """
         texts = self.team.token_texts(turn)
-        return tuple(map(TokenLogprob, texts, turn.logprobs))
+        by_position = candidates or [()] * len(texts)
+        return tuple(
+            TokenLogprob(text, logprob, tuple(self.team.candidate_texts(turn, tokens)))
+            for text, logprob, tokens in zip(texts, turn.logprobs, by_position, strict=True)
+        )
 
     def _open_chat(
         self, request: ChatRequest, agent: Agent, match: _Match, chat_id: str

@@ -27,6 +27,9 @@ Routing = Annotated[
 ]
 # Score of a turn that is an alternative: the outcome of the trajectory that was replayed with it.
 REPLAY_OUTCOME = "replay_outcome"
+# Tokens that could have been sampled at a position, the likeliest first, with their
+# log-probabilities.
+TokenCandidates = tuple[tuple[int, float], ...]
 # metrics that say why a trajectory failed
 _FAILURE_METRICS = ("overlong", "undecided", "unasked", "quarantined")
 
@@ -145,6 +148,7 @@ class Sampling:
             deterministic.
         grammar: Lark grammar that the completion must follow (see `rollout.models.grammars`); ""
             allows all tokens.
+        candidates: number of the likeliest tokens that are reported for each sampled one.
         session: name of a session, whose requests go to the same SGLang server, and share its prefix
             cache, unless the server is full.
     """
@@ -156,6 +160,7 @@ class Sampling:
     stop: tuple[int, ...] = ()
     seed: int = 0
     grammar: str = ""
+    candidates: int = 0
     session: str = field(default="", compare=False)
 
 
@@ -180,6 +185,7 @@ class Completion:
         versions: versions of the weights that sampled the tokens.
         cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
         routing: experts of prompt and completion [P + C - 1, ...].
+        candidates: likeliest tokens [C] at each position; () if the sampling asks for none.
     """
 
     token_ids: tuple[int, ...]
@@ -188,6 +194,7 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     cached_tokens: int = 0
     routing: Routing = field(default=b"", repr=False)
+    candidates: tuple[TokenCandidates, ...] = field(default=(), repr=False)
 
     def stopped_after(self, size: int, prompt_length: int) -> Completion:
         """Return the completion as if it had ended with "stop" after its first tokens.
@@ -206,6 +213,7 @@ class Completion:
             finish_reason="stop",
             versions=tuple(replace(span, end=min(span.end, size)) for span in spans),
             routing=self.routing[: routing_bytes_per_token * (prompt_length + size - 1)],
+            candidates=self.candidates[:size],
         )
 
 

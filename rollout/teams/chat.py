@@ -119,6 +119,7 @@ class Chat:
         stops: tuple[str, ...] = (),
         on_text: Callable[[str, ToolFormat], bool] | None = None,
         constraint: ReplyConstraint | None = None,
+        candidates: int = 0,
     ) -> AgentReply:
         """Reply to the messages of a caller that keeps the conversation and makes the tool calls.
 
@@ -127,11 +128,18 @@ class Chat:
             stops: texts that end the reply (see `ChatState.stops`).
             on_text: called with the reply as it grows (see `ChatState.hear`).
             constraint: form of the reply (see `ChatState.constraint`).
+            candidates: number of the likeliest tokens that are reported for each sampled one.
 
         Raises:
             PromptTooLong: the messages leave no room for a reply.
         """
-        self._state = replace(self._state, stops=stops, hear=on_text, constraint=constraint)
+        self._state = replace(
+            self._state,
+            stops=stops,
+            hear=on_text,
+            constraint=constraint,
+            candidates=candidates,
+        )
         self.messages += messages
         reply = await self._reply()
         if self.full:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rollout.base.section import Section
 from rollout.environments.tools import ToolMaker
-from rollout.records.trajectory import Message, Sampling, ToolUse
+from rollout.records.trajectory import Message, Sampling, TokenCandidates, ToolUse
 
 WhenFull = Literal["stop", "fold", "drop_oldest_results"]
 
@@ -116,6 +116,7 @@ class AgentReply:
     turn: int  # index of the turn
     message: Message | None = None  # in a chat, as it is added to the conversation
     problems: Mapping[str, str] = field(default_factory=dict)  # of malformed tool calls, by id
+    candidates: tuple[TokenCandidates, ...] = ()  # of each token, if the call asks for them
 
     @property
     def calls(self) -> tuple[ToolUse, ...]:

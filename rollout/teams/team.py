@@ -21,7 +21,7 @@ from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord
 from rollout.records.seeds import derive_seed
-from rollout.records.trajectory import Message, Turn
+from rollout.records.trajectory import Message, TokenCandidates, Turn
 from rollout.teams.chat import Chat, ToolRunner
 from rollout.teams.defects import DefectGuard
 from rollout.teams.roles import Agent, AgentReply
@@ -141,6 +141,12 @@ class TeamSession:
         if not isinstance(policy, EngineClient):
             return []
         return policy.renderer.token_texts(turn.completion_ids)
+
+    def candidate_texts(self, turn: Turn, candidates: TokenCandidates) -> list[tuple[str, float]]:
+        """Return the texts of tokens that a turn's policy could have sampled, with their log-probabilities."""
+        policy = self._team.policies[turn.policy]
+        assert isinstance(policy, EngineClient), "a model behind an API reports no candidates"
+        return [(policy.renderer.token_texts([token])[0], logprob) for token, logprob in candidates]
 
     @property
     def agents(self) -> Collection[Agent]:
@@ -446,7 +452,12 @@ def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
         raw=raw if raw != content else "",
     )
     return AgentReply(
-        text=reply.text, value=value, turn=call.index, message=message, problems=problems
+        text=reply.text,
+        value=value,
+        turn=call.index,
+        message=message,
+        problems=problems,
+        candidates=reply.completion.candidates,
     )
 
 

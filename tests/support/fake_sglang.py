@@ -112,9 +112,11 @@ def sample(body: dict[str, Any]) -> dict[str, Any]:
         FREE.wait(60)
     count = body["sampling_params"]["max_new_tokens"]
     token = os.getpid()
+    candidates = [[-0.5, token, None], [-1.5, 7, None], [-3.4e38, 8, None]]
     meta_info = {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": [[-0.5, token, None]] * count,
+        "output_top_logprobs": [candidates[: body.get("top_logprobs_num", 0)]] * count,
         "weight_version": STATE["version"],
         **routed_experts(body, count),
     }
@@ -161,6 +163,7 @@ def stream_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "completion_tokens": sampled,
             "finish_reason": finish_reason,
             "output_token_logprobs": logprobs[sent:sampled],
+            "output_top_logprobs": reply["meta_info"]["output_top_logprobs"][sent:sampled],
             **routed_experts(body, sampled),
         }
         yield {"output_ids": reply["output_ids"][sent:sampled], "meta_info": meta_info}

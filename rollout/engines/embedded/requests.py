@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollout.base.errors import EngineError
-from rollout.records.trajectory import Completion, Sampling
+from rollout.records.trajectory import Completion, Sampling, TokenCandidates
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -57,6 +57,8 @@ class Generation:
         versions: (weights version, its first completion token), in order.
         cached_tokens: prompt tokens whose keys were reused.
         reported: completion tokens that were reported as `NewTokens`.
+        candidates: likeliest tokens at each position of the completion, if the sampling asks for
+            them.
         matcher: state of the grammar behind the sampled tokens; None if all tokens are allowed.
     """
 
@@ -68,6 +70,7 @@ class Generation:
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached_tokens: int = 0
     reported: int = 0
+    candidates: list[TokenCandidates] = field(default_factory=list)
     matcher: LLMatcher | None = None
 
     def failure(self) -> EngineError:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout.engines.embedded.cache import DecodeBatch
 from rollout.engines.embedded.requests import Generation, NewTokens
-from rollout.engines.embedded.sampling import sample_tokens, uniforms
+from rollout.engines.embedded.sampling import likeliest_tokens, sample_tokens, uniforms
 from rollout.models.grammars import next_mask, unpack_masks
 from rollout.records.trajectory import Completion, VersionSpan
 
@@ -181,6 +181,7 @@ class CacheRows:
             versions=spans,
             cached_tokens=generation.cached_tokens,
             routing=routing,
+            candidates=tuple(generation.candidates),
         )
 
     def empty_completion(self, generation: Generation) -> Completion:
@@ -206,6 +207,7 @@ class CacheRows:
             )
             logits = logits.masked_fill(torch.from_numpy(is_forbidden).to(logits.device), -math.inf)
 
+        self._record_candidates(rows, logits)
         tokens, logprobs = sample_tokens(
             logits,
             temperature=self.temperature[rows],
@@ -219,6 +221,22 @@ class CacheRows:
             if np.isfinite(sampled_logprobs[index]):  # otherwise the request ends with an error
                 matcher.consume_token(int(sampled[index]))
         return sampled, sampled_logprobs
+
+    def _record_candidates(self, rows: np.ndarray, logits: Tensor) -> None:
+        """Record the likeliest tokens of the rows whose sampling asks for them."""
+        counts = np.array([generation.sampling.candidates for generation in self.generations[rows]])
+        chosen = np.flatnonzero(counts)
+        if not len(chosen):
+            return
+        token_ids, logprobs = likeliest_tokens(
+            logits[torch.from_numpy(chosen).to(logits.device)],
+            temperature=self.temperature[rows[chosen]],
+            count=int(counts.max()),
+        )
+        for index, ids, values in zip(chosen, token_ids.tolist(), logprobs.tolist(), strict=True):
+            pairs = list(zip(ids, values, strict=True))[: counts[index]]
+            possible = tuple(pair for pair in pairs if math.isfinite(pair[1]))
+            self.generations[rows[index]].candidates.append(possible)
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray

@@ -82,6 +82,25 @@ def sample_tokens(
     return tokens[:, 0], logprobs[:, 0]
 
 
+def likeliest_tokens(
+    logits: Tensor, *, temperature: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the likeliest tokens of each row of logits, and their log-probabilities.
+
+    Args:
+        logits: float32 [N, V].
+        temperature: float32 [N]; 0 stands for 1, as in `sample_tokens`.
+        count: number of tokens, k.
+
+    Returns:
+        Tokens, int64 [N, k], the likeliest first, and log-probabilities, float32 [N, k].
+    """
+    scale = np.where(temperature == 0, 1, temperature).astype(np.float32)
+    scaled = logits / torch.from_numpy(scale).to(logits.device)[:, None]
+    top = scaled.log_softmax(-1).topk(min(count, logits.shape[1]))
+    return top.indices.cpu().numpy(), top.values.cpu().numpy()
+
+
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return the token [N, 1] where the running sum of `weights` [N, V] exceeds `uniform` x total.
 

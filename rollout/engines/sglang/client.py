@@ -15,13 +15,17 @@ from rollout.base.errors import EngineError
 from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retry
 from rollout.engines.protocol import TokenCallback
 from rollout.models.architecture import Experts
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.records.trajectory import Completion, Sampling, TokenCandidates, VersionSpan
 
 RETRIES = 3  # after a broken connection
 _ERROR_CHARS = 300  # of a server's error message
 # Upper bound of an answer. The experts of a token of Qwen3 235B-A22B take 4 kB.
 _MAX_REPLY_BYTES = 1 << 30
 _TOP_P_OF_ONE_TOKEN = 1e-6
+# Fields of an answer that have an entry for each token.
+_LOGPROB_FIELDS = ("output_token_logprobs", "output_top_logprobs")
+# SGLang writes log-probabilities of -∞ as the smallest float32.
+_LEAST_LOGPROB = -1e30
 
 
 class SGLangClient:
@@ -126,7 +130,7 @@ class StreamedReply:
         self._rest = b""
         self._last_event: dict[str, Any] = {}
         self._token_ids: list[int] = []
-        self._logprobs: list[Any] = []
+        self._logprobs: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
         return self._take
 
     def result(self, path: str) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class StreamedReply:
         if "error" in last or not reason or reason.get("status_code"):
             message = _error_message(reason or last, "the stream ended before its reply")
             raise EngineError(f"SGLang {path}: {message}")
-        meta = {**last["meta_info"], "output_token_logprobs": self._logprobs}
+        meta = last["meta_info"] | self._logprobs
         return {**last, "output_ids": self._token_ids, "meta_info": meta}
 
     def _take(self, chunk: bytes) -> None:
@@ -158,8 +162,8 @@ class StreamedReply:
         reported = len(self._token_ids)
         position = max(0, meta["completion_tokens"] - len(token_ids))
         self._token_ids[position:] = token_ids
-        logprobs = meta["output_token_logprobs"]
-        self._logprobs[position:] = logprobs[-len(token_ids) :] if token_ids else []
+        for name, values in self._logprobs.items():
+            values[position:] = meta.get(name, ())[-len(token_ids) :] if token_ids else []
         if self._wants_more and not meta["finish_reason"]:
             self._wants_more = self._on_tokens(reported, self._token_ids[reported:])
             if not self._wants_more:
@@ -206,6 +210,8 @@ def request_body(
         "sampling_params": sampling_params,
         "return_logprob": True,
     }
+    if sampling.candidates:
+        body["top_logprobs_num"] = sampling.candidates
     if adapter:
         body["lora_path"] = adapter
     return body
@@ -251,6 +257,22 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
             for span in spans
         ),
         cached_tokens=meta.get("cached_tokens", 0),
+        candidates=_parse_candidates(meta, len(token_ids)),
+    )
+
+
+def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidates, ...]:
+    """Return the likeliest tokens at each of `size` tokens; () if the request asked for none."""
+    entries = meta.get("output_top_logprobs")
+    if not entries or not size:
+        return ()
+    return tuple(
+        tuple(
+            (token, logprob)
+            for logprob, token, *_ in entry
+            if logprob is not None and logprob > _LEAST_LOGPROB
+        )
+        for entry in entries[-size:]
     )
 
 

@@ -18,7 +18,7 @@ from rollout.models.grammars import Grammars, ReplyConstraint, unpack_masks
 from rollout.models.tool_calls import ToolSchema, parse_reply
 from rollout.records.trajectory import Completion, Sampling
 from tests.support import precision
-from tests.support.embedded import drain
+from tests.support.embedded import LOGPROB_TOLERANCE, drain
 from tests.support.gateway import tiny_model
 from tests.support.templates import renderer_of
 
@@ -170,3 +170,30 @@ def test_a_request_with_an_invalid_grammar_fails_alone(model: Any) -> None:
     without_tokenizer = EmbeddedEngine(engine.decoder)
     error = sample(without_tokenizer, requests)[0]
     assert "without the tokenizer" in str(error)
+
+
+def test_candidates_are_the_likeliest_tokens_that_the_grammar_allows(model: Any) -> None:
+    folder, renderer, reference = model
+    engine = EmbeddedEngine.from_folder(folder, max_length=128)
+    grammar = renderer.grammar(ReplyConstraint.of({"enum": ["yes", "no"]}, ()), (1,))
+    constrained = Sampling(max_tokens=9, stop=renderer.stop, grammar=grammar, candidates=3)
+    free = Sampling(max_tokens=4, temperature=0.7, candidates=2)
+    outcomes = sample(engine, [constrained, free, Sampling(max_tokens=4)])
+
+    quote, y, n = (renderer.encode(text)[0] for text in ('"', "y", "n"))
+    first, second = outcomes[0].candidates[:2]
+    assert first == ((quote, 0.0),)
+    assert {token for token, _ in second} == {y, n}
+    assert sum(np.exp(logprob) for _, logprob in second) == pytest.approx(1)
+
+    completion = outcomes[1]
+    prompt = list(b"What is 3 + 4?")
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *completion.token_ids]])).logits[0]
+    expected = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(-1).topk(2)
+    assert [[token for token, _ in row] for row in completion.candidates] == (
+        expected.indices.tolist()
+    )
+    logprobs = [[logprob for _, logprob in row] for row in completion.candidates]
+    np.testing.assert_allclose(logprobs, expected.values.numpy(), atol=LOGPROB_TOLERANCE)
+    assert outcomes[2].candidates == ()

@@ -103,7 +103,12 @@ def test_a_session_goes_elsewhere_when_its_replica_has_no_free_row(folder: Path)
         assert len(set(tokens[:4])) == 1  # the session's own replica, as long as it has rows
 
 
-def test_a_grammar_is_sent_to_servers_that_were_started_for_grammars(make: Make) -> None:
+def test_a_grammar_is_sent_to_servers_that_were_started_for_grammars(
+    make: Make, tmp_path: Path
+) -> None:
+    model = make_model(0)
+    model.config.eos_token_id = 2
+    model.save_pretrained(tmp_path / "ending")
     grammar = '%llguidance {}\nstart: "yes" <[2]>\n'
     sampling = Sampling(max_tokens=3, grammar=grammar)
 
@@ -113,9 +118,32 @@ def test_a_grammar_is_sent_to_servers_that_were_started_for_grammars(make: Make)
         grammars: list[str] = (await server_record(engine))["grammars"]
         return grammars
 
-    assert asyncio.run(ask(make(grammar=True))) == [grammar]
+    assert asyncio.run(ask(make(grammar=True, folder=tmp_path / "ending"))) == [grammar]
     with pytest.raises(EngineError, match="Grammar-based generation is not supported"):
         asyncio.run(ask(make()))
+
+
+def test_grammars_need_a_model_that_names_its_last_token(make: Make) -> None:
+    with pytest.raises(EngineError, match=r"config.json: .* SGLang needs eos_token_id"):
+        make(grammar=True)
+
+
+def test_candidates_are_asked_for_and_impossible_ones_left_out(make: Make) -> None:
+    engine = make()
+
+    async def ask(count: int, stream: bool) -> Completion:
+        callback = TokenCallback(lambda position, token_ids: True) if stream else None
+        return await engine.stream([1], Sampling(max_tokens=2, candidates=count), callback)
+
+    async def run() -> None:
+        for stream in (False, True):
+            completion = await ask(3, stream)
+            possible = ((completion.token_ids[0], -0.5), (7, -1.5))
+            assert completion.candidates == (possible, possible)
+            assert (await ask(1, stream)).candidates == (possible[:1], possible[:1])
+            assert not any((await ask(0, stream)).candidates)
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

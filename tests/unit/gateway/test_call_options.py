@@ -61,7 +61,7 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(tmp_path: Path) -> No
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as api,
         ):
             chat = await api.chat.completions.create(
-                model="a", messages=HI, logprobs=True, top_logprobs=2
+                model="a", messages=HI, logprobs=True, top_logprobs=3
             )
             chunks = [
                 chunk
@@ -70,7 +70,7 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(tmp_path: Path) -> No
                 )
             ]
             response = await api.responses.create(
-                model="a", input="hi", include=["message.output_text.logprobs"]
+                model="a", input="hi", include=["message.output_text.logprobs"], top_logprobs=3
             )
         return chat, chunks, response, team_session.turns
 
@@ -89,8 +89,28 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(tmp_path: Path) -> No
     for tokens, sampled in zip(token_lists, turns, strict=True):
         assert [token.logprob for token in tokens] == pytest.approx(list(sampled.logprobs))
         assert "".join(token.token for token in tokens).startswith(sampled.text)
-        assert all(token.top_logprobs == [] for token in tokens)
-    assert dict(turns[0].scores)["unheeded/top_logprobs"] == 1.0
+    assert not any("unheeded/top_logprobs" in turn.scores for turn in turns)
+
+    # The candidates are the likeliest tokens, and one that was sampled has its own log-probability.
+    assert all(token.top_logprobs == [] for token in streamed)
+    agreeing = 0
+    for token in [*token_lists[0], *token_lists[2]]:
+        values = [candidate.logprob for candidate in token.top_logprobs]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        if token.logprob >= values[2]:
+            assert any(value == pytest.approx(token.logprob, abs=1e-5) for value in values)
+            agreeing += 1
+        for candidate in token.top_logprobs:
+            assert candidate.bytes == list(candidate.token.encode())
+    assert agreeing > 0
+
+
+def test_candidates_that_nobody_reports_are_counted(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "ok")
+    body = {"model": "a", "messages": HI, "top_logprobs": 2}
+    _, turns = exchange(team, [(CHAT, body), (CHAT, {**body, "logprobs": True})])
+    assert [dict(turn.scores) for turn in turns] == [{"unheeded/top_logprobs": 1.0}] * 2
 
 
 def test_a_stored_response_can_be_read_again(tmp_path: Path) -> None:
