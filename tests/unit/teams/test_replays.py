@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from math import sqrt
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 from mcore_mas.config.estimators import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import to_samples
+from rollout.environments.protocol import Step
+from rollout.records.call_record import CallRecord
+from rollout.records.collection_log import CollectionLog
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.allocation import shared_outcome
@@ -370,3 +375,42 @@ def test_the_error_against_enumeration_falls_as_the_root_of_the_alternatives() -
     many = _error(18, 40)
     assert few > 1.0  # outcomes are 0 to 18
     assert few / many == pytest.approx(sqrt(18 / 2), rel=0.25)
+
+
+class Till(Adder):
+    """Environment whose step pays the number in its action by a call outside the run."""
+
+    async def open(self, task: Task, calls: CallRecord) -> None:
+        self._calls = calls
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+    async def step(self, action: str) -> Step:
+        paid = await self._calls.once(float, partial(asyncio.sleep, 0, float(action)), "pay")
+        return Step(observation="", reward=paid)
+
+
+def test_after_a_kill_equal_calls_of_replays_get_their_own_recorded_results(tmp_path: Path) -> None:
+    """The call follows the same turn of b in the trajectory and in the replay of a."""
+
+    async def orchestra(task: Task, team: Any, env: Any) -> None:
+        draft = await team.act("a", said="draft")
+        await team.act("b", said="comment")
+        await env.step(draft.text)
+
+    replies = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("b", 1, ""): "0", ("b", 1, "1"): "7"}
+    engine, asked = seeded(replies)
+    log = tmp_path / "log.jsonl"
+
+    def replayed() -> Trajectory:
+        return play(orchestra, engine, plan(1), make_env=Till, log=CollectionLog(log))
+
+    trajectory = replayed()
+    assert [row[3] for row in alternatives(trajectory)] == [5.0, 1.0]
+    assert replayed() == trajectory
+    assert sorted(asked()) == sorted(replies)  # the finished trajectory is read from the log
+
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"trajectory":' not in line))
+    assert replayed() == trajectory
