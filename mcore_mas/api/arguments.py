@@ -46,8 +46,8 @@ def team_sections(
     A team that ships, which is named by `agents`, brings those that are None.
 
     Raises:
-        ArgumentError: the agents are no list of AgentSpec with different names, they have no
-            orchestra, or the reward is no function of one argument.
+        ArgumentError: the agents are not a list of AgentSpec with different names, they have no
+            orchestra, or the reward is not a function of one argument.
     """
     sections: dict[str, Any] = {}
     if not isinstance(agents, str):

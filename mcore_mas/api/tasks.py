@@ -41,7 +41,7 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             `id` of a row is the task's. Tasks that name no environment get "".
 
     Raises:
-        ArgumentError: an item is no task, a task of train is also in validation or test, or a
+        ArgumentError: an item is not a task, a task of train is also in validation or test, or a
             split would be taken from a train split of fewer than three tasks.
     """
     items = _items_by_split(tasks)

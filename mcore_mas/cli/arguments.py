@@ -93,10 +93,14 @@ Overrides = Annotated[
 ConfigDir = Annotated[
     Path | None, typer.Option(help="Folder of your own configs, if it is not configs/.")
 ]
-State = Annotated[str, typer.Option(help="base or trained.")]
+State = Annotated[
+    str, typer.Option(help="base: the models before training; trained: those after it.")
+]
 
 ListenHost = Annotated[str, typer.Option(help="Address to listen on.")]
-ListenPort = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
+ListenPort = Annotated[
+    int, typer.Option(help="Port to listen on; 0: any free port.", min=0, max=65535)
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(help="File of a bearer token; required if the host is not loopback."),

@@ -142,8 +142,8 @@ def explain_credit(
         list[str] | None,
         typer.Option(help="Option of the estimator as KEY=VALUE; may be repeated."),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 3,
+    task: Annotated[str | None, typer.Option(help="Print the task with this id only.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are printed.")] = 3,
 ) -> None:
     """Print the advantage of every turn, and the turns with which it was compared."""
     from omegaconf import OmegaConf

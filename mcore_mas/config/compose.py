@@ -67,7 +67,7 @@ def resolve(
         The plain values of all sections.
 
     Raises:
-        ConfigError: a file is no config, an override cannot be applied, or the result does not validate.
+        ConfigError: a file is not a config, an override cannot be applied, or the result does not validate.
     """
     folders = (CONFIGS,) if folder is None else (folder.resolve(), CONFIGS)
     origin = f"configs/ with {' '.join(overrides) or 'no overrides'}"
@@ -141,7 +141,7 @@ def _version(folders: Sequence[Path]) -> int:
     """Return a number that changes with config.yaml and the files of the groups in these folders.
 
     Raises:
-        ConfigError: one of them is no regular file, or is too large.
+        ConfigError: one of them is not a regular file, or is too large.
     """
     files: list[Path] = []
     for folder in folders:
@@ -173,7 +173,7 @@ def _parse(text: str) -> Override:
     """Parse an override in Hydra's grammar.
 
     Raises:
-        ConfigError: the text is no override, or has several values.
+        ConfigError: the text is not an override, or has several values.
     """
     try:
         (override,) = OverridesParser.create().parse_overrides([text])

@@ -70,7 +70,7 @@ class LossConfig(Choice):
     entropy: float = Field(0.0, ge=0)
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    # "agents": rescale the gradients of a policy's agents, so that the shares of their norms are as their loss weights.
+    # "agents": rescale the gradients of a policy's agents, so that their norms are in proportion to the loss weights.
     balance: Literal["none", "agents"] = "none"
     # "effective_samples": multiply the learning rate of an update by √(effective sample size / number of replies).
     lr_scale: Literal["none", "effective_samples"] = "none"
@@ -82,7 +82,7 @@ class LossConfig(Choice):
             raise ValueError(f"aggregation '{self.aggregation}' needs norm, a length in tokens")
         if self.norm is not None and not needs_norm:
             raise ValueError(
-                f"aggregation '{self.aggregation}' divides by no constant; leave norm out"
+                f"aggregation '{self.aggregation}' does not divide by a constant; leave norm out"
             )
         return self
 

@@ -140,7 +140,7 @@ def check_config_file(file: Path) -> None:
     They would wait for ever for a pipe, and take a minute for a hundred thousand keys.
 
     Raises:
-        ConfigError: the file is no regular file, or is too large.
+        ConfigError: the file is not a regular file, or is too large.
     """
     try:
         size = check_regular(file)

@@ -37,7 +37,8 @@ class TrainerConfig(Section):
     # Trajectories per task, or trees with branching.
     group_size: int = Field(ge=1)
     branching: Branching | None = None
-    # Alternatives of turns, which the advantage c3 compares.
+    # Sample alternatives of turns, which the advantage c3 compares, and replay each to its outcome; None: no
+    # alternatives are sampled.
     replays: Replays | None = None
     # Multiple of group_size that is started; the slowest trajectories of a task are cancelled.
     oversample: float = Field(1.0, ge=1)

@@ -32,7 +32,7 @@ _COLUMN_SOURCES = {
         "they come from a greedy trajectory of each task, which only a training with this estimator plays"
     ),
     "step_rewards": (
-        "a turn has them if the environment takes a step after it and the trajectory is no tree"
+        "a turn has them if the environment takes a step after it and the trajectory is not a tree"
     ),
 }
 

@@ -38,10 +38,10 @@ mean, the k3 divergence and the 99th percentile. docs/exactness.md has these fig
 for stale weights.
 
 Options:
-    level: ratio of the token, of the whole reply, or the geometric mean over the reply
-        (`at_level`).
-    veto: a reply with a token of π_old/μ below this has weight 0; 0 is off, verl uses 1e-4.
-    low, high: range of the weight; `tis` truncates weights outside it, the others set them to 0.
+    level: ratio that is the weight: that of the "token"; of the whole reply, the "sequence"; or the "geometric" mean
+        over the reply's tokens.
+    veto: a reply with a token whose π_old/μ is below this has weight 0; 0: no veto; verl uses 1e-4.
+    low, high: range of the weight; `tis` lowers weights above it to `high`, the others set weights outside it to 0.
 """
 
 from __future__ import annotations
@@ -175,8 +175,6 @@ def importance(
     Args:
         log_ratio: [N] log π_old − log μ; NaN, an unknown sampler, counts as 0.
         sequences: [N] id of the token's reply.
-        level: see `at_level`.
-        veto: a reply with a token of π_old/μ below this has weight 0.
     """
     log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio.detach())
     weights = bounded_exp(at_level(log_ratio, sequences, level))

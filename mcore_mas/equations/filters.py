@@ -4,8 +4,8 @@ Every filter maps `Turns` and options to a mask [n], True for turns that stay. `
 table.
 
 Options:
-    by: peers: "task", or "state" for turns of one agent from one state (tree sampling).
-    low, high: exclusive bounds of the mean score.
+    by: group: the turns of a "task", or of one agent from one "state" (tree sampling).
+    low, high: bounds between which the mean score of a group must be; a group at a bound is dropped.
     ratio: share of the groups, or of each group's turns, that is dropped, rounded down.
 """
 

@@ -170,7 +170,7 @@ def _rewrite_as_llama(folder: Path) -> None:
     """Rewrite a Qwen2 as a Llama with attention biases; the biases of `o_proj` are 0.
 
     Raises:
-        ExportError: the model is no Qwen2.
+        ExportError: the model is not a Qwen2 model.
     """
     config = read_config(folder)
     model_type = config.get("model_type")

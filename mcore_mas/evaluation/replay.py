@@ -24,7 +24,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
         The trajectory, and the lines of the traceback if it is quarantined again, else ().
 
     Raises:
-        RecordError: the file is no quarantined trajectory.
+        RecordError: the file is not a quarantined trajectory.
         ConfigError: the config cannot be used.
     """
     recorded = Quarantined.read(file)

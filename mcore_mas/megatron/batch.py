@@ -210,7 +210,7 @@ class Microbatch:
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each column that is not None.
 
-        `masks` is no column, because its rows are neither tokens nor trained rows.
+        `masks` is not a column, because its rows are neither tokens nor trained rows.
         """
         for field in fields(self):
             value = getattr(self, field.name)

@@ -157,7 +157,7 @@ def pack(
         cost: cost of micro-batches, and the number of ranks that share the work; None counts
             tokens, on one rank.
         share: False stores every sample separately.
-        grammars: of the model, for samples that a grammar constrained.
+        grammars: grammars of the model, for samples that a grammar constrained.
 
     Raises:
         GrammarError: a sample's grammar does not allow its tokens.
@@ -225,7 +225,7 @@ def _make_microbatch(
         forest: prefix forest of the agent's sequences.
         by_leaf: samples whose tokens are a prefix of a sequence, for each sequence of the forest.
         items: ranges of the forest's sequences.
-        grammars: of the model.
+        grammars: grammars of the model, if a sample has one.
     """
     segments: list[Segment] = []
     token_ids: list[Tensor] = []

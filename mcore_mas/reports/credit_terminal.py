@@ -37,7 +37,7 @@ def print_credit(
         console: console to print to.
 
     Raises:
-        RecordError: the file is no file of trajectories.
+        RecordError: the file is not a file of trajectories.
         CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
             has no reward; or no turn is of `task`.
     """

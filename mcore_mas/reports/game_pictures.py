@@ -30,8 +30,8 @@ def write_game_pictures(
         trajectory_id: id of the trajectory to draw into a file; takes precedence over `index`.
 
     Raises:
-        RecordError: the file is no file of trajectories, lies in no run's folder, or has a
-            trajectory that is no game.
+        RecordError: the file is not a file of trajectories, lies in no run's folder, or has a
+            trajectory that is not a game.
     """
     if out.suffix not in ("", ".svg"):
         raise RecordError(f"{out}: pictures are SVG; name a file that ends in .svg, or a folder")
@@ -56,7 +56,7 @@ def write_game_pictures(
 
 
 def draw_trajectory(task: Task, trajectory: Trajectory) -> str | None:
-    """Return the picture of a trajectory as SVG; None if its task is no game."""
+    """Return the picture of a trajectory as SVG; None if its task is not a game."""
     if task.env not in GAMES:
         return None
     try:
@@ -91,10 +91,10 @@ def game_actions(trajectory: Trajectory) -> list[str]:
 def draw_boards(task: Task, actions: Sequence[str]) -> str:
     """Return a task's boards from left to right as SVG, one more after each list of actions.
 
-    The board is repeated after a text that is no list of actions.
+    The board is repeated after a text that is not a list of actions.
 
     Raises:
-        BadPuzzle: the task's prompt is no puzzle of its game.
+        BadPuzzle: the task's prompt is not a puzzle of its game.
     """
     game = GAMES[task.env]()
     states = [game.read(task.prompt)]

@@ -37,7 +37,7 @@ class PaperCell:
     experiment: str
     state: str  # base, trained, trained-base, or a name of the table's `evaluate`
     dataset: str  # a data source, "all" or "average"
-    # In the unit of the paper. Text if it is no single number, None if it is not in the paper.
+    # In the unit of the paper. Text if it is not a single number, None if it is not in the paper.
     published: float | str | None
 
     @property
@@ -172,7 +172,7 @@ class PaperTable(Section):
         values: Mapping[str, Any] = self.blocks[block].get("values", {})
         unknown = values.keys() - self.rows.keys()
         if unknown:
-            raise ValueError(f"values of '{min(unknown)}', which is no row")
+            raise ValueError(f"values of '{min(unknown)}', which is not a row")
         row_values = values.get(row, [])
         value = row_values[number] if number < len(row_values) else None
         return _split_metrics(value, len(self.metrics))
@@ -189,7 +189,7 @@ def tables_of(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
     A file has several tables by name. In an older bundle a file is one table, named after the file.
 
     Raises:
-        TableError: a file is no YAML.
+        TableError: a file is not YAML.
     """
     tables: dict[str, tuple[Path, Any]] = {}
     for path in sorted(folder.glob("*.yaml")):

@@ -39,7 +39,7 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
         value is its size, such as "3 settings", or None.
 
     Raises:
-        FolderError: one is no run's folder, or its config is damaged.
+        FolderError: one is not a run's folder, or its config is damaged.
     """
     configs = []
     for run in runs:

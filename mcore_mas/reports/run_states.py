@@ -85,7 +85,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     """Read the resolved config in a run's folder, without checking its values.
 
     Raises:
-        FolderError: it is no run's folder, or its config is damaged.
+        FolderError: it is not a run's folder, or its config is damaged.
     """
     file = run / "config.yaml"
     if not os.path.lexists(file):

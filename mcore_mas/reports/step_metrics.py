@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> Metrics:
 def read_step_rows(path: Path) -> Metrics:
     """Read the metrics of the steps that a run has taken so far, which may be none.
 
-    Values that are no numbers are left out.
+    Values that are not numbers are left out.
 
     Raises:
         MetricsError: the file cannot be read, or a row has no step.

@@ -203,8 +203,8 @@ class DevicePlacement:
         if not placement.wait(_RESERVE_S):
             remove_placement_group(placement)
             raise PlacementError(
-                f"Ray has no room for {sum(bundles)} {self.devices.device_type}s together ({strategy}); is something "
-                "else there?"
+                f"Ray has no room for {sum(bundles)} {self.devices.device_type}s together ({strategy}); check whether "
+                "another job uses them"
             )
         return placement
 

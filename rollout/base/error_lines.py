@@ -147,7 +147,7 @@ def _value_text(details: ErrorDetails) -> str:
 
 
 def _section_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """Return the keys of the section at `keys`; empty below a field that is no section, such as `options`."""
+    """Return the keys of the section at `keys`; empty below a field that is not a section, such as `options`."""
     fields = _field_types(model)
     for key in keys:
         if key in fields:

@@ -14,7 +14,7 @@ def real_number(value: Any, owner: str) -> float:
         owner: description of the value for the error, such as "Adder.step: its reward".
 
     Raises:
-        TypeError: the value is no real number.
+        TypeError: the value is not a real number.
     """
     if isinstance(value, (int, float)):
         return value

@@ -62,7 +62,7 @@ def open_parquet(path: Path, **options: Any) -> pq.ParquetFile:
 
     Raises:
         OSError: the file cannot be read, or is a pipe or a device.
-        ValueError: it is no Parquet file, or its values take more than `MAX_BYTES`.
+        ValueError: it is not a Parquet file, or its values take more than `MAX_BYTES`.
     """
     check_regular(path)
     file = pq.ParquetFile(path, **options)

@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 class StrictSection(Section):
-    """A section whose values are not converted: text is no number; a whole number may stand for a float."""
+    """A section whose values are not converted: text is not a number; a whole number may stand for a float."""
 
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 

@@ -25,7 +25,7 @@ Waits = Callable[[], list[Wait]]  # returns the current waits
 
 
 class Watchdog:
-    """Watchdog over all collections of a run: a collection that queues behind another is no stall.
+    """Watchdog over all collections of a run: a collection that queues behind another is not a stall.
 
     A call, a tool or a trajectory that ends is progress. After `quiet_s` without any, the watchdog
     reports one line for each of the `shown` waits that have lasted longest. It reports again after

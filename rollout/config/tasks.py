@@ -16,7 +16,7 @@ from rollout.tasks.generators import GENERATORS
 from rollout.tasks.hub_datasets import dataset_files
 from rollout.tasks.splits import SPLITS, Split
 
-_SHOWN_CHARS = 80  # length of a shown object that is no task
+_SHOWN_CHARS = 80  # length of a shown object that is not a task
 
 
 def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:

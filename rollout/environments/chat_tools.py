@@ -31,8 +31,8 @@ async def python_tools(
 
     Args:
         files: if true, the agent may also read, write and list files of the folder directly.
-        cell_s: seconds of wall time of a program.
-        memory_mb: memory of a program.
+        cell_s: seconds of wall time that a program may take.
+        memory_mb: memory that a program may use.
         cores: cores that a program and its children share.
         disk_mb: size of the folder, and of a file in it.
         tier: tier of isolation of programs on this machine.

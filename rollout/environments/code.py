@@ -34,7 +34,7 @@ def unpack_test(text: str) -> tuple[Test, bool]:
     """Decode a test; return it with True if it is visible.
 
     Raises:
-        ValueError: the text is no packed test.
+        ValueError: the text is not a packed test.
     """
     try:
         fields = json.loads(text)
@@ -130,7 +130,7 @@ class CodeEnv(SandboxedEnv):
     Args:
         compare: unit by which printed output is compared.
         reward: `all`, 1 if every test passes, else 0; or `rate`, the fraction of tests that pass.
-        max_tests: number of tests to score on, those with the longest inputs; 0 is all.
+        max_tests: number of tests to score on, those with the longest inputs; 0: all tests.
     """
 
     compare: CompareBy = "tokens"

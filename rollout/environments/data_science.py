@@ -61,8 +61,8 @@ class DataScienceEnv:
             the baseline to the ceiling, as in DSBench.
         malformed: reward without a submission that can be scored.
         max_turns: maximum number of steps; null: no limit.
-        cell_s: wall-clock seconds of a cell.
-        memory_mb: memory of a cell.
+        cell_s: seconds of wall time that a cell may take.
+        memory_mb: memory that a cell may use.
         cores: cores of a cell and of the processes that it starts.
         disk_mb: size of the folder, and of a file in it.
     """
@@ -209,7 +209,7 @@ def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
             else:
                 files[fields["file"]] = fields["content"].encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EnvError(f"task {task.id}: its answers are no files and target ({error})") from error
+        raise EnvError(f"task {task.id}: its answers are not files and target ({error})") from error
     if target is None or target.metric not in TABLE_METRICS:
         raise EnvError(
             f"task {task.id} has no target, or a metric that is not known; metrics: "

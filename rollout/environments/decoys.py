@@ -34,7 +34,7 @@ def draw_candidates(expected: Any) -> Candidates:
 
     Decoys are changed copies of the expected value or of another decoy. If all were copies of the
     expected value, code in the sandbox could find it as the one that differs least from the others.
-    Two decoys of a number are no copies, but -10**15 and 10**15.
+    Two of the decoys of a number are -10**15 and 10**15, which are not copies.
 
     Args:
         expected: plain data.

@@ -72,7 +72,7 @@ _COMPUTING_MODULES = {
     *("numbers", "operator", "re", "statistics", "string"),
 }
 
-# Number of the first site and of the first test. It is no value that a test is likely to expect,
+# Number of the first site and of the first test. It is not a value that a test is likely to expect,
 # because patched code can see it.
 FIRST_NUMBER = 7_000_001
 
@@ -156,7 +156,7 @@ class HiddenTestFile:
 def instrument(source: str) -> HiddenTestFile:
     """Return a test file with its expected values withheld.
 
-    A source that is no Python of this version, or that cannot be written out again exactly, is
+    A source that is not Python of this version, or that cannot be written out again exactly, is
     returned as it is and has no tests.
     """
     try:

@@ -9,7 +9,7 @@ import unicodedata
 
 from rollout.environments.math_numbers import rewrite_numbers
 
-NO_NUMBER = "␣"  # stands for a blank between digits that are no mixed number
+NO_NUMBER = "␣"  # stands for a blank between digits that are not a mixed number
 
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*(?=[{])")
 _SPACING = re.compile(

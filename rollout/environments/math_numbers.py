@@ -27,7 +27,7 @@ _MAGNITUDES = {
     "billion": "10^{9}",
     "trillion": "10^{12}",
 }
-# Words behind a number that are no unit: they change it, or are a function.
+# Words behind a number that are not a unit: they change it, or are a function.
 _MATH_WORDS = {
     "and",
     "base",

@@ -58,7 +58,7 @@ async def mcp_tools(
     """Start MCP servers for one trajectory and yield their tools.
 
     Args:
-        servers: command of each server, by name.
+        servers: command that starts each server, by the server's name.
         start_s: seconds within which all servers must have started.
         calls: record of the calls of servers that act outside the run.
 
@@ -181,16 +181,16 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
 class McpEnv:
     """A question to be answered with the tools of MCP servers, started for each trajectory.
 
-    `<call>` with JSON calls a tool. `<answer>`, or the last of `max_turns` steps, ends the
-    trajectory, and the answer is scored against the task's. Malformed calls, and failures that a
-    tool reports, are observations. Metrics are `calls`, `bad_calls`, `tool_errors`, `answered` and
-    `solved`.
+    `<call>` with JSON calls a tool. `<answer>` ends the trajectory, and the answer is scored against
+    the task's; the last of `max_turns` steps ends it too, with the answer "" if it has none.
+    Malformed calls, and failures that a tool reports, are observations. Metrics are `calls`,
+    `bad_calls`, `tool_errors`, `answered` and `solved`.
 
     Args:
-        servers: command of each server, by name.
-        max_turns: most steps.
+        servers: command that starts each server, by the server's name.
+        max_turns: most steps; after them the trajectory ends.
         reward: score of an answer that is the outcome.
-        deadline_s: seconds of a call.
+        deadline_s: seconds that a call of a tool may take.
         start_s: seconds within which all servers must have started.
         max_chars: most characters of a result that an agent is shown.
     """

@@ -20,7 +20,7 @@ _MAX_PATH_CHARS = 200
 
 
 class BadPatch(ValueError):
-    """A text is no patch, or does not fit the files. The message is for the patch's author."""
+    """A text is not a patch, or does not fit the files. The message is for the patch's author."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,11 +153,11 @@ class RepositoryEnv(SandboxedEnv):
     and `malformed_patches` so far.
 
     Args:
-        max_turns: most patches.
+        max_turns: most steps; each is a patch.
         reward: `all`, 1 if every test passes, else 0; or `rate`, the share of tests that pass.
             Only the last step has a reward.
         checkouts: folder of repositories by instance, for tasks that name an instance.
-        cpu_s: CPU seconds of a run; its limit of wall time is three times as long.
+        cpu_s: CPU seconds that a run of the tests may take; its limit of wall time is three times as long.
     """
 
     max_turns: PositiveInt = 1
@@ -230,7 +230,7 @@ class RepositoryEnv(SandboxedEnv):
                 return await self._run_pytest(instance, files)
             return await self._run_checks(instance, files)
         except (OSError, ValueError) as error:
-            # A path is no file name, or it is a folder of another path.
+            # A path is not a file name, or it is a folder of another path.
             raise BadPatch("The patched files cannot be written.") from error
 
     async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
@@ -352,7 +352,7 @@ def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
                 test_patch = fields["test_patch"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(
-            f"task {task.id}: its answers are no files and tests ({type(error).__name__}: {error})"
+            f"task {task.id}: its answers are not files and tests ({type(error).__name__}: {error})"
         ) from error
     if not sources or not fail_to_pass:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
@@ -391,6 +391,6 @@ def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
         if not path.is_file() or path.is_symlink() or not _SKIPPED_FOLDERS.isdisjoint(parts):
             continue
         if path.stat().st_size <= _MAX_FILE_BYTES:
-            with suppress(UnicodeDecodeError):  # files that are no text are left out
+            with suppress(UnicodeDecodeError):  # files that are not text are left out
                 files["/".join(parts)] = path.read_text(encoding="utf-8")
     return files

@@ -26,8 +26,8 @@ class SandboxedEnv:
     Args:
         server: address of a SandboxFusion server that runs programs; null: this machine.
         tier: tier of isolation of programs on this machine.
-        cpu_s: CPU seconds of a program; its limit of wall time is twice as long.
-        memory_mb: memory of a program.
+        cpu_s: CPU seconds that a program may take; its limit of wall time is twice as long.
+        memory_mb: memory that a program may use.
         cores: cores that a program and its children share.
     """
 
@@ -65,7 +65,7 @@ class CalculatingEnv(SandboxedEnv):
         result = await self.runner.run(program, limits=self.limits)
         failed = result.verdict is not Verdict.OK
         if not failed:
-            # Warnings of a program that succeeds are no part of its result.
+            # Warnings of a program that succeeds are not part of its result.
             result = replace(result, stderr="")
         return ToolCall(
             tool="python",

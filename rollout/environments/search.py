@@ -60,7 +60,8 @@ class SearchEnv:
 
     Args:
         top_k: number of passages of a search.
-        style: format of the passages, a key of PASSAGE_STYLES.
+        style: format of a passage in the observation: a number and the title before the text (Search-R1's `search_r1`,
+            or `verl`); the `text` alone; or the `id`, the title and the text, for agents with the tool `passages`.
         reward: score of an answer that is the outcome.
     """
 

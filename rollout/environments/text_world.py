@@ -55,9 +55,9 @@ class WorldEnv:
     `turns` and `malformed_actions`.
 
     Args:
-        max_turns: most steps.
-        malformed: reward of a text that is no action.
-        deadline_s: seconds of one call of the world.
+        max_turns: most steps; after them the trajectory ends.
+        malformed: reward of a text that is not an action.
+        deadline_s: seconds that a call of the world may take.
     """
 
     task: Task = field(kw_only=False)
@@ -86,7 +86,7 @@ class WorldEnv:
         """Carry out an action; called in the thread.
 
         Raises:
-            AgentMistake: the text is no action; nothing has changed.
+            AgentMistake: the text is not an action; nothing has changed.
         """
         raise NotImplementedError
 

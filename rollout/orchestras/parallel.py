@@ -45,7 +45,7 @@ async def debate(
         debaters: agents that debate.
         rounds: number of rounds, in each of which every debater answers.
         max_others: most replies of other debaters that a debater reads.
-        contain_self: whether a debater also reads its own reply of the round before.
+        contain_self: if true, a debater also reads its own reply of the round before.
     """
     problem = env.reset(task)
     replies: dict[str, AgentReply] = {}  # of the latest round, by debater
@@ -82,7 +82,7 @@ def _texts_for_debater(
         previous_texts: text of every debater in the round before, by name.
         seed_path: task id and round number, which decide the order together with the names.
         max_others: most texts of other debaters.
-        contain_self: whether the debater's own text is among them.
+        contain_self: if true, the debater's own text is among them.
     """
 
     def shuffled(names: Sequence[str]) -> list[str]:

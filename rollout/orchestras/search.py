@@ -34,7 +34,8 @@ async def search_team(
 
     Args:
         max_turns: most rounds; each is a verdict followed by a search or by the answer.
-        malformed_verdict: what follows a malformed verdict; `answer` as in Dr.MAS's released code.
+        malformed_verdict: step that follows a malformed verdict, a search or the answer; `answer`
+            as in Dr.MAS's released code.
     """
     question = env.reset(task)
     history = ""

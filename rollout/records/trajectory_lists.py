@@ -89,7 +89,7 @@ def count_trajectories(path: Path) -> int:
     """Return the number of trajectories in a file; only its footer is read.
 
     Raises:
-        RecordError: the file is no parquet file.
+        RecordError: the file is not a parquet file.
     """
     with _open(path) as file:
         return int(file.metadata.num_rows)
@@ -105,7 +105,7 @@ def list_trajectories(
         limit: most trajectories that are returned.
 
     Raises:
-        RecordError: the file is no file of trajectories.
+        RecordError: the file is not a file of trajectories.
     """
     matching: list[TrajectoryRow] = []
     with _open(path) as file:
@@ -121,7 +121,7 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
     """Return one trajectory of a file; only the row group that has it is read.
 
     Raises:
-        RecordError: the file is no file of trajectories, or has none of this index.
+        RecordError: the file is not a file of trajectories, or has none of this index.
     """
     with _open(path) as file:
         row_count = file.metadata.num_rows

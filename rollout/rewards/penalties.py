@@ -48,7 +48,8 @@ def invalid_reply(
     tool call.
 
     Args:
-        rules: names in VALIDITY_RULES by agent; a reply that breaks a rule is penalised but still used.
+        rules: rules of replies by agent: `no_chinese`, no Chinese characters; `one_thought`, `<think>` and then
+            `</think>`, each once. A reply that breaks one is penalised but still used.
     """
     # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight
     # phi with phi = -1.

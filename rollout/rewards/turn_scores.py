@@ -25,7 +25,7 @@ def local_team(
 
     Args:
         alpha: weight of the team's part.
-        missing_local: `refuse`, or `zero` for agents whose turns have no score "local".
+        missing_local: for a turn without a score "local": `refuse` stops with an error; `zero` takes 0.
     """
 
     def local_reward(trajectory: Trajectory, turn: Turn) -> float | None:
@@ -160,7 +160,7 @@ def shaping(
     score is undecided is masked too.
 
     Args:
-        measure: name of the score R, "local" or one of the environment's metrics.
+        measure: name of the turns' score that is R: "local" or one of the environment's metrics.
         formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
         history: turns whose scores Q averages, a key of HISTORY_SELECTORS; always the measured
             scores, not the shaped ones.
@@ -203,7 +203,7 @@ def tree_shaping(
     masked and in no mean. A node with neither parent nor siblings keeps its score.
 
     Args:
-        measure: name of the score r.
+        measure: name of the turns' score that is r.
         gamma: weight of the difference between a turn's score and its baseline.
         mix: λ, the weight of the siblings in the baseline; the parent has the rest. Without parent
             or without siblings, the other has weight 1.
@@ -271,7 +271,7 @@ def coach(
     Args:
         measure: name of the coach's score, from 0 to 10 in "process".
         scale: factor of the score; the paper uses 1.
-        clip: (low, high) of the scaled score.
+        clip: (low, high) to which the scaled score is clipped; null: it is not clipped.
         outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
             which have none.
     """

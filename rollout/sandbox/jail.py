@@ -159,7 +159,7 @@ class Jail:
             raise OSError(f"cannot write {name} into the box: {answer.message['refused']}")
 
     async def get(self, name: str, max_bytes: int) -> bytes | None:
-        """Return up to `max_bytes` bytes of a file of the box; None if it is no regular file.
+        """Return up to `max_bytes` bytes of a file of the box; None if it is not a regular file.
 
         Raises:
             ValueError: `name` leads out of the box.

@@ -147,7 +147,7 @@ COMPARES: dict[CompareBy, Compare] = {
 def same_value(answer: str, expected: Any) -> bool:
     """Return True if a JSON text is the expected value, with floats within TOLERANCE.
 
-    Lists also match tuples, and True matches 1, as in Python. A text that is no JSON matches
+    Lists also match tuples, and True matches 1, as in Python. A text that is not JSON matches
     nothing.
     """
     try:

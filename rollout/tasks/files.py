@@ -32,7 +32,7 @@ _PATH_START = re.compile(r"^[/~]")
 FORMATS: dict[str, Format] = {
     **_FIELDS,
     "swe_bench": ProgramFormat(
-        read=swe_bench, env="repository", error="is no instance of SWE-bench"
+        read=swe_bench, env="repository", error="is not an instance of SWE-bench"
     ),
     **{
         name: ProgramFormat(read=partial(tested_problem, read))

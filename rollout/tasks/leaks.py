@@ -98,7 +98,7 @@ def find_leaks(
         threshold: threshold of the similarity; None does not compare by similarity.
 
     Raises:
-        ValueError: an answer of a programming task is no test.
+        ValueError: an answer of a programming task is not a test.
     """
     tokens = {name: [tokenise(task) for task in tasks] for name, tasks in splits.items()}
     leaks = []

@@ -65,7 +65,7 @@ class ProgramFormat:
 
     read: Callable[[DataRow], Problem | None]
     env: str = "code"
-    error: str = "is no programming problem with tests"
+    error: str = "is not a programming problem with tests"
 
     def problem(self, row: DataRow) -> Problem | None:
         """Return the problem of a row with its tests; None if it has none.
@@ -213,7 +213,7 @@ def swe_bench(row: DataRow) -> Problem | None:
     issue = str(row["problem_statement"])
     fail_to_pass = _test_names(row["FAIL_TO_PASS"])
     changed_files = sorted({edit.path for edit in parse_patch(row["patch"])})
-    parse_patch(row["test_patch"])  # raises an error if it is no patch
+    parse_patch(row["test_patch"])  # raises an error if it is not a patch
     answer = pack_instance(
         name,
         fail_to_pass=fail_to_pass,
@@ -230,11 +230,11 @@ def _test_names(value: Any) -> list[str]:
     """Return the names of tests from a list or its JSON.
 
     Raises:
-        ValueError: an entry is no text.
+        ValueError: an entry is not text.
     """
     names = json.loads(value) if isinstance(value, str) else list(value)
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("a test's name is no text")
+        raise ValueError("a test's name is not text")
     return names
 
 
@@ -354,7 +354,7 @@ def _python_solution(value: Any) -> str | None:
 
 
 def _parse_object(value: Any) -> DataRow:
-    """Return a mapping, parsing it first if it is JSON text; {} if it is no mapping.
+    """Return a mapping, parsing it first if it is JSON text; {} if it is not a mapping.
 
     Raises:
         ValueError: the text is not JSON.

@@ -30,7 +30,7 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
 
     Raises:
         RecordError: the file is missing, is not of the format of its suffix, or has an entry that
-            is no row.
+            is not a row.
     """
     suffix = suffix or path.suffix
     if suffix not in READERS:

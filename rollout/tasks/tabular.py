@@ -105,9 +105,9 @@ def tabular_tasks(
     most frequent label. The ceiling is the score of the target without noise.
 
     Args:
-        kinds: kinds of tables, in turn.
+        kinds: kinds of tables, which the tasks have in turn.
         features: number of numeric columns.
-        train_rows, test_rows: rows of a table.
+        train_rows, test_rows: number of rows of a task's table for training and of that for the test.
     """
     tasks = []
     for split, size in sizes.items():
@@ -263,7 +263,7 @@ def dsbench_tasks(
     Args:
         folder: DSBench's `data_modeling`, with data.zip unpacked in it.
         metrics: metrics (accuracy, f1, auc, rmse, mae, mse, rmsle, log_loss) by task, for tasks
-            whose script names none of these; the others of them are left out.
+            whose script names none of these; such tasks that are not listed are left out.
 
     Raises:
         RecordError: a file is missing or of another form.

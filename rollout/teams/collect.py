@@ -28,7 +28,7 @@ from rollout.teams.tree import BranchedPlay, Branching, Tree
 
 
 class Deadlines(Section):
-    """Deadlines in seconds, and the most turns of a trajectory; None is no limit."""
+    """Deadlines in seconds, and the most turns of a trajectory; None: no limit."""
 
     # Deadline of one reply of a policy's engine, from when its client asks the engine.
     call_s: float | None = Field(None, gt=0)

@@ -24,7 +24,7 @@ def template_slots(agent: str, template: str) -> list[str]:
     """Return the slots of an agent's user template.
 
     Raises:
-        ValueError: the text is no template, or a slot has no name.
+        ValueError: the text is not a template, or a slot has no name.
     """
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]

@@ -261,7 +261,7 @@ class TeamSession:
 
         Raises:
             KeyError: there is no such turn.
-            TypeError: a score is no real number.
+            TypeError: a score is not a real number.
         """
         if turn not in self.scores:
             turns = ", ".join(map(str, sorted(self.scores))) or "none"

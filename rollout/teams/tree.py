@@ -332,11 +332,11 @@ class Branch:
         self._check_open_calls(open_calls)
 
     async def grow(self, node: str, recorded: Mapping[CallKey, CallAnswer] = NO_ANSWERS) -> None:
-        """CallAnswer the open calls, and run the orchestra to its next calls.
+        """Answer the open calls, and run the orchestra to its next calls.
 
         Args:
             node: branch as which the policies are asked.
-            recorded: answers of calls that no policy is asked.
+            recorded: answers that are used in place of asking a policy, by call.
         """
         self.node = node
         self.resting = False

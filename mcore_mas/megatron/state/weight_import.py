@@ -282,7 +282,7 @@ def import_weights(
 
     Args:
         local: this rank's tensors by Megatron parameter name.
-        architecture: of the model.
+        architecture: architecture of the model.
         source: returns the full tensor of a Hugging Face name.
         where: folder of the source, for errors.
 

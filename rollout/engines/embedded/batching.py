@@ -91,7 +91,7 @@ class EmbeddedEngine:
             rows: sequences that the cache holds, running or for the reuse of their prefixes.
             version: version of the decoder's weights.
             routing: record the experts of each token in the completions.
-            grammars: of the model; None refuses requests that have a grammar.
+            grammars: grammars of the model; None: requests that have a grammar are refused.
         """
         self.decoder = exact_decoder(decoder) if deterministic else decoder
         self.max_length = decoder.max_length

@@ -186,7 +186,7 @@ class Ledger:
             limit = round(budget.money * _NANOS)
             if total.cost_nanos > limit:
                 money = total.cost_nanos / _NANOS
-                return f"{money:g} money would pass the limit of {limit / _NANOS:g}"
+                return f"a cost of {money:g} would pass the limit of {limit / _NANOS:g}"
         return ""
 
     def settle(

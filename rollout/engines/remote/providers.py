@@ -74,7 +74,7 @@ def _parse_chat_completion(content: bytes) -> Answer:
         if text is not None and not isinstance(text, str):
             raise TypeError("content")
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Unanswered("a reply that is no chat completion") from None
+        raise Unanswered("a reply that is not a chat completion") from None
 
     usage = body.get("usage")
     if not isinstance(usage, dict):
@@ -130,7 +130,7 @@ class AnthropicMessages:
         except self._library.APIConnectionError as error:  # timeouts too
             raise Unanswered(str(error) or type(error).__name__) from None
         except self._library.APIError as error:
-            raise Unanswered(f"a reply that is no message ({type(error).__name__})") from None
+            raise Unanswered(f"a reply that is not a message ({type(error).__name__})") from None
 
         return Answer(
             text="".join(block.text for block in reply.content if block.type == "text"),

@@ -125,7 +125,7 @@ class Replica:
                 for actor in (self.host, *self._other_actors):
                     devices += await actor.devices.remote()
         except TimeoutError:
-            raise NoRoom(f"no node has had room for another within {room_s:g} s") from None
+            raise NoRoom(f"no node has had room for another server within {room_s:g} s") from None
         return str(await self.host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:

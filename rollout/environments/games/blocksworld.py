@@ -101,7 +101,7 @@ def show_stacks(stacks: Stacks) -> str:
 
 
 def _parse_stacks(text: str) -> Stacks:
-    """Return the stacks of a line; no stacks if a stack is empty or a block is no letter."""
+    """Return the stacks of a line; no stacks if a stack is empty or a block is not a letter."""
     stacks = [tuple(stack.split()) for stack in text.split("|")]
     legal = all(stack and all(_BLOCK.fullmatch(block) for block in stack) for stack in stacks)
     return frozenset(stacks) if legal else frozenset()

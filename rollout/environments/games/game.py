@@ -29,7 +29,7 @@ RULES: Mapping[str, str] = read_yaml(Path(__file__).with_name("rules.yaml"))
 
 
 class BadPuzzle(ValueError):
-    """A text is no puzzle of the game; the message says why."""
+    """A text is not a puzzle of the game; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Game(Protocol[_State]):
 
     @property
     def malformed(self) -> float:
-        """Reward of a text that is no list of actions."""
+        """Reward of a text that is not a list of actions."""
 
     @property
     def fail(self) -> float:
@@ -66,7 +66,7 @@ class Game(Protocol[_State]):
         """Return the first state of a puzzle that `show` has written.
 
         Raises:
-            BadPuzzle: the text is no puzzle of this game.
+            BadPuzzle: the text is not a puzzle of this game.
         """
 
     def show(self, state: _State) -> str:
@@ -77,7 +77,7 @@ class Game(Protocol[_State]):
         """Return the rows of squares of the state, each a sign or a label, for a picture."""
 
     def play(self, state: _State, actions: str) -> Played[_State] | None:
-        """Carry out a list of actions; return None if the text is no such list."""
+        """Carry out a list of actions; return None if the text is not such a list."""
 
     def solved(self, state: _State) -> bool:
         """Return True if the puzzle is solved."""
@@ -120,13 +120,13 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     """A puzzle of a game; every step is one list of actions.
 
     The trajectory ends when the puzzle is solved, after `max_turns` steps, or when the game allows
-    no further move. The last two cases add the game's reward `fail`. A text that is no list of
+    no further move. The last two cases add the game's reward `fail`. A text that is not a list of
     actions changes nothing, has the reward `malformed` and takes a turn. Metrics are `solved` (0 or
     1), those of the game, and the counts `impossible_actions` and `malformed_actions`.
 
     Args:
-        max_turns: most steps.
-        rewards: rewards of the game.
+        max_turns: most steps; after them the trajectory ends.
+        rewards: rewards of the game; null: the game's defaults.
     """
 
     game: ClassVar[type[Game[Any]]]
@@ -231,7 +231,7 @@ _MAX_CHARS = 2000  # a longer list is a failed generation
 
 
 def items(text: str) -> list[str]:
-    """Return the actions of a list; [] if the text is no list.
+    """Return the actions of a list; [] if the text is not a list.
 
     Actions are separated by commas, and the words of an action by spaces: `R, R, D` and `1 2 4,
     2 1 3`. Lists as Python or JSON prints them are read, too: `["R", "R", "D"]` and `[[1, 2, 4],

@@ -103,7 +103,7 @@ class PlanPath(_GridGame[Walk]):
         shortest: reward that is also added if the goal is reached in the fewest moves.
         fail: reward that is added if the game ends without a solution; in the released code only
             after `max_moves`, and not after the last turn.
-        malformed: reward of a text that is no list of moves.
+        malformed: reward of a text that is not a list of moves.
         shaping: factor λ of the potential-based shaping.
         gamma: discount γ of the shaping.
         max_moves: number of moves after which the game ends.
@@ -278,7 +278,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         win: reward that is added when all boxes are on goals.
         fail: reward that is added if the game ends without a solution; in the released code only
             after `max_moves`, and not after the last turn.
-        malformed: reward of a text that is no list of moves.
+        malformed: reward of a text that is not a list of moves.
         shaping: factor λ of the potential-based shaping.
         gamma: discount γ of the shaping.
         max_moves: number of moves after which the game ends.

@@ -291,7 +291,7 @@ def test_a_server_that_ray_has_no_node_for_leaves(
 
     asyncio.run(play())
     assert lines[-1].endswith(
-        "gone with its actor; no node has had room for another within 1 s; 1 servers"
+        "gone with its actor; no node has had room for another server within 1 s; 1 servers"
     )
 
 

@@ -308,7 +308,7 @@ def test_rows_that_are_no_instances_are_refused() -> None:
     read = FORMATS["swe_bench"].problem
     assert read({**ROW, "FAIL_TO_PASS": []}) is None
     for wrong in ({"patch": "?"}, {"FAIL_TO_PASS": "[1]"}, {"PASS_TO_PASS": None}):
-        with pytest.raises(BadRow, match="is no instance of SWE-bench"):
+        with pytest.raises(BadRow, match="is not an instance of SWE-bench"):
             read({**ROW, **wrong})
 
 

@@ -303,7 +303,7 @@ def test_unexpected_rows_or_columns_are_refused(
         acquire(DATA, Path("r.json"), client(hub))
     set_source(monkeypatch, format="apps")
     with pytest.raises(
-        AcquireError, match=r"no row of format apps \(is no programming problem with tests\)"
+        AcquireError, match=r"no row of format apps \(is not a programming problem with tests\)"
     ):
         acquire(DATA, Path("r.json"), client(hub))
     set_source(monkeypatch, where={"unique_id": "a"})

@@ -79,7 +79,7 @@ def test_averages_of_the_papers_are_of_their_rows(name: str) -> None:
             "state 'bass' of AIME24, SA untrained; expected base, trained, gain",
         ),
         (("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, GRPO]"), "compare: no row or column 'GRPO'"),
-        (("AIME25: [33.1", "AIME26: [33.1"), "values of 'AIME26', which is no row"),
+        (("AIME25: [33.1", "AIME26: [33.1"), "values of 'AIME26', which is not a row"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_line(

@@ -155,7 +155,7 @@ def test_bodies_without_a_completion_are_failures_of_the_server(tmp_path, monkey
     assert scores == [[{}]]
     assert len(server.bodies) == 5
     assert metrics["coach/failed_unavailable"] == 1.0
-    assert "no chat completion" in coach.last_failure
+    assert "not a chat completion" in coach.last_failure
 
 
 def test_a_server_that_hangs_up_or_is_not_there(tmp_path, monkeypatch) -> None:
