@@ -27,7 +27,7 @@ from tests.support.virtual_time import run_virtually
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_OWN_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+IN_NEW_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def test_a_full_disk_is_waited_for_half_an_hour(
@@ -129,12 +129,12 @@ def test_a_terminal_that_is_gone_ends_nothing(
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_seconds_does_not_change_a_training(tmp_path: Path) -> None:
-    probe = [*IN_OWN_NAMESPACE, "mount", "-t", "tmpfs", "probe", str(tmp_path)]
+    probe = [*IN_NEW_NAMESPACE, "mount", "-t", "tmpfs", "probe", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(probe, check=False).returncode != 0:
         pytest.skip("users of this machine cannot mount file systems (unshare --user --mount)")
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = [*IN_OWN_NAMESPACE, sys.executable, "-m", "tests.faults.full", str(disk)]
+    command = [*IN_NEW_NAMESPACE, sys.executable, "-m", "tests.faults.full", str(disk)]
     completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )

@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         revision = rest.partition("/")[0]
         if name not in self.hub.repositories:
             self._send(401, headers={"X-Error-Code": "RepoNotFound"})
-        elif not _is_known_revision(revision):
+        elif not _revision_exists(revision):
             self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
         elif is_tree:
             entries = [
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         revision, _, file = rest.partition("/")
         if name not in self.hub.repositories:
             self._send(401)
-        elif not _is_known_revision(revision):
+        elif not _revision_exists(revision):
             self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
         elif name in self.hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
             self._send(403, headers={"X-Error-Code": "GatedRepo"})
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def _is_known_revision(revision: str) -> bool:
+def _revision_exists(revision: str) -> bool:
     return revision in ("", "main", COMMIT)
 
 

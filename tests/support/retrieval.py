@@ -20,12 +20,12 @@ from retrieval.manifest import read_manifest
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 
-# 100 sentences of which many are alike
+# 100 sentences, many of which are similar
 SENTENCES = [
-    f'"{name} {place}"\nThe {name} of {place} is {what}.'
-    for name in ("mayor", "river", "bridge", "baker", "tower")
-    for place in ("Amber", "Iron", "Silver", "Old")
-    for what in ("tall", "wise", "long", "new", "grey")
+    f'"{noun} {city}"\nThe {noun} of {city} is {adjective}.'
+    for noun in ("mayor", "river", "bridge", "baker", "tower")
+    for city in ("Amber", "Iron", "Silver", "Old")
+    for adjective in ("tall", "wise", "long", "new", "grey")
 ]
 
 

@@ -92,6 +92,6 @@ def play_shipped(
     return trajectory
 
 
-def seen(trajectory: Trajectory, turn: int) -> str:
+def last_message(trajectory: Trajectory, turn: int) -> str:
     """Return the last message of a turn's prompt."""
     return trajectory.turns[turn].messages[-1].content

@@ -69,7 +69,7 @@ def tasks(*seconds):
 
 
 async def ask(task, team, env):
-    """Orchestra: one turn of agent a, which takes as long as the task says."""
+    """Play one turn of agent a, which takes as long as the task says."""
     await team.act("a", said=env.reset(task))
     await env.step("1")
 

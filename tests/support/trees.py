@@ -38,7 +38,7 @@ def rows(trajectory):
 
 
 async def duet(task, team, env):
-    """Orchestra: a turn of agent a, a step, a turn of agent b, a step."""
+    """Play a turn of agent a, a step, a turn of agent b and a step."""
     reply = await team.act("a", said=env.reset(task))
     step = await env.step(reply.text)
     reply = await team.act("b", said=step.observation)

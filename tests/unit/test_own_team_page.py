@@ -1,4 +1,4 @@
-"""The model, team and reward of docs/own_team.md are written out as it says, and work."""
+"""The model, team and reward of docs/own_team.md work when they are written into its files."""
 
 import re
 import sys
@@ -17,11 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "own_team.md"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the page's files."""
+    """Write the files of the page into a folder, and return it."""
     for body in re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
-        place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
-        if place:
-            path = tmp_path / place[1]
+        path_comment = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
+        if path_comment:
+            path = tmp_path / path_comment[1]
             path.parent.mkdir(exist_ok=True, parents=True)
             path.write_text(body)
     monkeypatch.syspath_prepend(tmp_path)

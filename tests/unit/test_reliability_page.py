@@ -1,4 +1,4 @@
-"""The table of faults has a row for each fault, and names tests and faults that exist."""
+"""Page of faults: a row for each fault, with tests and chaos faults that exist."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ def test_the_page_has_a_row_for_every_fault() -> None:
     assert re.search(r"Results of \d{4}-\d\d-\d\d \w+ to", page)
 
 
-def test_every_fault_has_a_test_or_says_why_not() -> None:
+def test_every_fault_has_a_test_or_a_reason() -> None:
     sections = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     rows = [row for faults in sections.values() for row in faults]
-    assert [int(row["fault"].split(".")[0]) for row in next(iter(sections.values()))] == list(
-        range(1, 37)
-    )
+    first_section = next(iter(sections.values()))
+    assert [int(row["fault"].split(".")[0]) for row in first_section] == list(range(1, 37))
     chaos = (ROOT / "tests" / "faults" / "chaos.py").read_text(encoding="utf-8")
     for row in rows:
-        assert {"fault", "expected"} < row.keys() and row.keys() & {"tests", "chaos", "untested"}, (
-            row
-        )
+        assert {"fault", "expected"} < row.keys(), row
+        assert row.keys() & {"tests", "chaos", "untested"}, row
         for test in row.get("tests", ()):
             path, name = test.split("::")
             functions = {
@@ -43,20 +41,16 @@ def test_every_fault_has_a_test_or_says_why_not() -> None:
             }
             assert name in functions, f"{path} has no {name}"
         for fault in row.get("chaos", ()):
-            said = fault.removeprefix("disk full at ")
-            known = (
-                said in chaos or re.sub("rank|engine|driver", "{part}", said) in chaos
-            )  # in an f-string
-            assert (
-                known
-                or fault in ("all", "clock -1 h", "clock +1 h")
-                or said.split(": ")[-1] in proxy.NAMES
-            ), fault
+            name = fault.removeprefix("disk full at ")
+            f_string = re.sub("rank|engine|driver", "{part}", name)
+            is_in_chaos = name in chaos or f_string in chaos
+            is_of_proxy = name.split(": ")[-1] in proxy.NAMES
+            assert is_in_chaos or is_of_proxy or fault in ("all", "clock -1 h", "clock +1 h"), fault
     assert len([row for row in rows if "untested" in row]) <= 4
 
 
-def test_of_a_tests_cases_the_worst_counts_and_a_skipped_one_does_not(tmp_path: Path) -> None:
-    """Table: what came of the cases, in their order -> the test's result."""
+def test_the_result_of_a_test_is_the_worst_of_its_cases_that_ran(tmp_path: Path) -> None:
+    """The table has the result of a test by the results of its cases, in their order."""
     kinds = {"passed": "", "failure": "<failure/>", "skipped": "<skipped/>", "error": "<error/>"}
     table = {
         ("failure", "skipped"): "failure",
@@ -70,5 +64,6 @@ def test_of_a_tests_cases_the_worst_counts_and_a_skipped_one_does_not(tmp_path: 
             f'<testcase classname="tests.x" name="test_a[{kind}]" time="1">{kinds[kind]}</testcase>'
             for kind in cases
         ]
-        (path := tmp_path / "junit.xml").write_text(f"<testsuite>{''.join(rows)}</testsuite>")
+        path = tmp_path / "junit.xml"
+        path.write_text(f"<testsuite>{''.join(rows)}</testsuite>")
         assert read([str(path)])["tests"]["tests/x.py::test_a"]["result"] == result, cases

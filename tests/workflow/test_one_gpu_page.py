@@ -39,7 +39,7 @@ GPUS = ("1xL4", "1xA100-40GB", "1xH100")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of both pages, in a folder that is the working folder."""
+    """Write the files of both pages into the working folder, and return it."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for body in re.findall(r"```(?:python|yaml)\n(.*?)```", text, flags=re.DOTALL):
@@ -55,7 +55,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def node(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project on a stand-in of a machine with one GPU, SGLang and the downloaded model."""
+    """Return the project on a stand-in of a machine with one GPU, SGLang and the downloaded model."""
     folder = project / "models" / "Qwen2.5-0.5B-Instruct"
     shutil.copytree(ROOT / "mcore_mas/pipeline/scaffold/models/tiny", folder)  # its tokenizer
     table = published_shapes()
@@ -139,7 +139,7 @@ def test_the_check_and_the_jobs_of_every_suite(node: Path) -> None:
 
 
 def test_a_run_of_own_team_without_a_plan_shares_the_gpu(project: Path) -> None:
-    """As written it needs four GPUs, and one suffices, on this machine and under Slurm."""
+    """The config asks for four GPUs; one shared GPU suffices, on this machine and under Slurm."""
     values = resolve(["experiment=my_math"], project / "configs")
     config = RunConfig.from_values(values, "a test")
     shared, line = fit_pool(config, 1)

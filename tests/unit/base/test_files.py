@@ -88,7 +88,7 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     assert entered.is_set()
 
 
-WITHOUT_ROOM = """
+WRITE_WITHOUT_SPACE = """
 import resource, sys
 from pathlib import Path
 from rollout.base.files import write_text
@@ -104,14 +104,14 @@ for work in (lambda: owned(folder).__enter__(), lambda: write_text(folder / "fil
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ROOM, tmp_path],
+    result = subprocess.run(
+        [sys.executable, "-c", WRITE_WITHOUT_SPACE, tmp_path],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert done.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         f"{tmp_path}/lock.json: cannot be written (File too large); make room, and run it again",
         f"[Errno 27] File too large: '{tmp_path}/file'",
     ]

@@ -9,12 +9,12 @@ from rollout.base.lookup import LOCAL_OBJECTS, UnknownName, entry_points_of, loo
 
 
 def test_a_registered_name_wins_and_an_unknown_one_has_its_nearest() -> None:
-    known = {"search": sum, "single": max}
-    assert lookup("env", "search", known) is sum
+    registered = {"search": sum, "single": max}
+    assert lookup("env", "search", registered) is sum
     with pytest.raises(
         UnknownName, match=r"^unknown env 'serach'; nearest: search; known: search, single \(or"
     ):
-        lookup("env", "serach", known)
+        lookup("env", "serach", registered)
 
 
 def test_import_paths_may_be_forbidden() -> None:

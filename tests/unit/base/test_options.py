@@ -25,7 +25,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prizes:
-    """What is won and lost."""
+    """Rewards of a game."""
 
     win: float = 10.0
     fail: float = -5.0
@@ -48,9 +48,9 @@ def play(
     """Play.
 
     Args:
-        max_turns: of one game, at most,
-            of any agent.
-        scaled, clip: how rewards are.
+        max_turns: limit of one game,
+            for each agent.
+        scaled, clip: scale of the rewards.
 
     Returns:
         max_moves: nothing.
@@ -64,7 +64,7 @@ PLAYS = Registry(
 
 
 @pytest.mark.parametrize(
-    ("options", "place", "kind"),
+    ("options", "location", "kind"),
     [
         ({"max_turns": "5"}, "max_turns", "int_type"),
         ({"max_turns": -3}, "max_turns", "greater_than_equal"),
@@ -88,24 +88,25 @@ PLAYS = Registry(
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_where_it_stands(
-    options: dict[str, Any], place: str, kind: str
+def test_a_wrong_value_is_refused_with_its_location(
+    options: dict[str, Any], location: str, kind: str
 ) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as caught:
         PLAYS.arguments("play", options, location=("env", "options"))
-    (error,) = refused.value.errors()
-    assert (".".join(map(str, error["loc"])), error["type"]) == (f"env.options.{place}", kind)
+    (error,) = caught.value.errors()
+    assert ".".join(map(str, error["loc"])) == f"env.options.{location}"
+    assert error["type"] == kind
 
 
 def test_values_become_the_parameters_types() -> None:
-    given = {
+    options = {
         "temperature": 1,
         "clip": [0, 1],
         "agents": ["a"],
         "prizes": {"win": 3},
         "dual_clip": math.inf,
     }
-    values = PLAYS.arguments("play", given)
+    values = PLAYS.arguments("play", options)
     assert values == {
         "temperature": 1.0,
         "clip": (0.0, 1.0),
@@ -114,7 +115,8 @@ def test_values_become_the_parameters_types() -> None:
         "dual_clip": math.inf,
     }
     assert isinstance(values["temperature"], float)
-    assert list(values) == list(given)  # what is not given stays the function's own default
+    # Other options are left to the defaults of the function.
+    assert list(values) == list(options)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +137,17 @@ def test_values_become_the_parameters_types() -> None:
         ),
     ],
 )
-def test_an_unknown_option_is_named_with_the_known_ones(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(OptionsError) as refused:
+def test_an_unknown_option_is_refused_with_the_known_options(
+    options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(OptionsError) as caught:
         PLAYS.arguments("play", options)
-    assert str(refused.value).startswith(line)
+    assert str(caught.value).startswith(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fines:
-    """What is paid."""
+    """Fines in a game."""
 
     fail: float = 0.0
     late: float = 0.0
@@ -158,19 +162,21 @@ def sail(task: object, *, laps: int = 1, fines: Fines | None = None) -> None: ..
         ({"lap": 1}, "env 'sail' has no option 'lap'; its options: laps, fines; nearest: laps"),
     ],
 )
-def test_a_misspelt_option_has_its_nearest(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(OptionsError) as refused:
+def test_a_misspelt_option_is_refused_with_the_nearest_option(
+    options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(OptionsError) as caught:
         validate_options("env 'sail'", options_model(sail), options)
-    assert str(refused.value) == line
+    assert str(caught.value) == line
 
 
-def test_a_misspelt_option_of_a_group_has_its_nearest() -> None:
-    with pytest.raises(ValidationError) as refused:
+def test_a_misspelt_option_of_a_group_is_refused_with_the_nearest_option() -> None:
+    with pytest.raises(ValidationError) as caught:
         validate_options("env 'sail'", options_model(sail), {"fines": {"lat": 1}})
-    assert refused.value.errors()[0]["msg"] == "unknown key; nearest: late"
+    assert caught.value.errors()[0]["msg"] == "unknown key; nearest: late"
 
 
-def test_an_option_without_default_is_needed() -> None:
+def test_an_option_without_default_is_required() -> None:
     def shop(task: object, *, config: str) -> None: ...
 
     with pytest.raises(OptionsError, match=r"^env 'shop' needs option 'config'$"):
@@ -219,9 +225,9 @@ def shadowed(task: object, *, model_config: int = 1) -> None: ...
     ],
 )
 def test_a_user_function_that_cannot_be_used_is_refused(name: str, line: str) -> None:
-    with pytest.raises(OptionsError) as refused:
+    with pytest.raises(OptionsError) as caught:
         PLAYS.arguments(f"{__name__}:{name}", {})
-    assert str(refused.value) == line.format(__name__)
+    assert str(caught.value) == line.format(__name__)
 
 
 def test_an_orchestra_must_be_async() -> None:
@@ -234,10 +240,11 @@ def test_an_orchestra_must_be_async() -> None:
 def test_options_of_user_functions_are_checked_too() -> None:
     with pytest.raises(ValidationError, match="valid integer"):
         PLAYS.arguments(f"{__name__}:play", {"max_turns": "5"})
-    some = {"colour": 3, "cars": ["a"]}  # these have neither a type nor a plain default
-    assert PLAYS.arguments(f"{__name__}:untyped", {"laps": 2, **some}) == {"laps": 2, **some}
+    untyped_options = {"colour": 3, "cars": ["a"]}  # have neither a type nor a plain default
+    options = {"laps": 2, **untyped_options}
+    assert PLAYS.arguments(f"{__name__}:untyped", options) == options
     with pytest.raises(ValidationError, match="valid integer"):
-        PLAYS.arguments(f"{__name__}:untyped", {"laps": "many", **some})
+        PLAYS.arguments(f"{__name__}:untyped", {"laps": "many", **untyped_options})
 
 
 def test_the_default_of_a_user_function_is_checked_too() -> None:
@@ -246,14 +253,14 @@ def test_the_default_of_a_user_function_is_checked_too() -> None:
     assert PLAYS.arguments(f"{__name__}:wrong_default", {"laps": 2}) == {"laps": 2}
 
 
-def test_a_registry_may_take_its_own_names_only() -> None:
+def test_a_registry_can_be_closed_to_import_paths() -> None:
     closed = Registry(kind="loss", registered={"play": play}, takes=("task",), importable=False)
     with pytest.raises(UnknownName, match=r"^unknown loss 'a:b'; known: play$"):
         closed.find("a:b")
 
 
 class Racer:
-    """A callable object, as some registries hold."""
+    """Class whose objects can be called, like some registered objects."""
 
     def __call__(self, task: object, *, laps: Annotated[int, Field(ge=1)] = 1) -> None: ...
 
@@ -267,7 +274,7 @@ class Racer:
     ],
     ids=["object", "partial", "class"],
 )
-def test_whatever_can_be_called_has_options(
+def test_objects_partials_and_classes_have_options(
     target: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError, match="1 validation error"):
@@ -275,15 +282,14 @@ def test_whatever_can_be_called_has_options(
 
 
 def test_descriptions_are_the_docstrings() -> None:
-    how = "how rewards are."
     assert option_descriptions(play) == {
-        "max_turns": "of one game, at most, of any agent.",
-        "scaled": how,
-        "clip": how,
+        "max_turns": "limit of one game, for each agent.",
+        "scaled": "scale of the rewards.",
+        "clip": "scale of the rewards.",
     }
 
 
-def test_a_module_describes_what_its_functions_share() -> None:
+def test_a_module_describes_the_options_that_its_functions_share() -> None:
     assert option_descriptions(invalid_reply)["coef"] == "size of the penalty."
     assert option_descriptions(invalid_reply)["rules"].startswith(
         "names in VALIDITY_RULES by agent;"

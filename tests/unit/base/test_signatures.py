@@ -1,4 +1,4 @@
-"""What a user wrote is refused before anything starts if a run could not call it."""
+"""Check before a run that it can call the functions and methods of a user."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_a_call_that_fails_is_refused(
     if message is None:
         check_call("it", target, arguments, **settings)
         return
-    with pytest.raises(OptionsError) as refused:
+    with pytest.raises(OptionsError) as caught:
         check_call("it", target, arguments, **settings)
-    assert str(refused.value) == f"it {message}"
+    assert str(caught.value) == f"it {message}"
 
 
 class World:
@@ -114,7 +114,7 @@ class AsyncReset(World):
 METHODS = {"reset": ("task",), "async step": ("action",)}
 
 
-@pytest.mark.parametrize("made", [lambda kind: kind, lambda kind: kind()], ids=["class", "object"])
+@pytest.mark.parametrize("make", [lambda kind: kind, lambda kind: kind()], ids=["class", "object"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -124,11 +124,11 @@ METHODS = {"reset": ("task",), "async step": ("action",)}
     ],
 )
 def test_a_method_that_is_missing_or_cannot_be_called_is_refused(
-    made: Callable[[type], Any], kind: type, message: str
+    make: Callable[[type], Any], kind: type, message: str
 ) -> None:
-    with pytest.raises(OptionsError) as refused:
-        check_methods("it", made(kind), METHODS)
-    assert str(refused.value) == message
+    with pytest.raises(OptionsError) as caught:
+        check_methods("it", make(kind), METHODS)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("target", [World, World()], ids=["class", "object"])

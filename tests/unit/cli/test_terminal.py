@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pexpect.spawn]:
-    """A bash in a folder with a run, in which mcore-mas was told to install its completion."""
+    """Start bash in a folder with a run, after `mcore-mas --install-completion`."""
     tmp_path = tmp_path_factory.mktemp("home")
     finished(tmp_path / "results", "my_first_run", 1)
     played = [
@@ -48,16 +48,16 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pexpect.spawn]:
     env |= {"PATH": f"{command.parent}:{os.environ['PATH']}", "INPUTRC": "/dev/null"}
     env.pop("COLUMNS", None)
     bash = ["-c", "mcore-mas --install-completion bash >/dev/null; exec bash --rcfile ~/.bashrc -i"]
-    there = pexpect.spawn(
+    process = pexpect.spawn(
         "bash", bash, cwd=tmp_path, env=env, timeout=40, encoding="utf-8", dimensions=(24, 80)
     )
-    said(there, "bind 'set enable-bracketed-paste off'")
-    yield there
-    there.close(force=True)
+    run_command(process, "bind 'set enable-bracketed-paste off'")
+    yield process
+    process.close(force=True)
 
 
-def said(shell: pexpect.spawn, line: str) -> list[str]:
-    """The lines that a command prints."""
+def run_command(shell: pexpect.spawn, line: str) -> list[str]:
+    """Run a command in the shell, and return the lines that it prints."""
     shell.sendline(f"{line}; echo done-$((1+1))")
     shell.expect_exact("$((1+1))")
     shell.expect_exact("done-2")
@@ -86,9 +86,9 @@ def test_what_is_long_comes_in_pages_that_fit(shell: pexpect.spawn) -> None:
         ("show my_first_run", "my_first_run/train/traj"),
         ("explain my_first_run", "agent solver"),
     ):
-        lines = said(shell, f"mcore-mas {command}")
+        lines = run_command(shell, f"mcore-mas {command}")
         assert len(lines) > 24 and all(line.startswith("paged:") for line in lines), lines
         assert any(words in line for line in lines), lines
         tables = [line.removeprefix("paged:") for line in lines if re.search("[│┃━]", line)]
         assert tables and max(map(len, tables)) <= 80
-    assert max(map(len, said(shell, "mcore-mas ls"))) <= 80
+    assert max(map(len, run_command(shell, "mcore-mas ls"))) <= 80

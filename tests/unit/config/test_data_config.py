@@ -236,8 +236,8 @@ def test_a_generator_may_yield_its_tasks() -> None:
 
 def test_a_run_has_the_tasks_of_the_files_in_its_config(tmp_path: Path) -> None:
     """Rows of data files are converted; files of tasks are used as they are."""
-    own_task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
-    write_tasks(tmp_path / "own.parquet", [own_task])
+    task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")
+    write_tasks(tmp_path / "tasks.parquet", [task])
     train = write_problems(tmp_path / "train.jsonl", 4)
     values = resolve(
         [
@@ -245,14 +245,14 @@ def test_a_run_has_the_tasks_of_the_files_in_its_config(tmp_path: Path) -> None:
             "cold_start=null",
             "data.generator=null",
             f"data.train=[{{path: {train}, format: math, limit: 2}}]",
-            f"data.validation={tmp_path / 'own.parquet'}",
-            f"data.test={tmp_path / 'own.parquet'}",
+            f"data.validation={tmp_path / 'tasks.parquet'}",
+            f"data.test={tmp_path / 'tasks.parquet'}",
         ]
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(tmp_path / "config.yaml", tmp_path / "tasks")
     assert prompts(read_tasks(tmp_path / "tasks" / "train.parquet")) == ["train 0?", "train 1?"]
-    assert read_tasks(tmp_path / "tasks" / "test.parquet") == [own_task]
+    assert read_tasks(tmp_path / "tasks" / "test.parquet") == [task]
 
 
 def test_a_task_twice_or_of_an_unknown_environment_is_refused_at_the_start(tmp_path: Path) -> None:

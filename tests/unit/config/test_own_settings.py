@@ -18,7 +18,7 @@ from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.engines.sglang.build import sglang_settings
 
-OWN = [
+VERIFIER_OVERRIDES = [
     "policies.verifier.overrides.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
     "policies.verifier.overrides.engine={max_length: 256, slots: 8}",
     "policies.verifier.overrides.trainer={microbatch_tokens: 1024, updates_per_step: 4}",
@@ -32,7 +32,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_settings_of_a_policy_replace_those_of_the_run() -> None:
-    run = config(*OWN)
+    run = config(*VERIFIER_OVERRIDES)
     solver = for_policy(run, "solver")
     verifier = for_policy(run, "verifier")
     assert solver == run
@@ -114,7 +114,7 @@ def samples_of_two_policies(**fields: Any) -> list[Sample]:
 def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:
     """The ranks and the policy trainer of each of two policies get the policy's settings."""
     run = config(
-        OWN[1],
+        VERIFIER_OVERRIDES[1],
         "policies.verifier.overrides.loss={name: gspo, aggregation: seq_mean_token_mean, "
         "kl: {coef: 0.1, estimate: k3}}",
         "policies.verifier.overrides.trainer={microbatch_tokens: 1024, minibatch: 4, passes: 2}",
@@ -152,7 +152,7 @@ def test_another_loss_does_not_get_the_options_of_the_runs_loss() -> None:
 
 
 def test_the_samples_of_each_policy_are_split_into_its_updates() -> None:
-    run = config(*OWN)
+    run = config(*VERIFIER_OVERRIDES)
     samples = samples_of_two_policies()
     group: Any = SimpleNamespace(cost_model=SimpleNamespace(spread=False))
     for policy, sizes, entropy_coef in (
@@ -172,7 +172,7 @@ def engine_devices(run: RunConfig) -> list[tuple[str, int]]:
 
 
 def test_each_policy_has_its_own_engine() -> None:
-    run = config(*OWN, "policies.verifier.bf16=true")
+    run = config(*VERIFIER_OVERRIDES, "policies.verifier.bf16=true")
     models = {policy: policy for policy in run.policies}
     requests = engine_requests(run, models, Path("log"), trained=False)
     assert [

@@ -1,4 +1,4 @@
-"""Policies that hold one frozen model together: who they are, what they take, and what is refused."""
+"""Policies that share one frozen base model: their ranks, their memory, and settings that are refused."""
 
 import pytest
 
@@ -26,58 +26,62 @@ def config(*overrides: str) -> RunConfig:
     )
 
 
-def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
-    critic = [
+def test_policies_that_share_a_base_use_the_ranks_of_the_first() -> None:
+    settings = [
         "+policies.verifier.critic.lr=1e-3",
         "policies.solver.tp=2",
         "+policies.verifier.tp=2",
+        "+engine.device=cpu",
     ]
-    critic.append("+engine.device=cpu")
-    apart, together = config(*LORA, *critic), config(*LORA, *critic, *SHARED)
-    assert [(t.policy, t.part, t.devices) for t in list_worker_groups(apart, "GPU")] == [
+    separate = config(*LORA, *settings)
+    shared = config(*LORA, *settings, *SHARED)
+    separate_groups = list_worker_groups(separate, "GPU")
+    assert [(group.policy, group.part, group.devices) for group in separate_groups] == [
         ("solver", "trainer", 2),
         ("verifier", "trainer", 2),
         ("verifier", "critic", 2),
     ]
-    assert [(t.policy, t.part, t.devices) for t in list_worker_groups(together, "GPU")] == [
+    shared_groups = list_worker_groups(shared, "GPU")
+    assert [(group.policy, group.part, group.devices) for group in shared_groups] == [
         ("solver", "trainer", 2)
     ]
-    # and a CPU for the embedded engine, in which both adapters are
-    assert [(t.policy, t.part) for t in list_worker_groups(together, "CPU")] == [
+    # On CPUs, the embedded engine needs a device too. It has the adapters of both policies.
+    assert [(group.policy, group.part) for group in list_worker_groups(shared, "CPU")] == [
         ("solver", "trainer"),
         ("solver", "engine"),
     ]
-    assert trainers_by_ranks(apart) == [
+    assert trainers_by_ranks(separate) == [
         [("solver", "trainer")],
         [("verifier", "trainer")],
         [("verifier", "critic")],
     ]
-    assert trainers_by_ranks(together) == [
+    assert trainers_by_ranks(shared) == [
         [("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]
     ]
-    assert (together.holder("solver"), together.holder("verifier")) == ("solver", "solver")
+    assert shared.holder("solver") == "solver"
+    assert shared.holder("verifier") == "solver"
 
 
 def test_the_plan_counts_the_frozen_model_once() -> None:
     architecture = planned_architecture("Qwen3-4B")
     models = dict.fromkeys(POLICIES, architecture)
     bf16 = [f"+policies.{name}.bf16=true" for name in POLICIES]
-    apart = config(*LORA, *bf16)
-    together = config(*LORA, *SHARED, *bf16)
+    separate = config(*LORA, *bf16)
+    shared = config(*LORA, *SHARED, *bf16)
 
-    lora = apart.policies["solver"].lora
+    lora = separate.policies["solver"].lora
     base = 2 * count_parameters(architecture)
     adapter = 2 * count_adapter_parameters(architecture, ParallelLayout(), lora)
-    weights_apart = [memory.weights for memory in estimate_trainers(apart, models).values()]
-    weights_together = [memory.weights for memory in estimate_trainers(together, models).values()]
-    assert weights_apart == [base + adapter, base + adapter]
-    assert weights_together == [base + adapter, adapter]
+    separate_weights = [memory.weights for memory in estimate_trainers(separate, models).values()]
+    shared_weights = [memory.weights for memory in estimate_trainers(shared, models).values()]
+    assert separate_weights == [base + adapter, base + adapter]
+    assert shared_weights == [base + adapter, adapter]
 
     # The trainers that share a rank add up, but only one of them has activations at a time.
-    verifier = estimate_trainers(together, models)["verifier", "trainer"]
-    update_apart = estimate_peak_memory(apart, models, GPUS["H100"]).update
-    update_together = estimate_peak_memory(together, models, GPUS["H100"]).update
-    assert update_together - update_apart == pytest.approx(verifier.persistent)
+    verifier = estimate_trainers(shared, models)["verifier", "trainer"]
+    separate_update = estimate_peak_memory(separate, models, GPUS["H100"]).update
+    shared_update = estimate_peak_memory(shared, models, GPUS["H100"]).update
+    assert shared_update - separate_update == pytest.approx(verifier.persistent)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,9 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
         ([*LORA, "+policies.solver.share_base=maybe"], "policies.solver.share_base"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_in_a_line(overrides: list[str], message: str) -> None:
+def test_policies_that_cannot_share_a_base_are_refused_in_one_line(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         config(*overrides)
     assert "\n" not in str(caught.value)

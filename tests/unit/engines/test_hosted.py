@@ -1,4 +1,4 @@
-"""The embedded engine in its actor: one that does not answer is started again."""
+"""Embedded engine in an actor: an actor that does not answer is started again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.tiny import MAX_LENGTH, make_model
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_stopped_is_started_again_and_says_the_same(
+def test_a_stopped_actor_is_started_again_and_gives_the_same_reply(
     tmp_path: Path, running_ray: None
 ) -> None:
     make_model(0).save_pretrained(tmp_path / "model")
-    told: list[str] = []
+    messages: list[str] = []
     engine = HostedEngine(
         EmbeddedSettings(folder=tmp_path / "model", max_length=MAX_LENGTH, restarts=1, hang_s=20.0),
-        tell=told.append,
+        tell=messages.append,
     )
     sampling = Sampling(max_tokens=30, seed=3)
 
@@ -37,7 +37,7 @@ def test_an_actor_that_is_stopped_is_started_again_and_says_the_same(
     finally:
         engine.close()
     assert first == second
-    assert told == [
+    assert messages == [
         "the engine's actor has not answered for 20 s",
         "the engine's actor died; started again with version 0, 0 starts left",
     ]

@@ -15,7 +15,7 @@ PROBS = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04, 0.0, 0.0])
 def draw(
     probs: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
 ) -> np.ndarray:
-    """Observed frequencies over `DRAWS` rows with seeds 0, 1, 2, ..."""
+    """Return the frequencies of tokens over `DRAWS` rows with seeds 0, 1, 2, ..."""
     logits = torch.from_numpy(np.log(np.maximum(probs, 1e-30))).float().expand(DRAWS, -1)
     full = np.full(DRAWS, 1.0, dtype=np.float32)
     tokens, _ = sample_tokens(
@@ -29,7 +29,7 @@ def draw(
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "candidates"),
     [
         ({}, 8),
         ({"temperature": 0.5}, 8),
@@ -40,15 +40,16 @@ def draw(
         ({"top_p": 1e-6}, 1),
     ],
 )
-def test_frequencies_pass_chi_square(settings: dict, kept: int) -> None:
+def test_frequencies_pass_chi_square(settings: dict, candidates: int) -> None:
     order = np.random.default_rng(0).permutation(len(PROBS))
-    right = PROBS ** (1 / settings.get("temperature", 1.0))
-    right[kept:] = 0
-    right /= right.sum()
-    seen = draw(PROBS[order], **settings)[np.argsort(order)]
-    assert seen[right == 0].sum() == 0
-    likely = right > 0
-    chi_square = (DRAWS * (seen[likely] - right[likely]) ** 2 / right[likely]).sum()
+    expected = PROBS ** (1 / settings.get("temperature", 1.0))
+    expected[candidates:] = 0
+    expected /= expected.sum()
+    frequencies = draw(PROBS[order], **settings)[np.argsort(order)]
+    assert frequencies[expected == 0].sum() == 0
+    possible = expected > 0
+    squares = (frequencies[possible] - expected[possible]) ** 2
+    chi_square = (DRAWS * squares / expected[possible]).sum()
     assert chi_square < 20.5  # 99.9 % point of chi-square with 5 degrees of freedom
 
 

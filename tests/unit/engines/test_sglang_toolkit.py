@@ -22,7 +22,7 @@ def write_program(path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a driver alone: a folder of programs, and SGLang's environment without a toolkit."""
+    """Return the folder of a machine with a driver, programs, and SGLang's environment without a toolkit."""
     monkeypatch.setattr(toolkit, "_TOOLKIT", tmp_path / "usr_local_cuda")
     for variable in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(variable, raising=False)
@@ -47,13 +47,13 @@ def test_a_node_with_the_driver_alone_uses_the_toolkit_of_sglangs_environment(no
     }
 
 
-@pytest.mark.parametrize("place", ["usr_local_cuda/bin/nvcc", "programs/nvcc", "home/bin/nvcc"])
-def test_a_toolkit_of_the_machine_comes_first(node: Path, place: str) -> None:
+@pytest.mark.parametrize("compiler", ["usr_local_cuda/bin/nvcc", "programs/nvcc", "home/bin/nvcc"])
+def test_a_toolkit_of_the_machine_comes_first(node: Path, compiler: str) -> None:
     python = node / "env" / "bin" / "python"
     write_program(node / "env" / "cuda" / "bin" / "nvcc")
-    write_program(node / place)
+    write_program(node / compiler)
     environment = {"PATH": str(node / "programs")}
-    if place.startswith("home"):
+    if compiler.startswith("home"):
         environment["CUDA_HOME"] = str(node / "home")
     assert "CUDA_HOME" not in build_environment(python, environment)
     assert toolchain_problem(python, environment) == ""

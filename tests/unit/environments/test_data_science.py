@@ -215,13 +215,15 @@ def steps(box: Any, *actions: str, task: Task = TASK, **options: Any) -> list[St
 
 def test_one_agent_can_step_it_too(box: Sandbox) -> None:
     write = code("open('submission.csv', 'w').write('id,y\\n3,7\\n4,9\\n')")
-    seen, nothing, done = steps(box, code("print(40 + 2)"), "hello", write, max_turns=3)
-    assert (seen.observation, seen.done, seen.tools[0].tool) == ("42", False, "python")
-    assert (nothing.observation, nothing.done) == (
-        "There was neither a program nor <submit>.",
-        False,
-    )
-    assert (done.done, done.reward, done.metrics["solved"]) == (True, 1.0, 1.0)
+    first, second, last = steps(box, code("print(40 + 2)"), "hello", write, max_turns=3)
+    assert first.observation == "42"
+    assert not first.done
+    assert first.tools[0].tool == "python"
+    assert second.observation == "There was neither a program nor <submit>."
+    assert not second.done
+    assert last.done
+    assert last.reward == 1.0
+    assert last.metrics["solved"] == 1.0
     assert steps(box, "<submit>")[0].metrics["submitted"] == 0.0
 
 
@@ -319,7 +321,7 @@ performance = accuracy_score(actual[args.value], submission[args.value])
 
 
 def folder(root: Path) -> Path:
-    """DSBench's layout with one task that can be scored and one of several columns."""
+    """Return a folder in DSBench's layout, with a task that can be scored and a task of several columns."""
     (root / "data.json").write_text('{"name": "titanic", "size": "1"}\n{"name": "wide"}\n')
     files = {
         "evaluation/titanic_eval.py": EVALUATION,

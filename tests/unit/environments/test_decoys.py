@@ -23,8 +23,8 @@ def test_the_expected_value_is_among_fifteen_different_decoys(expected: Any) -> 
 
 def test_the_decoys_of_a_number_are_near_it_except_for_two() -> None:
     values = [literal_eval(text) for text in draw_candidates(5).texts]
-    far_values = [value for value in values if abs(value - 5) > 1000]
-    assert sorted(far_values) == [-(10**15), 10**15]
+    distant_values = [value for value in values if abs(value - 5) > 1000]
+    assert sorted(distant_values) == [-(10**15), 10**15]
 
 
 @pytest.mark.parametrize("expected", [True, False, None])

@@ -313,20 +313,20 @@ def equal_changes() -> list[tuple[str, str, str]]:
     wrong = []
     for number in range(ANSWERS):
         truth, changed = KINDS[number % len(KINDS)](draw)
-        for given, right in ((changed, truth), (truth, changed)):
-            comparison = compare_answers(given, right)
+        for answer, reference in ((changed, truth), (truth, changed)):
+            comparison = compare_answers(answer, reference)
             if comparison != "different":
-                wrong.append((given, right, str(comparison)))
+                wrong.append((answer, reference, str(comparison)))
     return wrong
 
 
 def different_spellings() -> list[tuple[str, str, str]]:
     """Return the spellings that are not equal, with their truth and verdict."""
     return [
-        (given, truth, str(compare_answers(given, truth)))
+        (spelling, truth, str(compare_answers(spelling, truth)))
         for truth, spellings in SPELLINGS
-        for given in spellings
-        if compare_answers(given, truth) != "equal"
+        for spelling in spellings
+        if compare_answers(spelling, truth) != "equal"
     ]
 
 

@@ -39,7 +39,7 @@ def test_last_boxed(text, content):
 
 
 @pytest.mark.parametrize(
-    ("given", "truth", "equal"),
+    ("answer", "truth", "equal"),
     [
         ("42", "42", True),
         ("042", "42", True),
@@ -53,8 +53,8 @@ def test_last_boxed(text, content):
         ("", "0", False),
     ],
 )
-def test_equal_answers(given, truth, equal):
-    assert compare_answers(given, truth) == ("equal" if equal else "different")
+def test_equal_answers(answer, truth, equal):
+    assert compare_answers(answer, truth) == ("equal" if equal else "different")
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,25 @@ def test_equal_answers(given, truth, equal):
         ("\\boxed{x+1}", ("y", "x + 1"), True, 1),  # the first truth is mathematics
         ("\\boxed{x+1}", ("x + 1", "y"), True, 0),
         ("\\boxed{1/2=0.5}", ("0.5",), True, 1),
-        (
-            "\\boxed{" + "1" * 300 + "}",
-            ("1" * 300,),
-            True,
-            1,
-        ),  # long ones are read off the event loop
+        # Long answers are read in a thread, and not on the event loop.
+        ("\\boxed{" + "1" * 300 + "}", ("1" * 300,), True, 1),
     ],
 )
 def test_answers_that_texts_decide_take_no_thread(monkeypatch, text, answers, right, threads):
     calls = []
     to_thread = asyncio.to_thread
 
-    def counted(*arguments):
+    def to_thread_and_count(*arguments):
         calls.append(arguments)
         return to_thread(*arguments)
 
-    monkeypatch.setattr(asyncio, "to_thread", counted)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread_and_count)
     assert score(text, *answers).reward == float(right)
     assert len(calls) == threads
 
 
 @pytest.mark.parametrize(
-    ("given", "truth", "equal"),
+    ("answer", "truth", "equal"),
     [
         ("\\frac{1}{2}", "0.5", True),
         ("1+x", "x+1", True),
@@ -98,8 +94,8 @@ def test_answers_that_texts_decide_take_no_thread(monkeypatch, text, answers, ri
         ("seven", "7", False),
     ],
 )
-def test_equal_as_mathematics(given, truth, equal):
-    assert compare_answers(given, truth) == ("equal" if equal else "different")
+def test_equal_as_mathematics(answer, truth, equal):
+    assert compare_answers(answer, truth) == ("equal" if equal else "different")
 
 
 def test_right_answer_scores_one():

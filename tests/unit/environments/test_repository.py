@@ -29,12 +29,14 @@ ROLES = {"player": "repairer"}
 SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n"
 
 
-def packed_check(name: str, function: str, given: int, expected: Any, passes_before: bool) -> str:
+def packed_check(
+    name: str, function: str, argument: int, expected: Any, passes_before: bool
+) -> str:
     check = CheckCall(
         name=name,
         module="pkg.m",
         function=function,
-        arguments=(given,),
+        arguments=(argument,),
         expected=expected,
         passes_before=passes_before,
     )

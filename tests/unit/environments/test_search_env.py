@@ -145,9 +145,9 @@ def test_a_preview_changes_no_count() -> None:
             "token_f1": 2 / 3,
         }
         assert (await env.preview("<search>a</search>")).metrics["searches"] == 1
-        found = await env.step("<search>a</search>")
-        assert found.metrics == {"searches": 1, "invalid_searches": 0}
-        assert found.passages == ("Alpha.", "Beta.")
+        search = await env.step("<search>a</search>")
+        assert search.metrics == {"searches": 1, "invalid_searches": 0}
+        assert search.passages == ("Alpha.", "Beta.")
 
     asyncio.run(run())
 

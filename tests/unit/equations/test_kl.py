@@ -1,4 +1,4 @@
-"""Estimates of a KL divergence against sums over a whole small distribution, and the adaptive coefficient by hand."""
+"""Estimates of a KL divergence against sums over a small distribution; the adaptive coefficient by hand."""
 
 import math
 from dataclasses import asdict
@@ -22,13 +22,13 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def near(logits: list[float], reference: list[float]) -> bool:
-    """Whether no token's k3 reaches 10."""
+def is_below_limit(logits: list[float], reference: list[float]) -> bool:
+    """Return True if the k3 of every token is below its limit, 10."""
     return float((log_softmax(logits) - log_softmax(reference)).abs().max()) < 2.5
 
 
 def expected(kind: str, logits: list[float], reference: Tensor) -> tuple[Tensor, Tensor]:
-    """E[value] and E[gradient by the logits] over tokens drawn from softmax(logits), exactly."""
+    """Compute the exact expectations of an estimate and of its gradient, over tokens from softmax(logits)."""
     leaf = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     logprobs = leaf.log_softmax(-1)
     mean = (logprobs.exp().detach() * KL_ESTIMATES[kind](logprobs, reference)).sum()
@@ -44,13 +44,13 @@ def true_gradient(logits: list[float], reference: Tensor, *, forward: bool = Fal
 
 
 def test_estimates_by_hand() -> None:
-    # d = log 2 where the policy is twice as likely, −log 4 where it is four times less so, 0 where they agree
+    # The difference d of the log-probabilities is log 2 for the first token, to which the policy gives
+    # twice the reference's probability; −log 4 for the second; and 0 for the third.
     logprobs = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).log()
     reference = torch.tensor([0.4, 0.4, 0.1], dtype=torch.float64).log()
     assert k1(logprobs, reference).tolist() == pytest.approx([math.log(2), -math.log(4), 0])
-    assert k2(logprobs, reference).tolist() == pytest.approx(
-        [0.2402265, 0.9609060, 0]
-    )  # ln²2 / 2, ln²4 / 2
+    # ln²2 / 2 and ln²4 / 2
+    assert k2(logprobs, reference).tolist() == pytest.approx([0.2402265, 0.9609060, 0])
     assert k3(logprobs, reference).tolist() == pytest.approx(
         [1 / 2 - 1 + math.log(2), 4 - 1 - math.log(4), 0]
     )
@@ -70,7 +70,7 @@ def test_d10_k3_is_at_most_10_and_pulls_no_further() -> None:
 def test_all_but_k2_have_the_divergence_as_their_mean(
     kind: str, logits: list[float], reference: list[float]
 ) -> None:
-    assume(near(logits, reference) or "k3" not in kind)  # beyond, k3 is cut off
+    assume(is_below_limit(logits, reference) or "k3" not in kind)  # beyond, k3 is cut off
     value, _ = expected(kind, logits, log_softmax(reference))
     assert float(value) == pytest.approx(
         float(divergence(log_softmax(logits), log_softmax(reference))), abs=1e-9
@@ -104,7 +104,7 @@ def test_k1_pulls_nowhere_and_k3_along_the_other_direction(
     assert torch.allclose(
         expected("k1", logits, log_softmax(reference))[1], torch.zeros(3).double(), atol=1e-9
     )
-    assume(near(logits, reference))
+    assume(is_below_limit(logits, reference))
     k3_gradient = expected("k3", logits, log_softmax(reference))[1]
     assert torch.allclose(
         k3_gradient, true_gradient(logits, log_softmax(reference), forward=True), atol=1e-9

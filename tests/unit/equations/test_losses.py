@@ -32,10 +32,10 @@ def doubles(*values: float) -> Tensor:
 
 
 def tokens(ratios: list[float], advantages: list[float], **columns: Any) -> TokenBatch:
-    """Tokens whose probability is `ratios` times the sampler's."""
+    """Return tokens whose probabilities are `ratios` times those of the sampler."""
     n = len(ratios)
     zeros = torch.zeros(n, dtype=torch.float64)
-    known: dict[str, Any] = {
+    default_columns: dict[str, Any] = {
         "logprobs": doubles(*(math.log(r) + OLD for r in ratios)).requires_grad_(),
         "behaviour": torch.full((n,), OLD, dtype=torch.float64),
         "advantages": doubles(*advantages),
@@ -44,7 +44,7 @@ def tokens(ratios: list[float], advantages: list[float], **columns: Any) -> Toke
         "kl_coef": zeros,
         "entropy_coef": zeros,
     }
-    return TokenBatch(**known | columns)
+    return TokenBatch(**default_columns | columns)
 
 
 def gradient(loss: Tensor, at: TokenBatch) -> list[float]:
@@ -53,10 +53,8 @@ def gradient(loss: Tensor, at: TokenBatch) -> list[float]:
 
 
 def test_ppo_clip_by_hand() -> None:
-    given_tokens = tokens([1.0, 1.5, 0.5, 1.5, 0.5, 4.0], [2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
-    loss, statistics = ppo_clip(
-        given_tokens, given_tokens.behaviour, clip_low=0.2, clip_high=0.3, dual_clip=3.0
-    )
+    batch = tokens([1.0, 1.5, 0.5, 1.5, 0.5, 4.0], [2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
+    loss, statistics = ppo_clip(batch, batch.behaviour, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     # -rA; clipped above at 1.3; not clipped below for A > 0; A < 0: max(-rA, -clip(r)A), at most 3|A|
     assert loss.tolist() == pytest.approx([-2.0, -2.6, -1.0, 1.5, 0.8, 3.0])
     assert statistics["clip_fraction"].tolist() == [0, 1, 0, 0, 1, 0]
@@ -64,13 +62,13 @@ def test_ppo_clip_by_hand() -> None:
     assert statistics["clip_fraction_low"].tolist() == [0, 0, 0, 0, 1, 0]
     assert statistics["clip_fraction_dual"].tolist() == [0, 0, 0, 0, 0, 1]
     # no pull where a clip holds
-    assert gradient(loss, given_tokens) == pytest.approx([-2.0, 0, -1.0, 1.5, 0, 0])
+    assert gradient(loss, batch) == pytest.approx([-2.0, 0, -1.0, 1.5, 0, 0])
 
 
 def test_the_distance_to_the_old_policy_by_hand() -> None:
     ratios = [1.0, 1.5, 0.5]
-    given_tokens = tokens(ratios, [1.0, 1.0, 1.0])
-    _, statistics = ppo_clip(given_tokens, given_tokens.behaviour)
+    batch = tokens(ratios, [1.0, 1.0, 1.0])
+    _, statistics = ppo_clip(batch, batch.behaviour)
     # the old policy sampled: k3 of KL(π_old‖π) is r − 1 − log r
     assert statistics["kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
     for name in ("ratio", "ratio_max", "ratio_min"):
@@ -87,38 +85,36 @@ def test_the_distance_is_a_divergence_in_expectation() -> None:
 
 @pytest.mark.parametrize("name", ["reinforce", "ppo_clip", "gspo"])
 def test_on_policy_every_loss_is_the_policy_gradient(name: str) -> None:
-    given_tokens = tokens([1.0, 1.0], [0.5, -3.0])
-    loss, _ = LOSSES[name](given_tokens, given_tokens.logprobs.detach())
-    assert gradient(loss, given_tokens) == pytest.approx([-0.5, 3.0])
+    batch = tokens([1.0, 1.0], [0.5, -3.0])
+    loss, _ = LOSSES[name](batch, batch.logprobs.detach())
+    assert gradient(loss, batch) == pytest.approx([-0.5, 3.0])
 
 
 def test_reinforce_has_no_ratio() -> None:
-    given_tokens = tokens([4.0, 0.5], [2.0, -1.0])
-    loss, statistics = reinforce(given_tokens, given_tokens.behaviour)
+    batch = tokens([4.0, 0.5], [2.0, -1.0])
+    loss, statistics = reinforce(batch, batch.behaviour)
     assert loss.tolist() == pytest.approx([-2 * (math.log(4) - 1), -math.log(2) - 1])
-    assert gradient(loss, given_tokens) == pytest.approx([-2.0, 1.0])
+    assert gradient(loss, batch) == pytest.approx([-2.0, 1.0])
     assert statistics["ratio"].tolist() == pytest.approx([4.0, 0.5])
 
 
 def test_gspo_clips_whole_replies() -> None:
     # reply 0: ratios (4, 1) with s = 2; reply 1: (0.25, 1) with s = 1/2, interleaved
-    given_tokens = tokens(
+    batch = tokens(
         [4.0, 0.25, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], sequences=torch.tensor([0, 1, 0, 1])
     )
-    loss, statistics = gspo(given_tokens, given_tokens.behaviour, clip_low=0.2, clip_high=0.2)
+    loss, statistics = gspo(batch, batch.behaviour, clip_low=0.2, clip_high=0.2)
     assert loss.tolist() == pytest.approx([-1.2, -0.5, -1.2, -0.5])
     assert statistics["clip_fraction_high"].tolist() == [1, 0, 1, 0]
     assert statistics["ratio"].tolist() == pytest.approx([2.0, 0.5, 2.0, 0.5])
     # −s_i A for each token that is not clipped, whatever its own ratio
-    assert gradient(loss, given_tokens) == pytest.approx([0, -0.5, 0, -0.5])
+    assert gradient(loss, batch) == pytest.approx([0, -0.5, 0, -0.5])
 
 
 def test_gspo_has_a_dual_clip() -> None:
-    given_tokens = tokens([4.0], [-1.0])
-    assert gspo(given_tokens, given_tokens.behaviour)[0].tolist() == pytest.approx([4.0])
-    assert gspo(given_tokens, given_tokens.behaviour, dual_clip=3.0)[0].tolist() == pytest.approx(
-        [3.0]
-    )
+    batch = tokens([4.0], [-1.0])
+    assert gspo(batch, batch.behaviour)[0].tolist() == pytest.approx([4.0])
+    assert gspo(batch, batch.behaviour, dual_clip=3.0)[0].tolist() == pytest.approx([3.0])
 
 
 @given(
@@ -132,35 +128,35 @@ def test_gspo_by_token_is_gspo_by_sequence(
     length = min(length, len(log_ratios) - 1)
     lengths = [length, len(log_ratios) - length]
     sequences = torch.tensor([0, 1]).repeat_interleave(torch.tensor(lengths))
-    given_tokens = tokens(
+    batch = tokens(
         [math.exp(x) for x in log_ratios],
         [advantages[i] for i in sequences.tolist()],
         sequences=sequences,
     )
-    by_token, _ = gspo(given_tokens, given_tokens.behaviour, clip_low=0.1, clip_high=0.15)
+    by_token, _ = gspo(batch, batch.behaviour, clip_low=0.1, clip_high=0.15)
     weights = token_weights(torch.tensor(lengths), mode="seq_mean_token_mean")[sequences]
     # eq. 5 of the paper: mean over replies of min(s A, clip(s) A), s = exp(mean log ratio)
-    log_ratio = given_tokens.logprobs - given_tokens.behaviour
+    log_ratio = batch.logprobs - batch.behaviour
     s = torch.stack([log_ratio[sequences == i].mean() for i in (0, 1)]).exp()
     by_sequence = (
         -torch.minimum(s * doubles(*advantages), s.clamp(0.9, 1.15) * doubles(*advantages)) / 2
     )
     assert (by_token * weights).sum().item() == pytest.approx(by_sequence.sum().item())
-    assert gradient(by_token * weights, given_tokens) == pytest.approx(
-        gradient(by_sequence, given_tokens), abs=1e-12
+    assert gradient(by_token * weights, batch) == pytest.approx(
+        gradient(by_sequence, batch), abs=1e-12
     )
 
 
 def test_cross_entropy_is_the_negative_log_likelihood() -> None:
-    given_tokens = tokens([1.0, math.e], [0.0, 0.0])
-    loss, statistics = cross_entropy(given_tokens, given_tokens.behaviour)
+    batch = tokens([1.0, math.e], [0.0, 0.0])
+    loss, statistics = cross_entropy(batch, batch.behaviour)
     assert loss.tolist() == pytest.approx([1.0, 0.0])
     assert statistics == {}
 
 
 def test_an_objective_without_correction_starts_from_the_sampler() -> None:
-    given_tokens = tokens([1.5], [2.0], proximal=doubles(OLD + 5))
-    loss, statistics = Objective()(given_tokens)
+    batch = tokens([1.5], [2.0], proximal=doubles(OLD + 5))
+    loss, statistics = Objective()(batch)
     assert loss.tolist() == pytest.approx([-2.4])
     assert statistics["ratio"].tolist() == pytest.approx([1.5])
     assert not [name for name in statistics if name.startswith("correction")]
@@ -168,36 +164,36 @@ def test_an_objective_without_correction_starts_from_the_sampler() -> None:
 
 def test_decoupled_ppo_by_hand() -> None:
     # π/μ = 3 = π/π_old · π_old/μ: 1.5 of the update, clipped to 1.2, and 2 of the sampler's, as a weight
-    given_tokens = tokens([3.0, 1.0], [1.0, 1.0], proximal=doubles(OLD + math.log(2), OLD))
-    loss, statistics = Objective(correction="importance")(given_tokens)
+    batch = tokens([3.0, 1.0], [1.0, 1.0], proximal=doubles(OLD + math.log(2), OLD))
+    loss, statistics = Objective(correction="importance")(batch)
     assert loss.tolist() == pytest.approx([-2 * 1.2, -1.0])
     assert statistics["ratio"].tolist() == pytest.approx([1.5, 1.0])
     assert statistics["correction_weight"].tolist() == pytest.approx([2.0, 1.0])
     assert statistics["correction_masked"].tolist() == [0, 0]
-    assert gradient(loss, given_tokens) == pytest.approx([0, -1.0])
+    assert gradient(loss, batch) == pytest.approx([0, -1.0])
 
 
 def test_the_first_update_of_a_step_is_weighted_policy_gradient() -> None:
-    given_tokens = tokens([3.0, 1.5], [1.0, 1.0])
-    loss, statistics = Objective(correction="importance")(given_tokens)
+    batch = tokens([3.0, 1.5], [1.0, 1.0])
+    loss, statistics = Objective(correction="importance")(batch)
     assert statistics["ratio"].tolist() == [1.0, 1.0]
-    assert gradient(loss, given_tokens) == pytest.approx([-3.0, -1.5])
+    assert gradient(loss, batch) == pytest.approx([-3.0, -1.5])
     # a token whose proximal is NaN takes the current policy, too
-    with_nan = replace(given_tokens, proximal=doubles(math.nan, math.nan))
-    assert gradient(Objective(correction="importance")(with_nan)[0], given_tokens) == pytest.approx(
+    with_nan = replace(batch, proximal=doubles(math.nan, math.nan))
+    assert gradient(Objective(correction="importance")(with_nan)[0], batch) == pytest.approx(
         [-3.0, -1.5]
     )
 
 
 def test_importance_weighted_reinforce_is_the_unclipped_ratio() -> None:
-    given_tokens = tokens([3.0, 0.25], [1.0, -2.0])
-    weighted, _ = Objective(loss="reinforce", correction="importance")(given_tokens)
-    plain = -(given_tokens.logprobs - given_tokens.behaviour).exp() * given_tokens.advantages
-    assert gradient(weighted, given_tokens) == pytest.approx(gradient(plain, given_tokens))
+    batch = tokens([3.0, 0.25], [1.0, -2.0])
+    weighted, _ = Objective(loss="reinforce", correction="importance")(batch)
+    plain = -(batch.logprobs - batch.behaviour).exp() * batch.advantages
+    assert gradient(weighted, batch) == pytest.approx(gradient(plain, batch))
 
 
 def test_masked_tokens_have_no_policy_gradient_but_keep_kl_and_entropy() -> None:
-    given_tokens = tokens(
+    batch = tokens(
         [9.0, 1.0],
         [1.0, 1.0],
         reference=doubles(OLD, OLD),
@@ -205,26 +201,24 @@ def test_masked_tokens_have_no_policy_gradient_but_keep_kl_and_entropy() -> None
         entropy=doubles(2.0, 2.0),
         entropy_coef=doubles(0.25, 0.0),
     )
-    loss, statistics = Objective(correction="icepop", kl="k2")(given_tokens)
+    loss, statistics = Objective(correction="icepop", kl="k2")(batch)
     # β · d²/2 − 0.25 · 2, and −A
     assert loss.tolist() == pytest.approx([0.25 * math.log(9) ** 2 - 0.5, -1.0])
-    assert gradient(loss, given_tokens) == pytest.approx([0.5 * math.log(9), -1.0])
+    assert gradient(loss, batch) == pytest.approx([0.5 * math.log(9), -1.0])
     assert statistics["correction_masked"].tolist() == [1, 0]
     assert statistics["correction_weight_max"].tolist() == pytest.approx([0, 1])
 
 
 def test_correction_options_reach_the_correction() -> None:
-    given_tokens = tokens([9.0, 1.0], [1.0, 1.0])
+    batch = tokens([9.0, 1.0], [1.0, 1.0])
     _, statistics = Objective(
         correction="tis", correction_options={"high": 2.5, "level": "geometric"}
-    )(given_tokens)
+    )(batch)
     assert statistics["correction_weight"].tolist() == pytest.approx([2.5, 2.5])
 
 
 def test_the_kl_term_by_hand() -> None:
-    given_tokens = tokens(
-        [2.0, 2.0], [0.0, 0.0], reference=doubles(OLD, OLD), kl_coef=doubles(0.1, 0.2)
-    )
+    batch = tokens([2.0, 2.0], [0.0, 0.0], reference=doubles(OLD, OLD), kl_coef=doubles(0.1, 0.2))
     d = math.log(2)
     for kind, value, slope in (
         ("k1", d, 1.0),
@@ -232,27 +226,27 @@ def test_the_kl_term_by_hand() -> None:
         ("k3", 0.5 - 1 + d, 0.5),
         ("k3+", d - 0.5, d),
     ):
-        loss, statistics = Objective(kl=kind)(given_tokens)
+        loss, statistics = Objective(kl=kind)(batch)
         assert loss.tolist() == pytest.approx([0.1 * value, 0.2 * value])
-        assert gradient(loss, given_tokens) == pytest.approx([0.1 * slope, 0.2 * slope])
+        assert gradient(loss, batch) == pytest.approx([0.1 * slope, 0.2 * slope])
         assert statistics["reference_kl"].tolist() == pytest.approx([value, value])
 
 
 def test_the_entropy_bonus_pulls() -> None:
     entropy = doubles(1.0, 2.0).requires_grad_()
-    given_tokens = tokens([1.0, 1.0], [0.0, 0.0], entropy=entropy, entropy_coef=doubles(0.0, 0.5))
-    loss, _ = Objective()(given_tokens)
+    batch = tokens([1.0, 1.0], [0.0, 0.0], entropy=entropy, entropy_coef=doubles(0.0, 0.5))
+    loss, _ = Objective()(batch)
     assert loss.tolist() == [0.0, -1.0]
     assert torch.autograd.grad(loss.sum(), entropy)[0].tolist() == [0.0, -0.5]
 
 
 def test_a_missing_reference_does_no_harm_where_none_is_wanted() -> None:
-    given_tokens = tokens(
+    batch = tokens(
         [2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.0)
     )
-    loss, statistics = Objective()(given_tokens)
+    loss, statistics = Objective()(batch)
     assert loss.isfinite().all()
-    assert all(math.isfinite(slope) for slope in gradient(loss, given_tokens))
+    assert all(math.isfinite(slope) for slope in gradient(loss, batch))
     assert statistics["reference_kl"].isnan().tolist() == [False, True]
 
 
@@ -267,10 +261,10 @@ def test_a_missing_reference_is_loud_where_one_is_wanted() -> None:
 
 @pytest.mark.parametrize("correction", ["none", "importance", "tis", "mis", "icepop"])
 def test_supervised_tokens_need_no_sampler(correction: str) -> None:
-    given_tokens = tokens([1.0, 0.5], [0.0, 0.0], behaviour=doubles(math.nan, math.nan))
-    loss, _ = Objective(loss="cross_entropy", correction=correction)(given_tokens)
+    batch = tokens([1.0, 0.5], [0.0, 0.0], behaviour=doubles(math.nan, math.nan))
+    loss, _ = Objective(loss="cross_entropy", correction=correction)(batch)
     assert loss.tolist() == pytest.approx([1.0, 1.0 + math.log(2)])
-    assert gradient(loss, given_tokens) == [-1.0, -1.0]
+    assert gradient(loss, batch) == [-1.0, -1.0]
 
 
 def test_an_objective_is_plain_data() -> None:

@@ -183,11 +183,11 @@ def test_every_dialect_continues_from_an_empty_reply(tmp_path: Path) -> None:
         ask: Any = partial(other.messages.create, model="a", max_tokens=900)
         chat: list[Any] = [{"role": "system", "content": "q"}]
         reply = await ask(messages=chat)
-        said = [block.model_dump(exclude_none=True) for block in reply.content]
+        content = [block.model_dump(exclude_none=True) for block in reply.content]
         await ask(
             messages=[
                 *chat,
-                {"role": "assistant", "content": said},
+                {"role": "assistant", "content": content},
                 {"role": "user", "content": "r"},
             ]
         )

@@ -134,8 +134,8 @@ def test_a_layer_computes_the_recorded_experts(tmp_path: Path, one_rank: None) -
     tokens = x[:, 0]
     logits = tokens @ weights["model.layers.0.mlp.gate.weight"].t()
     recorded = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0], [0, 2]])
-    own_choice = logits.topk(2).indices
-    is_different = (own_choice.sort().values != recorded.sort().values).any(1)
+    router_choice = logits.topk(2).indices
+    is_different = (router_choice.sort().values != recorded.sort().values).any(1)
     assert is_different.sum() >= 3
 
     def expert_output(expert: int, token: Tensor) -> Tensor:

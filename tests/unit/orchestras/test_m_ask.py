@@ -8,7 +8,7 @@ from rollout.orchestras.m_ask import change_plan, format_plan
 from rollout.orchestras.replies import PlanStep, parse_change, parse_plan, parse_search, read_plan
 from rollout.records.trajectory import Task, Trajectory
 from tests.support.casts import speakers, validity
-from tests.support.shipped import Library, play_shipped, seen
+from tests.support.shipped import Library, last_message, play_shipped
 
 TASK = Task(
     id="t",
@@ -62,7 +62,7 @@ def test_each_round_is_paid_the_difference_that_it_made() -> None:
 
 def test_prompts_show_the_plan_the_answer_and_the_queries() -> None:
     trajectory = play(PLAN, SEARCH, EVIDENCE, UPDATE, ALICE, "<end>")
-    prompts = [seen(trajectory, index) for index in range(6)]
+    prompts = [last_message(trajectory, index) for index in range(6)]
     first_plan = "t1: Which book? | unknown\nt2: Who wrote it? | Bob\n"
     updated_plan = "t1: Which book? | unknown\nt2: Who wrote it? | Alice\n"
 
@@ -91,9 +91,9 @@ def test_the_answer_of_the_plan_is_final_without_a_search() -> None:
 def test_malformed_replies_add_nothing_and_are_penalized() -> None:
     trajectory = play("Bob, I think.", SEARCH, "By Alice.", "t2 is Alice", "Alice", "<search>")
     assert validity(trajectory) == [False, True, False, False, False, False]
-    assert "of them\n\n\n# Answer so far\n\n\n" in seen(trajectory, 1)  # no plan, no answer
-    assert "brought\nno useful information\n" in seen(trajectory, 3)
-    assert "of them\n\n\n# Answer so far" in seen(trajectory, 4)
+    assert "of them\n\n\n# Answer so far\n\n\n" in last_message(trajectory, 1)  # no plan, no answer
+    assert "brought\nno useful information\n" in last_message(trajectory, 3)
+    assert "of them\n\n\n# Answer so far" in last_message(trajectory, 4)
     assert rewards(trajectory) == [-1.0, 0.0, -1.0, -1.0, -1.0, -1.0]
     assert trajectory.outcome == 0.0
     assert trajectory.answer == ""

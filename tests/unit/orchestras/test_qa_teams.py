@@ -8,7 +8,7 @@ from rollout.orchestras.replies import parse_evidence, parse_queries, parse_sele
 from rollout.orchestras.search import select_passages
 from rollout.records.trajectory import Task, Trajectory
 from tests.support.casts import speakers, validity
-from tests.support.shipped import Library, play_shipped, seen
+from tests.support.shipped import Library, last_message, play_shipped
 
 TASK = Task(
     id="t", prompt="Who?", answers=("Alice Walker",), env="search", source="hops", split="train"
@@ -40,9 +40,9 @@ def test_a_question_is_split_searched_and_answered() -> None:
     trajectory, library = play("qa_decompose", SPLIT, ANSWER)
     assert speakers(trajectory) == ["decomposer", "answerer"]
     assert library.asked == [("a", 2), ("b", 2)]
-    assert "# Question\nWho?\n" in seen(trajectory, 0)
+    assert "# Question\nWho?\n" in last_message(trajectory, 0)
     history = f"<search> a </search>\n{passages('a')}<search> b </search>\n{passages('b')}"
-    assert f"# Searches so far\n{history}" in seen(trajectory, 1)
+    assert f"# Searches so far\n{history}" in last_message(trajectory, 1)
     assert trajectory.outcome == F1
     assert trajectory.metrics == {
         "searches": 2,
@@ -59,7 +59,7 @@ def test_a_malformed_decomposition_finds_nothing_and_is_penalized() -> None:
     trajectory, library = play("qa_decompose", "I would ask who.", ANSWER)
     assert library.asked == []
     history = "<search>  </search>\n<information> </information>\n"
-    assert f"# Searches so far\n{history}" in seen(trajectory, 1)
+    assert f"# Searches so far\n{history}" in last_message(trajectory, 1)
     assert trajectory.metrics["invalid_searches"] == 1
     assert validity(trajectory) == [False, True]
     assert rewards(trajectory) == [F1 - 1, F1]
@@ -79,12 +79,12 @@ def test_the_answerer_reads_the_evidence_of_each_query_in_place_of_its_passages(
     assert speakers(trajectory) == ["decomposer", "extractor", "extractor", "answerer"]
     assert library.asked == [("a", 2), ("b", 2)]
     for turn, query in ((1, "a"), (2, "b")):
-        assert f"# One of the searches made for it\n{query}\n" in seen(trajectory, turn)
-        assert f"found\n{passages(query)}" in seen(trajectory, turn)
+        assert f"# One of the searches made for it\n{query}\n" in last_message(trajectory, turn)
+        assert f"found\n{passages(query)}" in last_message(trajectory, turn)
     history = "<search> a </search>\n<evidence> of a </evidence>\n"
     history += "<search> b </search>\n<evidence>  </evidence>\n"
-    assert f"# Searches so far\n{history}" in seen(trajectory, 3)
-    assert "b 1" not in seen(trajectory, 3)
+    assert f"# Searches so far\n{history}" in last_message(trajectory, 3)
+    assert "b 1" not in last_message(trajectory, 3)
     assert trajectory.outcome == 1.0
     assert rewards(trajectory) == [1.0, 1.0, 0.0, 1.0]
     assert [turn.round for turn in trajectory.turns] == [0, 1, 1, 1]
@@ -95,11 +95,13 @@ def test_the_extractor_may_read_the_passages_of_all_queries_at_once() -> None:
     sections = {**TWO_PASSAGES, "orchestra": {"read": "all"}}
     trajectory = play_shipped("qa_evidence", TASK, replies, sections=sections, retriever=Library())
     assert speakers(trajectory) == ["decomposer", "extractor", "answerer"]
-    extractor_prompt = seen(trajectory, 1)
+    extractor_prompt = last_message(trajectory, 1)
     assert "# One of the searches made for it\na\nb\n" in extractor_prompt
     assert passages("a") in extractor_prompt
     assert passages("b") in extractor_prompt
-    assert "<search> a\nb </search>\n<evidence> of both </evidence>\n" in seen(trajectory, 2)
+    assert "<search> a\nb </search>\n<evidence> of both </evidence>\n" in last_message(
+        trajectory, 2
+    )
     assert rewards(trajectory) == [F1, F1, F1]
 
 
@@ -107,15 +109,15 @@ def test_the_extractor_is_not_asked_after_a_malformed_decomposition() -> None:
     trajectory, _ = play("qa_evidence", "<queries></queries>", ANSWER)
     assert speakers(trajectory) == ["decomposer", "answerer"]
     history = "<search>  </search>\n<evidence>  </evidence>\n"
-    assert f"# Searches so far\n{history}" in seen(trajectory, 1)
+    assert f"# Searches so far\n{history}" in last_message(trajectory, 1)
 
 
 def test_a_rewritten_question_is_answered_from_the_selected_passages() -> None:
     trajectory, library = play("qa_rewrite", REWRITTEN, "<select> 2 </select>", ANSWER)
     assert speakers(trajectory) == ["rewriter", "selector", "answerer"]
     assert library.asked == [("w", 2)]
-    assert 'a search for "w" found\n1. w 1\n2. w 2\n' in seen(trajectory, 1)
-    assert "<search> w </search>\n<information> w 2 </information>\n" in seen(trajectory, 2)
+    assert 'a search for "w" found\n1. w 1\n2. w 2\n' in last_message(trajectory, 1)
+    assert "<search> w </search>\n<information> w 2 </information>\n" in last_message(trajectory, 2)
     assert rewards(trajectory) == [F1, F1, F1]
 
 
@@ -130,7 +132,7 @@ def test_a_rewritten_question_is_answered_from_the_selected_passages() -> None:
 )
 def test_the_answerer_reads_no_passage_if_none_is_selected(selection: str, valid: bool) -> None:
     trajectory, _ = play("qa_rewrite", REWRITTEN, selection, ANSWER)
-    assert "<search> w </search>\n<information>  </information>\n" in seen(trajectory, 2)
+    assert "<search> w </search>\n<information>  </information>\n" in last_message(trajectory, 2)
     assert rewards(trajectory) == [F1, F1 if valid else F1 - 1, F1]
 
 

@@ -54,7 +54,7 @@ QUERIES = ["silver river", "the old garden near the lake", "north tower"]
 
 
 def oracle(folder: Path, prefix: str, texts: list[str]) -> np.ndarray:
-    """[N, 16] as E5's authors say: a prefix, the mean over tokens, and length 1. One text at a time."""
+    """Return the embeddings [N, 16] by the recipe of E5's authors: a prefix, the mean over tokens, length 1."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModel.from_pretrained(folder).eval(),
@@ -112,8 +112,8 @@ def acquire_all(hub: Hub) -> None:
 
 async def ask(url: str) -> list[list[str]]:
     async with RetrievalClient(url) as client:
-        found = await asyncio.gather(*(client.search(query, 3) for query in QUERIES))
-    return [[passage.id for passage in passages] for passages in found]
+        results = await asyncio.gather(*(client.search(query, 3) for query in QUERIES))
+    return [[passage.id for passage in passages] for passages in results]
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> No
     assert json.loads(Path("r.json").read_text())["origin"] == "was there"
 
 
-def refused(folder: Path = FOLDER, encoder: Path = ENCODER) -> str:
-    """What the server's start says, one line."""
+def start_error(folder: Path = FOLDER, encoder: Path = ENCODER) -> str:
+    """Return the error of the server's start, which has one line."""
     with pytest.raises(RetrievalError) as caught, RetrieverSidecar(folder, encoder_folder=encoder):
         pass
     assert len(str(caught.value).splitlines()) == 1
@@ -163,12 +163,14 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
     write_bert(
         Path("other"), [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=2
     )
-    assert "weights in" in (said := refused(encoder=Path("other"))) and "expected" in said
+    error = start_error(encoder=Path("other"))
+    assert "weights in" in error
+    assert "expected" in error
     vectors.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
-    assert "e5_Flat.index: sha256 is" in refused()
+    assert "e5_Flat.index: sha256 is" in start_error()
     vectors.write_bytes(whole)
     corpus.write_bytes(lines[: len(lines) // 2])
-    assert "wiki-18.jsonl: number of lines is" in refused()
+    assert "wiki-18.jsonl: number of lines is" in start_error()
 
     shutil.copytree(FOLDER, "copy")
     copied, mine = Path("copy/e5_Flat.index"), Path("copy/wiki-18.jsonl")

@@ -1,4 +1,4 @@
-"""What `mcore-mas explain` prints is what the estimator computed."""
+"""`mcore-mas explain` prints the credit that an estimator assigns to recorded trajectories."""
 
 from dataclasses import replace
 from io import StringIO
@@ -18,30 +18,31 @@ from tests.unit.credit.test_samples import trajectory, turn
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Two trajectories of task t: the verifier speaks three times in one and once in the other; one of task u."""
-    rewards = {0: [1.0, 5.0, 5.0, 5.0], 1: [0.0, 4.0]}
-    played = [
-        trajectory(
-            sample,
-            1.0,
-            *(turn(i, "verifier" if i else "solver", reward) for i, reward in enumerate(own)),
-        )
-        for sample, own in rewards.items()
-    ]
-    other = replace(trajectory(2, 1.0, turn(0, "solver", 1.0)), task_id="u", id="0/u/0")
+    """Return a file with two trajectories of task t and one of task u.
+
+    In task t, the verifier speaks three times in one trajectory and once in the other.
+    """
+    trajectories = []
+    for sample, rewards in enumerate([[1.0, 5.0, 5.0, 5.0], [0.0, 4.0]]):
+        agents = ["solver", *["verifier"] * (len(rewards) - 1)]
+        turns = [turn(i, agents[i], reward) for i, reward in enumerate(rewards)]
+        trajectories.append(trajectory(sample, 1.0, *turns))
+    lone = trajectory(2, 1.0, turn(0, "solver", 1.0))
+    trajectories.append(replace(lone, task_id="u", id="0/u/0"))
     path = tmp_path / "step_000000.parquet"
-    write_trajectories(path, [*played, other])
+    write_trajectories(path, trajectories)
     return path
 
 
-def said(file: Path, name: str, **options: object) -> list[str]:
+def printed_lines(file: Path, estimator: str, **options: object) -> list[str]:
+    """Return the lines that are printed for an estimator, with single spaces."""
     console = Console(width=160, record=True, file=StringIO())
-    print_credit(file, name, options, None, 3, console)
+    print_credit(file, estimator, options, None, 3, console)
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
 def test_drmas_shows_an_agents_votes_mean_and_deviation(file: Path) -> None:
-    lines = said(file, "drmas", eps=1e-9)
+    lines = printed_lines(file, "drmas", eps=1e-9)
     assert "peers: turns alike in task, agent; one vote per trajectory, node, turn" in lines
     assert "agent verifier │ 5, 5, 5, 4 │ 4 │ 4.75 │ 0.5" in lines
     assert "agent solver │ 1, 0 │ 2 │ 0.5 │ 0.7071" in lines
@@ -51,24 +52,24 @@ def test_drmas_shows_an_agents_votes_mean_and_deviation(file: Path) -> None:
     assert "0 │ │ 0 │ solver │ 1 │ 1 │ +0.0000" in lines
 
 
-def test_grpo_shows_the_vote_that_a_turn_is_part_of(file: Path) -> None:
-    lines = said(file, "grpo")
+def test_grpo_shows_the_vote_of_each_turn(file: Path) -> None:
+    lines = printed_lines(file, "grpo")
     assert "all │ 4, 2 │ 2 │ 3 │ 1.414" in lines
     assert "0 │ │ 3 │ verifier │ 5 │ 4 │ +0.7071" in lines
 
 
 def test_two_statistics_are_two_tables(file: Path) -> None:
-    lines = said(file, "grpo", std="agent")
+    lines = printed_lines(file, "grpo", std="agent")
     assert "mean: turns alike in task; one vote per trajectory" in lines
     assert "std: turns alike in task, agent; one vote per trajectory, node, turn" in lines
 
 
 def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> None:
-    lines = said(file, "reinforce_pp", gamma=0.5)
+    lines = printed_lines(file, "reinforce_pp", gamma=0.5)
     assert any(line.startswith("0 │ │ 0 │ solver │ 1 │ ") and " … " in line for line in lines)
 
 
-def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
+def test_an_impossible_explanation_is_refused(file: Path) -> None:
     with pytest.raises(
         CreditError, match="no completed turn is of task 'x'; the first task is 't'"
     ):
@@ -82,41 +83,28 @@ def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
 
 
 def test_the_command_takes_options_and_a_task(file: Path) -> None:
-    arguments = [
-        "explain",
-        str(file),
-        "--advantage",
-        "drmas",
-        "--option",
-        "lone=raw",
-        "--task",
-        "u",
-    ]
-    result = CliRunner().invoke(app, arguments)
+    options = ["--advantage", "drmas", "--option", "lone=raw", "--task", "u"]
+    result = CliRunner().invoke(app, ["explain", str(file), *options])
     assert result.exit_code == 0
     assert "task u drmas lone=raw" in " ".join(result.output.split())
     assert "+1.0000" in result.output
     assert "0/t/0" not in result.output
-    bad = CliRunner().invoke(app, ["explain", str(file), "--option", "lone"])
-    assert "--option lone: expected key=value" in str(bad.exception)
+    result = CliRunner().invoke(app, ["explain", str(file), "--option", "lone"])
+    assert "--option lone: expected key=value" in str(result.exception)
 
 
 def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Path) -> None:
-    played = [
-        trajectory(
-            sample,
-            1.0,
-            *(
-                replace(turn(i, "solver", 1.0), round=i, scores={"team": team})
-                for i, team in enumerate(own)
-            ),
-        )
-        for sample, own in {0: [0.0, 1.0], 1: [2.0, 0.0]}.items()
-    ]
+    trajectories = []
+    for sample, scores in enumerate([[0.0, 1.0], [2.0, 0.0]]):
+        turns = [
+            replace(turn(i, "solver", 1.0), round=i, scores={"team": score})
+            for i, score in enumerate(scores)
+        ]
+        trajectories.append(trajectory(sample, 1.0, *turns))
     path = tmp_path / "step_000000.parquet"
-    write_trajectories(path, played)
-    lines = said(path, "gigpo", step={"gamma": 0.5})
-    # returns 1/2, 1 and 2, 0; all turns stood at one state
+    write_trajectories(path, trajectories)
+    lines = printed_lines(path, "gigpo", step={"gamma": 0.5})
+    # The returns are 1/2 and 1, and 2 and 0. All turns were in the same state.
     assert "state │ 0.5, 1, 2, 0 │ 4 │ 0.875 │ 0.8539" in lines
     keys = ["--option", "step.gamma=0.5", "--option", "step.weight=0", "--option", "lone=raw"]
     result = CliRunner().invoke(
@@ -125,8 +113,8 @@ def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Pat
     assert "0.5, 1, 2, 0" in result.output
 
 
-def test_sigma_is_shown_as_it_was_divided(file: Path) -> None:
-    assert "all │ 4, 2 │ 2 │ 3 │ 1" in said(file, "grpo", ddof=0)
+def test_ddof_changes_the_standard_deviation_that_is_printed(file: Path) -> None:
+    assert "all │ 4, 2 │ 2 │ 3 │ 1" in printed_lines(file, "grpo", ddof=0)
 
 
 def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_path: Path) -> None:
@@ -149,7 +137,7 @@ def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_p
     )
     path = tmp_path / "step_000000.parquet"
     write_trajectories(path, [replayed])
-    lines = said(path, "c3")
+    lines = printed_lines(path, "c3")
     assert "replies: turns alike in trajectory, turn; one vote per trajectory, node, turn" in lines
     assert "trajectory 0/t/0, turn 0 │ 3, 7, 5 │ 3 │ 5 │ 2" in lines
     assert "0 │ │ 0 │ solver │ 3 │ 3 │ -3.0000 │" in lines
@@ -158,15 +146,15 @@ def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_p
     assert "0 │ 1 │ 1 │ verifier │ 3 │ 3 │ +0.0000 │ 0 sampled, 0 repeated" in lines
     assert "reward ┃ vote (replies) ┃ advantage ┃ later turns" in " ".join(lines)
     # An estimator that compares trajectories does not see the alternatives.
-    assert "agent solver │ 3 │ 1 │ 3 │ 0" in said(path, "drmas")
-    assert not any("repeated" in line for line in said(path, "drmas"))
+    assert "agent solver │ 3 │ 1 │ 3 │ 0" in printed_lines(path, "drmas")
+    assert not any("repeated" in line for line in printed_lines(path, "drmas"))
 
 
 def test_the_value_of_a_turn_by_removal_has_a_column(tmp_path: Path) -> None:
     removed = replace(turn(1, "verifier", 3.0), scores={"removal": 2.5})
     path = tmp_path / "step_000000.parquet"
     write_trajectories(path, [trajectory(0, 3.0, turn(0, "solver", 3.0), removed)])
-    lines = said(path, "c3")
+    lines = printed_lines(path, "c3")
     assert "reward ┃ vote (replies) ┃ advantage ┃ removal" in " ".join(lines)
     assert "0 │ │ 0 │ solver │ 3 │ 3 │ +0.0000 │" in lines
     assert "0 │ │ 1 │ verifier │ 3 │ 3 │ +0.0000 │ +2.5000" in lines

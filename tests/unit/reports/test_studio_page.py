@@ -27,8 +27,8 @@ LISTED = (
 SET = "document.getElementById({0!r}).value = {1!r}; document.getElementById({0!r}).dispatchEvent(new Event({2!r})); 0"
 
 
-def alone(number: int, agent: str):
-    """Of task `t<number>`: a turn of one agent, whose reward is `number`."""
+def one_turn(number: int, agent: str):
+    """Return a trajectory of task `t<number>` with one turn, whose reward is `number`."""
     return trajectory(
         replace(turn(0, agent), reward=float(number)), sample=number, task_id=f"t{number}"
     )
@@ -47,7 +47,9 @@ def page(tmp_path: Path) -> Iterator[Browser]:
                 file.write(json.dumps({"step": 2, f"agent/{agent}/reward_mean": 0.5}) + "\n")
     file = results / "a/train/trajectories/step_000002.parquet"
     lost = replace(failed(turn(0)), task_id="lost")
-    write_trajectories(file, [alone(1, "solver"), alone(2, "verifier"), alone(3, "solver"), lost])
+    write_trajectories(
+        file, [one_turn(1, "solver"), one_turn(2, "verifier"), one_turn(3, "solver"), lost]
+    )
     with (
         serve_studio(results) as url,
         Browser(f"{url}/#a", tmp_path / "profile") as page,
@@ -69,7 +71,9 @@ def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
     tokenizer.parent.mkdir(parents=True)
     Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(tokenizer))
     file = tmp_path / "results/a/train/trajectories/step_000003.parquet"
-    write_trajectories(file, [replace(alone(number, "solver"), task_id="t") for number in (1, 3)])
+    write_trajectories(
+        file, [replace(one_turn(number, "solver"), task_id="t") for number in (1, 3)]
+    )
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
         journal.write('{"step": 3, "reward/mean": 2.0}\n')
     page.until(f"{LISTED} === 't,t'")

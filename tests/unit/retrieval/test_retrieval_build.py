@@ -92,4 +92,4 @@ def test_codes_of_a_byte_for_eight_dimensions_find_what_is_near() -> None:
     index.nprobe = 32
     noise = np.random.default_rng(1).standard_normal((200, 64)).astype(np.float32)
     _, rows = index.search(vectors[:200] + 0.3 / 8 * noise, 10)
-    assert np.mean([row in found for row, found in enumerate(rows)]) > 0.9
+    assert np.mean([row in neighbours for row, neighbours in enumerate(rows)]) > 0.9

@@ -76,8 +76,8 @@ def test_every_kind_of_index_finds_the_nearest(
     passages = encoder.encode_passages(SENTENCES).astype(np.float64)
     exact = np.round(queries.astype(np.float64) @ passages.T, SCORE_DECIMALS)
     nearest = np.argsort(-exact, axis=1, kind="stable")[:, :5]
-    found = [len(set(a) & set(b)) / 5 for a, b in zip(rows, nearest, strict=True)]
-    assert np.mean(found) >= recall
+    recalls = [len(set(a) & set(b)) / 5 for a, b in zip(rows, nearest, strict=True)]
+    assert np.mean(recalls) >= recall
     assert np.abs(scores - np.take_along_axis(exact, rows, 1)).max() < tolerance
     # However few an approximate search finds at first, k passages are returned.
     assert index.search(queries[:1], 100)[0].shape == (1, 100)

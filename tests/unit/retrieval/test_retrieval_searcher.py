@@ -74,12 +74,12 @@ def test_bm25_scores_are_those_of_bm25s(tmp_path: Path) -> None:
     reference.index(bm25s.tokenize(SENTENCES, show_progress=False), show_progress=False)
     for query in ("the mayor of Amber", "a long grey bridge", "Silver"):
         tokens = bm25s.tokenize([query], show_progress=False)
-        found, expected = reference.retrieve(tokens, k=10, show_progress=False)
+        expected_rows, expected_scores = reference.retrieve(tokens, k=10, show_progress=False)
         rows, scores = words.search(query, 10)
-        assert scores.tolist() == expected[0].tolist()
+        assert scores.tolist() == expected_scores[0].tolist()
         # bm25s leaves the order of equal scores open.
         above_ties = scores > scores[-1]
-        assert set(rows[above_ties]) == set(found[0][above_ties])
+        assert set(rows[above_ties]) == set(expected_rows[0][above_ties])
 
 
 def test_rankings_are_fused_by_hand() -> None:

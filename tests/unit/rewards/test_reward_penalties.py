@@ -121,10 +121,10 @@ def test_a_run_allocates_and_penalises_with_its_agents_limits():
         )  # limits 10 and 6
     )
     assert rewards(build_allocator(config, AGENTS)(played)) == [[0.0, 0.0, 0.25]]
-    given = RewardConfig(
+    with_limit = RewardConfig(
         name="shared_outcome", penalties={"overlong": {"buffer": 4, "max_tokens": {"solver": 12}}}
     )
-    assert rewards(build_allocator(given, AGENTS)(played)) == [[0.5, 0.0, 0.5]]
+    assert rewards(build_allocator(with_limit, AGENTS)(played)) == [[0.5, 0.0, 0.5]]
 
 
 def test_a_penalty_by_import_path():

@@ -1,4 +1,4 @@
-"""What tests of weight sync share."""
+"""Fixtures of the tests of weight sync."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.three_tensors import tensors
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with the tensors' names and shapes."""
+    """Return a model folder with the three tensors."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file(tensors(), str(folder / "model.safetensors"))

@@ -39,7 +39,7 @@ def route(transport: str, model: Path, target: Path) -> SyncRoute:
 
 
 def identical(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
-    """Equal bit patterns: -0.0 is not 0.0, and NaN is itself."""
+    """Return True if the bits are equal: -0.0 differs from 0.0, and NaN equals itself."""
     return got.keys() == want.keys() and all(
         got[name].dtype == want[name].dtype
         and torch.equal(
@@ -168,15 +168,15 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) -> None:
     shape = read_architecture(decoder_folder)
-    place = memory_path()
+    memory_file = memory_path()
     try:
-        engine = SharedWeights(place, shape, create=True)
+        engine = SharedWeights(memory_file, shape, create=True)
         decoder = CachedDecoder(shape, 16, engine.halves)
         decoder.load(read_tensors(decoder_folder))
         assert decoder.half == 1
         weights = dict(read_tensors(decoder_folder))
         doubled = {name: tensor * 2 for name, tensor in weights.items()}
-        sender = make_sender(route("shared", decoder_folder, place))
+        sender = make_sender(route("shared", decoder_folder, memory_file))
         update = sender.send(doubled.items(), 7, half=0)
         assert engine.versions.tolist() == [7, -1]
         assert checksums_of(engine.halves[0]) == update.checksums
@@ -190,7 +190,7 @@ def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) ->
             sender.send(list(weights.items())[:-1], 8, half=0)
         assert engine.versions.tolist() == [-1, -1]  # half written: nobody may take it
     finally:
-        place.unlink()
+        memory_file.unlink()
 
 
 def test_what_dead_processes_left_in_memory_is_removed() -> None:

@@ -47,8 +47,8 @@ class TestTasks:
         split_of_sum: dict[tuple[str, tuple[int, ...]], str] = {}
         for seed in range(3):
             for task in arithmetic_tasks(seed, {"train": 1500, "validation": 150, "test": 150}):
-                known = split_of_sum.setdefault(sum_of(task.prompt), task.split)
-                assert known == task.split
+                split = split_of_sum.setdefault(sum_of(task.prompt), task.split)
+                assert split == task.split
 
     def test_sources_have_equal_shares_and_ids_differ(self) -> None:
         tasks = arithmetic_tasks(7, {"train": 100, "validation": 6, "test": 14})

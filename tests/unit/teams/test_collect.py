@@ -55,7 +55,7 @@ class Slow:
 
 
 async def relay(task, team, env):
-    """Orchestra with the turns of a and b, a step, another turn of a, and a step."""
+    """Play turns of a and b, a step, another turn of a, and a step."""
     problem = env.reset(task)
     first = await team.act("a", said=problem)
     second = await team.act("b", said=first.text)
@@ -139,8 +139,8 @@ def test_simultaneous_turns_keep_the_order_of_their_calls():
 
 def test_the_state_key_depends_on_the_messages_only():
     async def orchestra(task, team, env):
-        for said in ("x", "y", "x"):
-            await team.act("a", said=said)
+        for text in ("x", "y", "x"):
+            await team.act("a", said=text)
         await team.act("b", said="x")
         await env.step("1")
 
@@ -154,10 +154,10 @@ def test_d5_a_state_of_the_environment_is_an_anchor_without_history():
     maze = replace(TASK, prompt="S 1 1 G 3 3\nS . .\n# . #\n. . G", env="plan_path")
 
     async def walk(task, team, env):
-        seen = env.reset(task)
+        prompt = env.reset(task)
         for move in ("R", "L", "R, D"):
-            await team.act("a", said=seen)
-            seen += (await env.step(move)).observation
+            await team.act("a", said=prompt)
+            prompt += (await env.step(move)).observation
 
     [trajectory] = play(walk, replying("0", "1", "2"), tasks=(maze,), make_env=ENVS["plan_path"])
     start, right, again = (turn.anchor for turn in trajectory.turns)

@@ -143,8 +143,8 @@ def test_a_bug_of_an_environment_fails_only_its_trajectory(where, error):
             if (where, self.id) == ("exit as it is made", "1"):
                 sys.exit(2)
 
-        def fail_at(self, place):
-            if (place, self.id) == (where, "1"):
+        def fail_at(self, method):
+            if (method, self.id) == (where, "1"):
                 raise KeyError("a bug of the environment")
 
         def reset(self, task):

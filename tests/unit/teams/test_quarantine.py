@@ -118,7 +118,7 @@ class Breaks(Adder):
 
 
 async def one_step(task: Any, team: Any, env: Any) -> None:
-    """Orchestra with one turn and one step, which raises at the reply 7."""
+    """Play one turn and one step; raise at the reply 7."""
     reply = await team.act("a", said="x")
     if reply.text == "7":
         raise RecursionError("seven")
@@ -460,13 +460,13 @@ def test_no_call_breaks_a_tool(name: str) -> None:
             tools = {tool.schema.name: tool for tool in opened}
             for number in range(60 if name != "python" else 20):
                 tool = tools[source.choice(list(tools))]
-                named = {
-                    key: anything(source) for key in tool.schema.parameters.get("properties", {})
-                }
-                given = source.choice(
-                    [named, anything(source), {k: hostile(source) for k in named}]
+                parameters = list(tool.schema.parameters.get("properties", {}))
+                random_arguments = {name: anything(source) for name in parameters}
+                hostile_arguments = {name: hostile(source) for name in parameters}
+                arguments = source.choice([random_arguments, anything(source), hostile_arguments])
+                use = ToolUse(
+                    id=str(number), name=tool.schema.name, arguments=json.dumps(arguments)
                 )
-                use = ToolUse(id=str(number), name=tool.schema.name, arguments=json.dumps(given))
                 try:
                     call = await call_tool(tools, use, call_s=10.0, most_chars=200)
                     assert isinstance(call.result, str)

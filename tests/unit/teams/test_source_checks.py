@@ -101,11 +101,11 @@ async def nested(task, team, env):
     )
 
 
-def with_own_team(play):
+def with_wrapped_team(play):
     return wraps(play)(lambda task, team, env: play(task, OTHERS.of(team), env))
 
 
-@with_own_team
+@with_wrapped_team
 async def decorated(task, team, env):
     await team.anything(task.prompt)
 

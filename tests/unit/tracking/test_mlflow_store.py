@@ -67,13 +67,14 @@ def test_runs_of_one_key_are_one_run(tmp_path: Path) -> None:
     first = MlflowStore(uri, "e", tmp_path)
     second = MlflowStore(uri, "e", tmp_path)
     created = first.find_or_create_run("k", name="n", tags={"a": "1"}, start_time=1e9)
-    found = second.find_or_create_run("k", name="n", tags={"a": "2"}, parent="p")
+    same_run = second.find_or_create_run("k", name="n", tags={"a": "2"}, parent="p")
     other = second.find_or_create_run("l", name="n", tags={})
     run_id = created.info.run_id
-    assert found.info.run_id == run_id != other.info.run_id
+    assert same_run.info.run_id == run_id
+    assert other.info.run_id != run_id
     tags = first.client.get_run(run_id).data.tags
     assert (tags["a"], tags["mlflow.parentRunId"]) == ("2", "p")
-    assert found.info.start_time == 1e12
+    assert same_run.info.start_time == 1e12
 
     point = MetricPoint(name="avg@4", value=0.5, time=1e9, step=3)
     for store in (first, second):

@@ -1,4 +1,4 @@
-"""What a policy's model cannot do is said before anything starts, with the nearest that it can."""
+"""Layouts that do not fit a policy's model are refused before a run starts, with the nearest valid size."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.support import reference
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers, 4 heads, 2 key/value heads, 4096 positions."""
+    """Return a model with 6 layers, 4 heads, 2 key/value heads and 4096 positions."""
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder, layers=6)
     return folder
@@ -26,7 +26,7 @@ def config(model: Path, *overrides: str) -> RunConfig:
 
 
 def check_layouts(config: RunConfig) -> None:
-    """As a training does."""
+    """Check the layouts of all policies, as a training does."""
     for name, folder in config.models.items():
         check_layout(config, name, Path(folder))
 
@@ -77,19 +77,19 @@ def check_layouts(config: RunConfig) -> None:
         ),
     ],
 )
-def test_a_layout_that_cannot_be_is_one_line(model: Path, overrides: list[str], line: str) -> None:
+def test_an_invalid_layout_is_refused_in_one_line(
+    model: Path, overrides: list[str], line: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         check_layouts(config(model, *overrides))
     assert str(caught.value) == f"policies.solver: {line.format(model=model)}"
 
 
-def test_what_can_be_passes(model: Path) -> None:
-    # a vocabulary of 101 is padded, and any number of data-parallel ranks shares what there is
-    sizes = [
-        "policies.solver.tp=2",
-        *(f"+policies.solver.{size}" for size in ("cp=2", "pp=3", "vpp=2", "sp=true", "dp=5")),
-    ]
-    check_layouts(config(model, *sizes, "engine.max_length=4096"))
+def test_a_valid_layout_passes(model: Path) -> None:
+    """The vocabulary of 101 is padded for tp, and any number of data-parallel ranks is valid."""
+    sizes = ["cp=2", "pp=3", "vpp=2", "sp=true", "dp=5"]
+    overrides = ["policies.solver.tp=2", *(f"+policies.solver.{size}" for size in sizes)]
+    check_layouts(config(model, *overrides, "engine.max_length=4096"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_can_be_passes(model: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_depend_on_the_model_is_refused_with_the_config(
+def test_settings_that_no_model_allows_are_refused_with_the_config(
     model: Path, override: str, line: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

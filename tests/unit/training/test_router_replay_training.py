@@ -32,7 +32,7 @@ STEPS = 2
 
 
 def make_mixture(folder: Path) -> Path:
-    """Random weights over bytes; 8 experts, of which a token goes to 2, and whose scores are close."""
+    """Write a model with random weights over bytes, which routes a token to 2 of 8 experts with close scores."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 256,
@@ -75,7 +75,7 @@ def run_config(folder: Path, model: Path, *overrides: str) -> RunConfig:
 
 
 def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
-    """KL(engine, trainer) of the solver in each step, whose turns went through a file."""
+    """Train on trajectories that are read back from a file; return the solver's KL(engine, trainer) of each step."""
     config = run_config(folder, model, f"engine.router_replay={str(replay).lower()}")
     (request,) = engine_requests(config, {"solver": model}, folder, trained=True)
     routing = embedded_settings(request).routing
@@ -85,7 +85,7 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     rules = {name: config.advantage_of(name) for name in config.agents}
     group = Group(policy_spec("solver", config))
     trainer = PolicyTrainer("solver", config, group)  # type: ignore[arg-type]
-    found = []
+    divergences = []
     for step in range(STEPS):
         played = collect(
             [TASK],
@@ -105,9 +105,9 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
         batches = trainer.make_batches(samples, step)
         metrics = asyncio.run(trainer.update(batches, add_advantages(samples, rules), step))
         assert metrics["grad_norm"] > 0
-        found.append(metrics["agent/solver/logprob_gap_k3"])
+        divergences.append(metrics["agent/solver/logprob_gap_k3"])
         asyncio.run(engine.load_weights(list(group.trainer.model.weights()), step + 1))
-    return found
+    return divergences
 
 
 @pytest.mark.slow
