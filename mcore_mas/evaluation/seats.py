@@ -150,7 +150,8 @@ def _trained_policy(config: RunConfig, policy: str) -> PolicyConfig:
     done_file = config.folder / "train" / "done.json"
     if not done_file.is_file():
         raise FolderError(
-            f"{done_file}: no such file; train first (`mcore-mas train {config.folder}`)"
+            f"{done_file}: no such file; train first (`mcore-mas train {config.folder}`, or "
+            "`run.train()` in Python)"
         )
     digests = read_record(done_file, "policies").get("sha256", {})
     if policy not in digests:

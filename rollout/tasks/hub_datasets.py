@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from rollout.base.text import nearest_hint
 from rollout.records.files import RecordError
 from rollout.tasks.rows import READERS
 
@@ -50,7 +51,9 @@ def not_downloaded(path: str) -> str:
             "nor is it in the hub's cache on this machine: "
             f"`hf download --repo-type dataset {path}`, or name a file"
         )
-    return "name another one"
+    folder = Path(path).parent
+    files = [str(file) for file in folder.glob("*") if file.name.endswith(tuple(READERS))]
+    return f"name another one{nearest_hint(path, files)}"
 
 
 def _is_hub_id(path: str) -> bool:

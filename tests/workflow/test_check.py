@@ -552,7 +552,9 @@ def test_paths_that_are_relative_to_the_suite_file_have_a_hint(
 
     monkeypatch.chdir(folder)
     lines = suite_problems(load_suite("s.yaml"))
-    assert not [line for line in lines if "current folder" in line or "train.jsonl" in line]
+    assert not [line for line in lines if "current folder" in line or "data: train.jsonl" in line]
+    missing = "none.jsonl does not exist; name another one; nearest: train.jsonl"
+    assert f"run 'a': data: {missing}" in lines
 
 
 def test_overrides_of_a_suite_follow_those_of_a_run(tmp_path: Path) -> None:

@@ -97,3 +97,13 @@ def test_files(tmp_path: Path) -> None:
     tasks = split_tasks({"train": train, "test": str(test)})
     assert [task.prompt for task in tasks["validation"]] == ["18+1", "19+1"]
     assert [task.prompt for task in tasks["test"]] == ["1+1"]  # a test may repeat tasks of train
+
+
+def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").touch()
+    (tmp_path / "train.py").touch()  # no data file
+    with pytest.raises(ArgumentError) as error:
+        split_tasks(str(tmp_path / "trian.csv"))
+    assert str(error.value) == (
+        f"{tmp_path}/trian.csv: not here; name another one; nearest: {tmp_path}/train.csv"
+    )
