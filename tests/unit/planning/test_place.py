@@ -173,13 +173,15 @@ def test_runs_that_cannot_be_planned_are_refused() -> None:
         PlanError, match=r"demo_math: it computes on CPUs .* add cluster.device=auto"
     ):
         place_run(config("demo_math"), EIGHT)
-    elsewhere = config("demo_math", "cluster.device=auto", "engine.device=cpu")
+    engine_on_cpu = config("demo_math", "cluster.device=auto", "engine.device=cpu")
     with pytest.raises(PlanError, match="demo_math: a plan places engines on the run"):
-        place_run(elsewhere, EIGHT)
-    own_tp = config("drmas_t1_4b_separate_drmas", "policies.verifier.overrides.engine={tp: 2}")
+        place_run(engine_on_cpu, EIGHT)
+    different_tp = config(
+        "drmas_t1_4b_separate_drmas", "policies.verifier.overrides.engine={tp: 2}"
+    )
     message = r"policies.verifier.overrides.engine.tp: a plan gives all engines the same"
     with pytest.raises(PlanError, match=message):
-        place_run(own_tp, EIGHT)
+        place_run(different_tp, EIGHT)
 
 
 def test_a_placement_by_hand_is_checked() -> None:

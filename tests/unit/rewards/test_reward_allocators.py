@@ -10,7 +10,7 @@ from tests.support.played import failed, group, rewards, trajectory, turn
 
 
 def line(*turns, outcome=1.0, **fields):
-    """One trajectory from (agent, scores), each an agent alone or with its scores."""
+    """Return a trajectory with a turn for each agent, which may be given with its scores."""
     pairs = [(one, {}) if isinstance(one, str) else one for one in turns]
     return trajectory(
         *(turn(i, agent, scores) for i, (agent, scores) in enumerate(pairs)),
@@ -28,8 +28,10 @@ def f1(*turns):
 
 
 def tree(*scores):
-    """A tree trajectory from (node, agent, scores)."""
-    turns = (turn(node.count("."), agent, own, node=node) for node, agent, own in scores)
+    """Return a tree trajectory whose turns have a node, an agent and scores."""
+    turns = [
+        turn(node.count("."), agent, turn_scores, node=node) for node, agent, turn_scores in scores
+    ]
     return trajectory(*turns, leaf=scores[-1][0])
 
 

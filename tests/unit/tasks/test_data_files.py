@@ -420,10 +420,12 @@ class TestRepeatedTasks:
     TWO = {"problem": "Two?", "answer": 2}  # noqa: RUF012
 
     def distinct(
-        self, path: Path, seen: dict[str, LocatedTask] | None = None, *, drop: bool = True
+        self, path: Path, earlier_tasks: dict[str, LocatedTask] | None = None, *, drop: bool = True
     ) -> list[Task]:
         located = read_task_file(path, format="math", split="test")
-        return list(distinct_tasks(located, {} if seen is None else seen, drop=drop))
+        return list(
+            distinct_tasks(located, {} if earlier_tasks is None else earlier_tasks, drop=drop)
+        )
 
     def test_they_are_dropped_or_an_error(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "x.json", [self.ONE, self.TWO, self.ONE])
@@ -440,9 +442,9 @@ class TestRepeatedTasks:
 
     def test_tasks_of_earlier_files_count(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "x.json", [self.ONE])
-        seen: dict[str, LocatedTask] = {}
-        assert len(self.distinct(path, seen)) == 1
-        assert self.distinct(path, seen) == []
+        earlier_tasks: dict[str, LocatedTask] = {}
+        assert len(self.distinct(path, earlier_tasks)) == 1
+        assert self.distinct(path, earlier_tasks) == []
 
 
 def test_formats_that_are_not_in_formats_yaml_are_documented() -> None:
