@@ -327,6 +327,9 @@ def check_ahead(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert last["staleness/mean"] * all_turns == pytest.approx(stale_turns)
     assert stale_turns
     assert "agent/solver/correction_weight" in last
+    # The first replies were sampled with the weights that are trained, so their weights are all 1.
+    assert first["policy/solver/effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
+    assert 0 < last["policy/solver/effective_sample_share"] <= 1
     assert first["rollout/aborted"] == 2.0
     assert first["policy/solver/grad_norm"] > 0
 
