@@ -422,7 +422,7 @@ def test_commands_load_what_they_need(
     assert set(HEAVY_LIBRARIES) & modules == heavy
     assert "mcore_mas.cli.trajectories" in modules
     # The models of a config, with the environments, take longer than the rest of the command line.
-    assert not {"mcore_mas.config.run", "rollout.environments"} & modules
+    assert not {"mcore_mas.config.run", "rollout.environments", "omegaconf"} & modules
 
 
 @pytest.mark.slow

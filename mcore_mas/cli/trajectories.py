@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -146,18 +146,19 @@ def explain_credit(
     limit: Annotated[int, typer.Option(min=1, help="Most tasks that are printed.")] = 3,
 ) -> None:
     """Print the advantage of every turn, and the turns with which it was compared."""
-    from omegaconf import OmegaConf
-
     from mcore_mas.reports.credit_terminal import print_credit
 
+    options: dict[str, Any] = {}
     for item in option or []:
         key, equals, _ = item.partition("=")
         if not key or not equals:
             raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
-    options = OmegaConf.to_container(OmegaConf.from_dotlist(option or []))
+        from omegaconf import OmegaConf
+
+        options |= cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([item])))
     console = Console(highlight=False)
     with _paged(console):
-        print_credit(file, advantage, options, task, limit, console)  # type: ignore[arg-type]
+        print_credit(file, advantage, options, task, limit, console)
 
 
 @trajectory_commands.command("replay", rich_help_panel=_TRAJECTORIES_PANEL)
