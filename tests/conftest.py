@@ -67,7 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
+def forked_ray_workers() -> Iterator[None]:
+    """Start the workers of Ray as forks of a process that has imported their modules, for the tests of one module."""
+    from tests.support import starts
+
+    with starts.forked_ray_workers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def running_ray(forked_ray_workers: None) -> Iterator[None]:
     """Run Ray for the tests of one module."""
     from mcore_mas.runtime import local_ray
 

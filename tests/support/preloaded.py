@@ -2,9 +2,13 @@
 
 import gc
 
-import snakemake.cli  # noqa: F401
+from tests.support import ray_forks
 
-import tests.support.in_process
-import tests.support.ranks  # noqa: F401
+ray_forks.import_ray()
+
+import snakemake.cli  # noqa: E402, F401
+
+import tests.support.in_process  # noqa: E402
+import tests.support.ranks  # noqa: E402, F401
 
 gc.freeze()  # excludes the modules from the garbage collections of forks

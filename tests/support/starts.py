@@ -5,30 +5,37 @@ it is a child of the test, with its own streams, environment and signals. It has
 `tests.support.preloaded`, with the values that they read from the environment at their import.
 
 Programs that it starts in its turn, such as the jobs of a workflow, start in the same way: as forks
-of a helper process that the program keeps for them.
+of a helper process that the program keeps for them. So do the workers of its Ray.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import importlib.util
 import multiprocessing
 import os
 import re
-import runpy
 import signal
 import subprocess
-import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import reduction, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
+from ray._private import ray_constants
+
+from tests.support import ray_forks
+from tests.support.forked_program import (
+    close_descriptors,
+    exit_fork,
+    program_position,
+    run_program,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -106,26 +113,43 @@ class _Start:
         os.write(self.pid_pipe, str(os.getpid()).encode())
         for number, stream in enumerate(self.streams):  # their numbers are above 2
             os.dup2(stream, number)
-        # All processes share the resource tracker of the test.
-        tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-        os.closerange(len(self.streams), tracker)
-        os.closerange(tracker + 1, 1 << 16)
+        close_descriptors(kept=())
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
         if self.preexec is not None:
             self.preexec()
         _start_fork_helper()
-        _exit(_run_program(self.words))
+        exit_fork(run_program(self.words))
+
+
+@contextmanager
+def forked_ray_workers() -> Iterator[None]:
+    """Let the Rays that this process starts in this block fork their workers."""
+    preload()
+    with ray_forks.listen() as listener, pytest.MonkeyPatch.context() as patch:
+        server = multiprocessing.get_context("forkserver").Process(
+            target=ray_forks.serve, args=(listener,)
+        )
+        server.start()
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", ray_forks.SCRIPT)
+        try:
+            yield
+        finally:
+            server.terminate()
+            server.join()
 
 
 def _start_fork_helper() -> None:
-    """Fork a helper process from this one, and let `subprocess.Popen` start programs from it."""
+    """Fork a helper process from this one, and let `subprocess.Popen` and Ray start programs from it."""
     global _fork_helper
     _fork_helper, requests = multiprocessing.Pipe()
+    ray_workers = ray_forks.listen()
+    ray_constants.SETUP_WORKER_FILENAME = ray_forks.SCRIPT
     subprocess.Popen = Forked  # type: ignore[misc]
     if os.fork():
         requests.close()
+        ray_workers.close()
         return
 
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -135,7 +159,11 @@ def _start_fork_helper() -> None:
     for number in range(3):
         os.dup2(null, number)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, ray_forks.reap_children)
     while True:
+        if ray_workers in wait([requests, ray_workers]):
+            ray_forks.start_worker(ray_workers)
+            continue
         try:
             start = requests.recv()
         except EOFError:
@@ -145,75 +173,8 @@ def _start_fork_helper() -> None:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             _Start(**start, streams=descriptors[:3], pid_pipe=descriptors[3])()
-        os.wait()
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _open_streams() -> None:
-    """Open Python's standard streams anew, as an interpreter does at its start."""
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False, buffering=1 if os.isatty(1) else -1)  # noqa: SIM115
-    sys.stdout.reconfigure(write_through=unbuffered)
-    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
-    sys.__stdin__ = sys.stdin
-    sys.__stdout__ = sys.stdout
-    sys.__stderr__ = sys.stderr
-
-
-def _run_program(words: Sequence[str]) -> int:
-    """Run the program of a command in this process; return its exit status."""
-    _open_streams()
-    position = _program_position(words)
-    assert position is not None
-    options = words[:position]
-    if "ignore" in options:
-        warnings.simplefilter("ignore")
-
-    is_script = words[position].endswith(".py")
-    if is_script:
-        name = words[position]
-        sys.argv = list(words[position:])
-        folder = Path(name).resolve().parent
-    else:
-        name = words[position + 1]
-        sys.argv = [words[position], *words[position + 2 :]]
-        folder = Path.cwd()
-    if "-P" not in options:
-        sys.path.insert(0, str(folder))
-
-    try:
-        if is_script:
-            runpy.run_path(name, run_name="__main__")
-        elif words[position] == "-c":
-            program = os.memfd_create("program")
-            os.write(program, name.encode())
-            runpy.run_path(f"/proc/self/fd/{program}", run_name="__main__")
-        else:
-            spec = importlib.util.find_spec(name)
-            is_package = spec is not None and spec.submodule_search_locations is not None
-            # The module may have been imported; it must run anew as `__main__`.
-            sys.modules.pop(f"{name}.__main__" if is_package else name, None)
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        return 1
-    return 0
-
-
-def _exit(status: int) -> None:
-    """End this process as an interpreter does, without the exit functions of its ancestors."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status & 0xFF)
 
 
 class Forked(subprocess.Popen[Any]):
@@ -228,7 +189,7 @@ class Forked(subprocess.Popen[Any]):
         words = _command_words(args, by_shell=by_shell)
         environment = dict(os.environ if env is None else env)
         if (
-            _program_position(words) is None
+            program_position(words) is None
             or pass_fds
             or not _can_be_pickled(preexec_fn)
             or _import_variables_differ(environment)
@@ -278,23 +239,6 @@ def _command_words(args: object, *, by_shell: bool) -> list[str]:
         if job is not None:
             return [*job.groups()]
     return []
-
-
-def _program_position(words: Sequence[str]) -> int | None:
-    """Return the index of the script, `-m` or `-c` of a command.
-
-    Return None if the command is not of this interpreter, or has options that a fork ignores.
-    """
-    if not words or words[0] != sys.executable:
-        return None
-    for position, word in enumerate(words[1:], 1):
-        is_script = word.endswith(".py")
-        if is_script or word in ("-m", "-c"):
-            supported = {"-W", "ignore", "-u"}
-            if not is_script:
-                supported.add("-P")
-            return position if {*words[1:position]} <= supported else None
-    return None
 
 
 def _start_process(start: Mapping[str, Any], streams: Sequence[int]) -> int:
