@@ -1,4 +1,4 @@
-"""The other tests of the sandbox, run as an ordinary user when the tests run as root."""
+"""The tests of the sandbox's processes, run as an ordinary user when the tests run as root."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def test_the_sandbox_of_an_ordinary_user_isolates_in_both_tiers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, NOBODY, NOBODY)
         path = Path(__file__)
-        others = [str(other) for other in sorted(path.parent.glob("test_*.py")) if other != path]
+        # The other files of the folder test files, judges and a remote sandbox, which ask for no rights.
+        others = [
+            str(other) for other in sorted(path.parent.glob("test_sandbox_*.py")) if other != path
+        ]
         pytest_arguments = [
             "-m",
             "pytest",
