@@ -285,3 +285,45 @@ def test_make_test_gpu_runs_the_folder_of_all_gpu_tests() -> None:
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if marker in path.read_text()]
     assert len(files) >= 5
     assert all(path.is_relative_to(folder) for path in files)
+
+
+@pytest.mark.slow
+def test_every_check_passes_with_small_shapes_on_a_cpu(tmp_path: Path) -> None:
+    """The section `hand_over` also checks that weights reach another process unchanged."""
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this test is about machines without a GPU")
+    sections = ["--only", "correctness,hand_over,engine,updates"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path), *sections]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = read(tmp_path / "results.jsonl")
+    assert lines[-1]["wrong"] == []
+
+    updates = [line["model"] for line in lines if "tokens_per_s" in line and "model" in line]
+    assert updates == ["tiny", "tiny-moe"]
+    compared = {line["model"] for line in lines if line.get("what", "").endswith("of the CPU")}
+    assert compared == {"tiny", "tiny-moe"}
+    checks = {(line["section"], line["what"]) for line in lines if "ok" in line}
+    assert checks == {
+        ("correctness", "attention"),
+        ("correctness", "attention, dense"),
+        ("correctness", "update, again"),
+        ("correctness", "update, sleeps"),
+        ("correctness", "update, restores"),
+        ("correctness", "update, logprobs of the CPU"),
+        ("correctness", "update, gradients of the CPU"),
+        ("correctness", "norm"),
+        ("correctness", "head"),
+        ("correctness", "bfloat16"),
+        ("hand_over", "hand-over, GB/s"),
+        ("engine", "engine and trainer"),
+    }
+
+
+@pytest.mark.slow
+def test_every_benchmark_can_be_imported() -> None:
+    paths = (ROOT / "benchmarks").rglob("*.py")
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    names.remove("benchmarks.support.trl_steps")  # runs in an environment that has TRL
+    code = f"import importlib\nfor name in {sorted(names)}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
