@@ -41,7 +41,9 @@ def test_a_placement_that_does_not_fit_is_refused_before_ray_starts(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_path: Path) -> None:
+def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(
+    forked_ray_workers: None, tmp_path: Path
+) -> None:
     run = make_run(
         tmp_path,
         *SETTINGS,

@@ -25,6 +25,8 @@ from tests.slurm.cluster import Slurm, wait_until
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run, metrics_of
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 COMMON = [
     "trainer.checkpoint_every=2",
     "trainer.validate_every=3",
