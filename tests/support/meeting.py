@@ -10,10 +10,10 @@ from typing import Any
 def meeting(ranks: int) -> list[Callable[[Any], list[Any]]]:
     """Return the all-gather function of each rank.
 
-    A call fails after 10 s if another rank does not call its function.
+    A call fails after 60 s if another rank does not call its function.
     """
     values: list[Any] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=10)
+    barrier = threading.Barrier(ranks, timeout=60)
 
     def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
         def exchange(value: Any) -> list[Any]:

@@ -84,7 +84,7 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     with file_lock(path):
         thread.start()
         assert not entered.wait(0.2)
-    thread.join(10)
+    thread.join(60)
     assert entered.is_set()
 
 

@@ -239,7 +239,7 @@ def test_replicas_share_weights_and_equal_prompts_go_to_one_replica(qwen2: Path)
 def test_engines_on_gpus_work_at_the_same_time(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=60)
 
     def exchange_together(requests: list[Request], aborts: list[int]) -> list[Report]:
         """Wait until the other engine's exchange has begun too."""

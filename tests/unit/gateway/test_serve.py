@@ -72,7 +72,7 @@ def test_the_commands_of_the_guide_serve_a_run(tmp_path: Path) -> None:
             assert other.wait() == 1 and error in refusal
     finally:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == 0
+        assert child.wait(120) == 0
 
 
 async def check_calls(url: str) -> None:

@@ -128,7 +128,7 @@ def test_a_large_body_gets_413_also_if_the_client_sends_all_of_it_first(server_u
     parts = (b" " * 65536 for _ in range(17))
     assert post_bytes(server_url, parts).status_code == 413
     for _ in range(3):
-        connection = HTTPConnection(httpx.URL(server_url).netloc.decode(), timeout=10)
+        connection = HTTPConnection(httpx.URL(server_url).netloc.decode(), timeout=60)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/retrieve", b" " * (1 << 24), headers)
         assert connection.getresponse().status == 413

@@ -31,7 +31,7 @@ class FakeIndex:
 
     def search(self, queries: list[str], vectors: np.ndarray, k: int) -> list[list[Passage]]:
         assert [bytes(row.tolist()).decode().strip() for row in vectors] == queries
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.searches.append((queries, k))
         self.threads.add(threading.get_ident())
         if "bad" in queries:
@@ -53,7 +53,7 @@ def run(batcher: Batcher, body: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

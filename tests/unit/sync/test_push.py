@@ -110,7 +110,7 @@ def test_the_next_bucket_is_gathered_while_servers_load_one(
             loading_at_arrival.append(len(loading))
             # The sender closes the next bucket when it has gathered the tensor after it. The server
             # answers only then, so a sender that waited for the answer first would time out here.
-            assert gathered[NAMES[min(number + 2, len(NAMES) - 1)]].wait(10)
+            assert gathered[NAMES[min(number + 2, len(NAMES) - 1)]].wait(60)
             loading.remove(number)
         return httpx.Response(200, json={"success": True})
 
