@@ -232,7 +232,7 @@ def test_runs_that_only_train_differently_share_a_cold_start() -> None:
 
 
 def test_evaluations_with_other_models_need_the_runs_that_train_them(tmp_path: Path) -> None:
-    """As in Table 3 of Stronger-MAS, models are swapped, or trained alone and combined in one team."""
+    """Models are swapped, or trained alone and combined in one team, as in Table 3 of Stronger-MAS."""
     experiment = ["experiment=demo_math", "cold_start=null"]
     runs = {"mas": experiment, "tool_alone": experiment, "plan_alone": experiment}
     cells = {

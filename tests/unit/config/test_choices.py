@@ -55,7 +55,7 @@ MODELS = dict(models())
 
 
 def leaves(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every part of a JSON schema that says what a value is."""
+    """Yield every part of a JSON schema that describes a value."""
     if isinstance(schema, dict):
         if "type" in schema and isinstance(schema["type"], str):
             yield schema
@@ -93,11 +93,11 @@ def test_every_option_is_typed_and_bounded(whose: str) -> None:
 @pytest.mark.parametrize("whose", MODELS)
 def test_defaults_are_values_that_could_be_given(whose: str) -> None:
     model = MODELS[whose]
-    given = {
+    defaults = {
         name: field.default for name, field in model.model_fields.items() if not field.is_required()
     }
     try:
-        model.model_validate_json(to_json(given, inf_nan_mode="constants"))
+        model.model_validate_json(to_json(defaults, inf_nan_mode="constants"))
     except ValidationError as error:
         assert {details["type"] for details in error.errors()} == {"missing"}, error
 
@@ -114,10 +114,10 @@ def test_registered_objects_are_called_as_their_kind_is(registry: Registry) -> N
 
 
 @pytest.mark.parametrize(
-    ("names", "known"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)]
+    ("names", "table"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)]
 )
-def test_names_of_the_equations_are_their_tables(names: Any, known: dict[str, Any]) -> None:
-    assert get_args(names) == tuple(known)
+def test_names_of_the_equations_are_their_tables(names: Any, table: dict[str, Any]) -> None:
+    assert get_args(names) == tuple(table)
 
 
 @cache
@@ -323,24 +323,24 @@ def race_backwards(env: object, track: object) -> None: ...
 async def relay(task: object, team: object, env: object, *, loops: int = 1) -> None: ...
 
 
-def relay_of_another_time(task: object, team: object, env: object) -> None: ...
+def synchronous_relay(task: object, team: object, env: object) -> None: ...
 
 
-class Mute:
+class WithoutGenerate:
     def __init__(self, model: str, *, rows: int, max_length: int, place: object = None) -> None: ...
 
 
-class Untold(Mute, TrainedEngine):
+class WithoutCommit(WithoutGenerate, TrainedEngine):
     async def generate(self, prompt_ids, sampling): ...
 
     async def begin_update(self): ...
 
 
-class Told(Untold):
+class CompleteEngine(WithoutCommit):
     async def commit_update(self, update): ...
 
 
-class Deaf(Told):
+class WithoutSampling(CompleteEngine):
     async def generate(self, prompt_ids): ...
 
 
@@ -359,7 +359,7 @@ class Waits(Unset):
 UNMADE = Role(name="none", system="", user="", parse=lambda: None)
 
 
-OWN = [
+USER_OBJECTS = [
     (
         "env",
         {"name": f"{__name__}:race_backwards"},
@@ -377,8 +377,8 @@ OWN = [
     ),
     (
         "orchestra",
-        {"name": f"{__name__}:relay_of_another_time"},
-        f"orchestra '{__name__}:relay_of_another_time' must take (task, team, env, *, ...) as an async function",
+        {"name": f"{__name__}:synchronous_relay"},
+        f"orchestra '{__name__}:synchronous_relay' must take (task, team, env, *, ...) as an async function",
     ),
     (
         "reward",
@@ -397,22 +397,22 @@ OWN = [
     ),
     (
         "engine",
-        {"name": f"{__name__}:Mute"},
-        f"engine '{__name__}:Mute' lacks a method generate; expected async gene",
+        {"name": f"{__name__}:WithoutGenerate"},
+        f"engine '{__name__}:WithoutGenerate' lacks a method generate; expected async gene",
     ),
     (
         "engine",
-        {"name": f"{__name__}:Untold"},
-        f"engine '{__name__}:Untold' lacks a method commit_update; expec",
+        {"name": f"{__name__}:WithoutCommit"},
+        f"engine '{__name__}:WithoutCommit' lacks a method commit_update; expec",
     ),
     (
         "engine",
-        {"name": f"{__name__}:Deaf"},
+        {"name": f"{__name__}:WithoutSampling"},
         "its method generate must take (prompt_ids, sampling), not (prompt_ids)",
     ),
     (
         "engine",
-        {"name": f"{__name__}:Told", "options": {"x": 1}},
+        {"name": f"{__name__}:CompleteEngine", "options": {"x": 1}},
         "engine: python, urls, members and options are set",
     ),
     (
@@ -443,7 +443,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("section", "value", "message"), OWN)
+@pytest.mark.parametrize(("section", "value", "message"), USER_OBJECTS)
 def test_own_code_is_checked_before_any_process_starts(
     section: str, value: Any, message: str
 ) -> None:
@@ -466,8 +466,10 @@ def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
 
 
 def test_an_engine_of_ones_own_that_has_the_methods_is_taken() -> None:
-    config = RunConfig.from_values(changed(MATH, "engine", {"name": f"{__name__}:Told"}), "run 'x'")
-    assert config.engine.name == f"{__name__}:Told"
+    config = RunConfig.from_values(
+        changed(MATH, "engine", {"name": f"{__name__}:CompleteEngine"}), "run 'x'"
+    )
+    assert config.engine.name == f"{__name__}:CompleteEngine"
 
 
 def test_a_team_that_searches_needs_a_retriever() -> None:

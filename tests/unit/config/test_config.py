@@ -80,13 +80,13 @@ def test_prompts_with_slots_that_the_orchestra_does_not_fill_are_refused() -> No
 def test_every_team_composes_with_its_policies(team: str, sharing: str) -> None:
     values = resolve([*ALONE, f"team={team}", f"sharing={sharing}"])
     agents = list(TEAMS[team]["agents"])
-    played = {agent: section["policy"] for agent, section in values["agents"].items()}
-    own = {
+    policies = {agent: section["policy"] for agent, section in values["agents"].items()}
+    expected = {
         "shared": dict.fromkeys(agents, "shared"),
         "separate": dict(zip(agents, agents, strict=True)),
     }
-    assert played == own.get(sharing, TEAMS[team].get("partly"))
-    assert list(values["policies"]) == list(dict.fromkeys(played.values()))
+    assert policies == expected.get(sharing, TEAMS[team].get("partly"))
+    assert list(values["policies"]) == list(dict.fromkeys(policies.values()))
     assert {policy["lr"] for policy in values["policies"].values()} == {1e-6}
 
 
@@ -100,8 +100,8 @@ def test_a_team_of_three_or_more_says_how_to_share_partly(team: str) -> None:
 
 def test_agents_may_be_given_policies_by_name_and_policies_settings_of_their_own() -> None:
     sharing = "{generator: writer, verifier: judge, refiner: writer}"
-    own = ["policies.judge.lr=0", "policies.judge.tp=2", "agents.verifier.loss_weight=0"]
-    values = resolve([*ALONE, "team=chain", f"sharing={sharing}", *own])
+    settings = ["policies.judge.lr=0", "policies.judge.tp=2", "agents.verifier.loss_weight=0"]
+    values = resolve([*ALONE, "team=chain", f"sharing={sharing}", *settings])
     assert {name: (policy["lr"], policy["tp"]) for name, policy in values["policies"].items()} == {
         "writer": (1e-6, 1),
         "judge": (0, 2),
@@ -625,15 +625,15 @@ def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> No
 
 
 def keys(model: type[Section]) -> Iterator[str]:
-    """The names of a section's keys and of the sections below it."""
+    """Yield the names of the keys of a section and of the sections below it."""
     for name, field in model.model_fields.items():
         yield name
-        below = [field.annotation]
-        while below:
-            found = below.pop()
-            if isinstance(found, type) and issubclass(found, Section):
-                yield from keys(found)
-            below += get_args(found)
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                yield from keys(annotation)
+            annotations += get_args(annotation)
 
 
 def test_every_key_is_in_the_page_of_settings() -> None:

@@ -97,12 +97,13 @@ RECIPE = [
 ]
 
 
-def numbers(values: Any, *place: str) -> Iterator[tuple[tuple[str, ...], float]]:
+def numbers(values: Any, *keys: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield the keys and the value of every number in nested values."""
     if isinstance(values, dict):
         for key, value in values.items():
-            yield from numbers(value, *place, key)
+            yield from numbers(value, *keys, key)
     elif isinstance(values, int | float) and not isinstance(values, bool):
-        yield place, values
+        yield keys, values
 
 
 ONE_OF_EACH = [
@@ -117,18 +118,17 @@ def test_no_number_of_a_recipe_changes_unseen(experiment: str) -> None:
     values = resolve([f"experiment={experiment}"])
     before = compared_values(RunConfig.from_values(values, experiment))
     unseen = set()
-    for place, number in numbers(
-        {section: values[section] for section in RECIPE if values.get(section)}
-    ):
-        named = ("agents", "*", *place[2:]) if place[0] == "agents" else place
-        key = ".".join(("policies", "*", *place[2:]) if place[0] == "policies" else named)
+    recipe = {section: values[section] for section in RECIPE if values.get(section)}
+    for keys, number in numbers(recipe):
+        key = ".".join(keys)
+        if keys[0] in ("agents", "policies"):
+            key = ".".join((keys[0], "*", *keys[2:]))
         if any(fnmatch(key, name) for name in OURS):
             continue
-        for other in {number * 2 or 1, number / 2, number - 1} - {
-            number
-        }:  # one that a config may have
+        # The first of these numbers that the config accepts replaces the number.
+        for other in {number * 2 or 1, number / 2, number - 1} - {number}:
             changed = deepcopy(values)
-            reduce(getitem, place[:-1], changed)[place[-1]] = type(number)(other)
+            reduce(getitem, keys[:-1], changed)[keys[-1]] = type(number)(other)
             with suppress(ConfigError):
                 if compared_values(RunConfig.from_values(changed, experiment)) == before:
                     unseen.add(key)
