@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-all test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,9 +71,6 @@ test: $(STAMP) $(VENV)/chromium ## run the tests that are not slow, in three pro
 
 test-slow: $(STAMP) $(VENV)/chromium ## run the slow tests: whole trainings, killed processes, compilers
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m slow
-
-test-all: $(STAMP) $(VENV)/chromium ## run both, the files with slow tests first
-	$(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP) ## run the tests that need this machine's GPU
 	$(BIN)/python -m pytest -m gpu tests/unit

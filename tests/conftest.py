@@ -61,7 +61,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with slow tests first, so that the processes of `make test-all` end at about the same time."""
+    """Run the files with slow tests first, so that the processes of `make test` end at about the same time."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow_files)
 
