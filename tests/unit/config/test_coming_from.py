@@ -16,6 +16,7 @@ WITH = {  # what else a setting needs
     "advantage=gae": [f"policies.{name}.critic={{lr: 1.0e-5}}" for name in ("solver", "verifier")],
     "engine.tp": ["engine=sglang"],
     "filter.name": ["recipe=dapo"],
+    "filter.resample": ["recipe=dapo"],
     "policies.verifier.pp": ["cold_start.base.layers=4"],
     "recipe": [ALONE],
     "reward.name=coach": ["coach=openai", "coach.model=judge"],
