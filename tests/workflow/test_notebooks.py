@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -27,6 +28,27 @@ def test_a_notebook_is_committed_with_the_outputs_of_its_cells(path: Path) -> No
     assert any("<svg" in text for text in html)  # the curves of its run
     assert "/work/" not in json.dumps(notebook)
     assert "/tmp/" not in json.dumps(notebook)
+
+
+def results_of(stem: str) -> list[str]:
+    """Return the text results of a notebook's cells, in their order."""
+    (path,) = (path for path in NOTEBOOKS if path.stem == stem)
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    outputs = [output for cell in cells for output in cell.outputs if "data" in output]
+    return [output.data["text/plain"] for output in outputs]
+
+
+def test_the_notebooks_end_with_a_trained_team_that_is_right() -> None:
+    number, remainder = ast.literal_eval(results_of("own_model")[-1])
+    assert number.isdecimal()
+    assert remainder == int(number) % 3 == 0
+
+    *_, scores, replies = map(ast.literal_eval, results_of("first_team")[-2:])
+    assert scores["base"]["avg@4"] < 0.1
+    assert scores["trained"]["avg@4"] > 0.9
+    for letter, reply in zip("ae", replies, strict=True):
+        words = reply.split()
+        assert all(word.isalpha() and letter in word for word in words)
 
 
 def test_the_notebook_own_model_uses_a_gpu_if_there_is_one(
