@@ -272,7 +272,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the requirements, on a machine whose programs are stand-ins."""
+    """Return a folder with the requirements, on a machine whose programs are stand-ins."""
     folder = tmp_path / "checkout"
     shutil.copytree(REQUIREMENTS, folder / "requirements")
     programs = tmp_path / "programs"

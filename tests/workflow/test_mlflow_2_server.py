@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of MLflow 2 on an empty store."""
+    """Yield the address of a server of MLflow 2 on an empty store."""
     folder = tmp_path_factory.mktemp("server")
     port = free_port()
     uri = f"http://127.0.0.1:{port}"

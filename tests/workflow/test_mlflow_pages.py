@@ -31,7 +31,7 @@ PICTURE_WIDTH = 1255
 def pages(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
-    """The address that `mcore-mas ui` prints, and the address of the comparison of two runs."""
+    """Yield the address that `mcore-mas ui` prints, and the address of the comparison of two runs."""
     if not request.config.getoption("--mlflow"):
         pytest.skip("takes a minute and a half; `make test-mlflow` runs it")
     results = tmp_path_factory.mktemp("mlflow") / "results"

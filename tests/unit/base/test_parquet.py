@@ -14,7 +14,7 @@ from rollout.base.parquet import bounded_batches, bounded_table, open_parquet
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of 100 rows in two row groups."""
+    """Return a file of 100 rows in two row groups."""
     path = tmp_path / "rows.parquet"
     table = pa.table({"number": range(100), "text": ["text"] * 100})
     pq.write_table(table, path, row_group_size=50)

@@ -16,7 +16,7 @@ from tests.unit.cli.conftest import CallCommand
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal in which no cell of a table is wrapped."""
+    """Widen the terminal, so that no cell of a table is wrapped."""
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -13,7 +13,7 @@ from tests.unit.cli.conftest import CallCommand
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a suite and two runs."""
+    """Return a folder with a suite and two runs."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "my_suite.yaml").touch()
     for number, run in enumerate(("demo_math", "demo_math2")):

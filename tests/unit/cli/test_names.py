@@ -55,7 +55,7 @@ def test_the_users_experiments_and_teams_are_listed(
 
 @pytest.fixture
 def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package that offers an environment."""
+    """Install a package that offers an environment for this test."""
     metadata = tmp_path / "theirs-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")

@@ -9,7 +9,7 @@ from mcore_mas.cli.suite_command import snakemake_command, split_overrides
 
 @pytest.fixture
 def suite(tmp_path: Path) -> str:
-    """A suite file with an override of its own."""
+    """Return a suite file with an override of its own."""
     file = tmp_path / "s.yaml"
     file.write_text("{suite: s, experiments: {a: [experiment=demo_math]}, overrides: [seed=3]}")
     return str(file)

@@ -14,7 +14,7 @@ STEPS = "results/demo_math/train/trajectories"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder, with a run that has trajectories of two steps."""
+    """Write a run with the trajectories of two steps into the current folder."""
     finished(tmp_path / "results", "demo_math", 0)
     for step, task in enumerate(("oldest", "newest")):
         file = tmp_path / STEPS / f"step_{step:06}.parquet"

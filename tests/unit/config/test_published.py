@@ -388,6 +388,6 @@ def test_an_experiment_says_where_it_is_from_and_how_sure_that_is(experiment: st
 
 
 def expand(pattern: str) -> list[str]:
-    """`a_{b,c}` as a_b and a_c, as a shell reads it."""
+    """Expand `a_{b,c}` to a_b and a_c, as a shell does."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
     return ["".join(choice) for choice in itertools.product(*parts)]

@@ -45,7 +45,7 @@ def make_team_on(engine):
 
 
 async def two_turns(task, team, env):
-    """Orchestra: agent a replies to the task, and agent b to agent a."""
+    """Play a reply of agent a to the task, and a reply of agent b to agent a."""
     first = await team.act("a", said=f"{env.reset(task)} of {task.id}")
     await team.act("b", said=first.text)
     await env.step("1")

@@ -273,7 +273,7 @@ def test_a_world_must_be_opened_before_it_is_reset() -> None:
 
 @pytest.fixture
 def alfworld_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Folder of games, with stand-ins for ALFWorld's modules."""
+    """Yield the folder of games, with stand-ins for ALFWorld's modules."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     (tmp_path / "base_config.yaml").write_text(yaml.safe_dump({"env": {"type": "AlfredTWEnv"}}))
@@ -333,7 +333,7 @@ def test_alfworld_tasks_need_enough_games_in_the_right_folder(
 
 @pytest.fixture
 def webshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A stand-in for WebShop's module."""
+    """Replace WebShop's module by a stand-in."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     text_world.load_shop.cache_clear()

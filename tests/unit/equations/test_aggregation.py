@@ -16,7 +16,7 @@ NORM = {"seq_mean_token_sum_norm": 10.0}
 
 
 def formula(mode: str, replies: list[Tensor], norm: float) -> float:
-    """The loss as the papers write it, over replies of token losses."""
+    """Compute the loss by the formula of the papers, from the token losses of each reply."""
     n = len(replies)
     if mode in ("token_mean", "agent_mean"):  # of one agent
         return float(sum(reply.sum() for reply in replies) / sum(len(reply) for reply in replies))

@@ -18,7 +18,7 @@ from rollout.models.chat_template import Renderer
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Folder of a run before its training, with an adapter and a frozen policy."""
+    """Return the folder of a run before its training, with an adapter and a frozen policy."""
     settings = ["+policies.solver.lora={rank: 2, alpha: 4}", "+agents.verifier.loss_weight=0"]
     folder = tmp_path / "demo_math"
     folder.mkdir()

@@ -119,7 +119,7 @@ FIRST_HARD_SEED = make_team(None).session(SEED, EVALUATION_STEP, "hard", 0).seed
 
 
 async def one_long_prompt(task: Task, team: Any, env: Any) -> None:
-    """Orchestra in which one trajectory of the hard task has a prompt of 120 tokens."""
+    """Play a turn; in one trajectory of the hard task, its prompt has 120 tokens."""
     is_long = task.id == "hard" and team.seed() == FIRST_HARD_SEED
     reply = await team.act("a", said="x" * 120 if is_long else task.id)
     await env.step(reply.text)

@@ -37,7 +37,7 @@ def models_of(config: RunConfig) -> dict[str, str]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Config of the run `mas`, beside which there is another one, `alone`."""
+    """Return the config of the run `mas`; its results folder also has the run `alone`."""
     for run in ("mas", "alone"):
         write_trained_run(tmp_path, run)
     return RunConfig.load(tmp_path / "mas" / "config.yaml")

@@ -28,7 +28,7 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
-    """An architecture with four heads, two key/value heads and an odd vocabulary."""
+    """Return an architecture with four heads, two key/value heads and an odd vocabulary."""
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder)
     return read_architecture(folder)

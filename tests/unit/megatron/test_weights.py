@@ -40,7 +40,7 @@ WHOLE_RANGE = (None, None)
 
 @pytest.fixture(scope="module")
 def process_groups() -> Iterator[None]:
-    """Process groups of this process alone."""
+    """Initialize the process groups of one rank."""
     init_process_groups(rank=0, threads=1)
     yield
     destroy_process_groups()
@@ -239,7 +239,7 @@ def test_rotary_frequencies_of_an_older_checkpoint_are_not_loaded(
 
 @pytest.fixture
 def config_only(tmp_path: Path) -> Path:
-    """A folder of a model without weights."""
+    """Return a folder of a model without weights."""
     reference.make_model("qwen2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     return tmp_path

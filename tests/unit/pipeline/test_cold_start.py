@@ -74,7 +74,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with its tasks and its base model."""
+    """Return the folder of a run with its tasks and its base model."""
     results = tmp_path_factory.mktemp("results")
     folder = results / "duo"
     config = resolve(["experiment=demo_math", "run=duo", f"results={results}", *SETTINGS])

@@ -49,7 +49,7 @@ WALK = Task(
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, list[Task]]:
-    """A file with a trajectory of each game, and the games' tasks.
+    """Return a file with a trajectory of each game, and the games' tasks.
 
     Each game is solved after a reply without actions.
     """

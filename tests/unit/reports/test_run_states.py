@@ -54,7 +54,7 @@ def test_the_command_lists_runs(tmp_path: Path) -> None:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Two whole runs, and one between them that a test damages."""
+    """Return the folder of two whole runs, and of one between them that a test damages."""
     for name in ("a", "broken", "c"):
         write_small_run(tmp_path / name, {"t": 0.5})
     return tmp_path

@@ -30,7 +30,7 @@ WALK = Task(
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """The page of two runs.
+    """Return the page of two runs.
 
     The first has a walk that only the trained team solves, and one that no team solves.
     """

@@ -30,7 +30,7 @@ STEP_0 = "train/trajectories/step_000000.parquet"
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Two runs, the first with a step of trajectories."""
+    """Write two runs, the first with a step of trajectories; return their folder."""
     write_small_run(tmp_path / "a", {"t": 0.5})
     write_small_run(tmp_path / "b", {"t": 1.0}, seed=2)
     played = [

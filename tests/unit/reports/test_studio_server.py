@@ -27,7 +27,7 @@ STEPS = [f"train/trajectories/step_00000{step}.parquet" for step in range(3)]
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A run with two steps of trajectories."""
+    """Write a run with two steps of trajectories; return its results folder."""
     run = write_small_run(tmp_path / "a", {"t": 0.5})
     rewarded = [
         trajectory(turn(0, reward=number + 0.5), sample=number, task_id=f"t{number}")

@@ -27,7 +27,7 @@ REPLIES = {
 
 
 async def two_turns(task, team, env):
-    """Orchestra: agent a calls a tool and acts, twice."""
+    """Play two turns of agent a, each with a call of a tool."""
     observation = env.reset(task)
     for _ in range(2):
         reply = await team.act("a", said=observation)

@@ -35,7 +35,7 @@ def encoder() -> Encoder:
 def index_dir(
     tmp_path_factory: pytest.TempPathFactory, passages: list[Passage], encoder: Encoder
 ) -> Path:
-    """A folder with corpus.jsonl and, in index/, its index. Tests that damage files use a copy."""
+    """Return a folder with corpus.jsonl and, in index/, its index. Tests that damage files use a copy."""
     folder = tmp_path_factory.mktemp("retrieval")
     write_corpus(folder / "corpus.jsonl", passages)
     build_index(folder / "corpus.jsonl", folder / "index", encoder)

@@ -16,7 +16,7 @@ ABC_SHA256 = (
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are read for their digest."""
+    """Return the list to which the names of files are added when their digest is computed."""
     names: list[str] = []
     file_digest = hashlib.file_digest
 

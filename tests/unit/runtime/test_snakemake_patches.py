@@ -17,7 +17,7 @@ QUOTED = """'/home/me/it'"'"'s two wörds/.venv/bin/python'"""
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Commands that scripts execute, under a Python with an awkward path."""
+    """Yield commands that scripts execute, under a Python with an awkward path."""
     executed: list[str] = []
 
     def execute(script: Any, command: str, **options: Any) -> None:

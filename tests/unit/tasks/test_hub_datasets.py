@@ -53,7 +53,7 @@ def sum_row(number: int) -> Row:
 
 @pytest.fixture
 def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of the data set me/sums in the hub's cache: two files of each split, and a subset."""
+    """Return the folder of the data set me/sums in the hub's cache: two files per split, and a subset."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "datasets--me--sums"
     (repository / "refs").mkdir(parents=True)

@@ -127,7 +127,7 @@ def test_only_the_agents_of_the_plan_are_replayed() -> None:
 
 
 async def with_free_rider(task: Task, team: Any, env: Any) -> None:
-    """Orchestra in which nobody reads the reply of b."""
+    """Play turns of which nobody reads the reply of b."""
     draft = await team.act("a", said="draft")
     await team.act("b", said="comment")
     final = await team.act("a", said=draft.text)
@@ -152,7 +152,7 @@ def test_an_agent_that_nobody_reads_gets_exactly_nothing() -> None:
 
 
 async def with_verifier(task: Task, team: Any, env: Any) -> None:
-    """Orchestra in which a answers, and again if b does not approve."""
+    """Play a turn of a, and another one if b does not approve."""
     answer = await team.act("a", said="solve")
     verdict = await team.act("b", said=answer.text)
     if not verdict.text.startswith("1"):

@@ -125,7 +125,7 @@ SIMULTANEOUS = {
 
 
 async def pair(task, team, env):
-    """Orchestra with concurrent turns of a and b, a step for each, a turn of a and a step."""
+    """Play concurrent turns of a and b, a step for each, a turn of a and a step."""
 
     async def strand(name):
         reply = await team.act(name, said=name)

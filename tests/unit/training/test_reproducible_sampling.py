@@ -118,7 +118,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory: pytest.TempPathFactory, model: Path) -> TrajectoriesByStaleness:
-    """Trajectories of three trainings."""
+    """Return trajectories of three trainings."""
     folder = tmp_path_factory.mktemp("runs")
     result = {}
     for staleness in UPDATE_S:
