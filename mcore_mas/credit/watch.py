@@ -45,19 +45,23 @@ class CreditWatch:
             valid_share: share of well-formed replies in the step, for the error; NaN if unknown.
 
         Raises:
-            CreditError: an advantage exceeds `trainer.max_advantage` or is NaN, or no turn of the
+            CreditError: an advantage is NaN, or exceeds `trainer.max_advantage`, or no turn of the
                 run's first `trainer.signal_within` steps had an advantage other than 0.
         """
         largest = np.array([np.abs(sample.advantages or (0.0,)).max() for sample in samples])
-        bound = trainer.max_advantage
-        if bound is not None and not (largest <= bound).all():  # True for NaN too
+        bound = math.inf if trainer.max_advantage is None else trainer.max_advantage
+        if not (largest <= bound).all():  # NaN is not <= infinity
             worst = int(largest.argmax())  # argmax returns a NaN before any number
             sample = samples[worst]
+            reason = (
+                f"beyond trainer.max_advantage {bound:g}; its rewards are out of scale, or their σ is nearly zero: "
+                "see `mcore-mas explain`, and change the advantage, the reward or the bound"
+            )
+            if math.isnan(largest[worst]):
+                reason = "expected a number; see `mcore-mas explain`, and change the advantage or the reward"
             raise CreditError(
                 f"step {step}: agent {sample.agent} has an advantage of {largest[worst]:.2g} "
-                f"(trajectory {sample.trajectory}, turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its "
-                "rewards are out of scale, or their σ is nearly zero: see `mcore-mas explain`, and change the "
-                "advantage, the reward or the bound"
+                f"(trajectory {sample.trajectory}, turn {sample.turn}), {reason}"
             )
 
         self._had_signal = self._had_signal or bool(largest.any())

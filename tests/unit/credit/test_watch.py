@@ -67,10 +67,15 @@ def test_an_advantage_of_nan_stops_the_run_at_any_position() -> None:
             turn(f"t{i}", "solver", 0.0, advantage) for i, advantage in enumerate(advantages)
         ]
         one_turn = replace(three_turns[0], completion_ids=(1, 2, 3), advantages=tuple(advantages))
-        message = r"agent solver has an advantage of nan \(trajectory t"
         for samples in (three_turns, [one_turn]):
-            with pytest.raises(CreditError, match=message):
-                CreditWatch().check(trainer(), 0, samples)
+            for bound in (1000.0, None):
+                with pytest.raises(CreditError) as error:
+                    CreditWatch().check(trainer(max_advantage=bound), 0, samples)
+                position = advantages.index(math.nan) if samples is three_turns else 0
+                assert str(error.value) == (
+                    f"step 0: agent solver has an advantage of nan (trajectory t{position}, turn 0), expected a "
+                    "number; see `mcore-mas explain`, and change the advantage or the reward"
+                )
 
 
 def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
