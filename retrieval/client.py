@@ -86,6 +86,7 @@ class _LoopState:
     slots: dict[_Endpoint, asyncio.Semaphore]
     waiting: dict[_Query, list[asyncio.Future[list[Passage]]]] = field(default_factory=dict)
     outage: asyncio.Lock = field(default_factory=asyncio.Lock)
+    given_up: int = 0  # outages that outlasted the patience of the client
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -313,8 +314,21 @@ class RetrievalClient:
         return False
 
     async def _wait_for_server(self, problem: str) -> None:
-        """Wait until a server answers /health; raise NoRetriever after `patience_s`."""
-        async with self._state().outage:  # one request polls, the others wait for it
+        """Wait until a server answers /health.
+
+        The first request of an outage polls, and the others wait for its result.
+
+        Raises:
+            NoRetriever: no server answered for `patience_s` from the first request on.
+        """
+        failure = NoRetriever(
+            f"retriever at {self} is unavailable ({problem}); is the server running?"
+        )
+        state = self._state()
+        given_up = state.given_up
+        async with state.outage:
+            if state.given_up > given_up:  # another request polled meanwhile, in vain
+                raise failure
             if await self._any_server_answers():
                 return
             began = time.monotonic()
@@ -334,7 +348,8 @@ class RetrievalClient:
                     waited_s = time.monotonic() - began
                     logger.warning("retriever: %s answers again after %.0f s", self, waited_s)
                     return
-        raise NoRetriever(f"retriever at {self} is unavailable ({problem}); is the server running?")
+            state.given_up += 1
+        raise failure
 
 
 def _split_queries(queries: list[str]) -> Iterator[list[str]]:

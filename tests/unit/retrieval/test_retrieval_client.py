@@ -246,6 +246,21 @@ def test_patience_ends() -> None:
         search_once(unused_url(), patience_s=0.2)
 
 
+def test_requests_that_wait_together_give_up_together(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with RetrievalClient(unused_url(), patience_s=0.5) as client:
+            for outages in (1, 2):  # a later request waits for a server again
+                # Searches with another k are sent in another request.
+                searches = [client.search("q", k) for k in (1, 2, 3)]
+                results = await asyncio.gather(*searches, return_exceptions=True)
+                assert [type(result) for result in results] == [NoRetriever] * 3
+                assert client.outages == outages
+
+    with caplog.at_level(logging.WARNING, "retrieval.client"):
+        asyncio.run(run())
+    assert ["the run waits at most 0.5 s" in line for line in caplog.messages] == [True] * 2
+
+
 def test_a_client_needs_a_server() -> None:
     with pytest.raises(RetrievalError, match="needs the URL of at least one server"):
         search_once()
