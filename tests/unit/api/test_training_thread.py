@@ -78,7 +78,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_step_whose_orchestra_never_returns(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_step_whose_orchestra_never_returns(
+    forked_programs: None, tmp_path: Path
+) -> None:
     script = tmp_path / "endless_program.py"
     script.write_text(ENDLESS_PROGRAM)
     process = subprocess.Popen(
@@ -94,7 +96,7 @@ def test_ctrl_c_ends_a_step_whose_orchestra_never_returns(tmp_path: Path) -> Non
     for _ in range(101):
         assert "asked" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert "stopped by its caller before the end of the first step" in errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
