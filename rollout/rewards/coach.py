@@ -17,7 +17,7 @@ from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.engines.remote.protocol import ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_config import CoachConfig
-from rollout.rewards.coach_prompt import coach_messages, repair_messages
+from rollout.rewards.coach_prompt import answers_first, coach_messages, repair_messages
 from rollout.rewards.coach_verdict import MalformedVerdict, parse_verdict
 
 
@@ -84,8 +84,10 @@ class Coach:
                     if self._is_judged(trajectory, turn):
                         position = (group_index, trajectory_index, turn_index)
                         messages = coach_messages(group.task, trajectory, turn, self._config)
+                        answer_first = answers_first(turn, self._config)
+                        judgement = self._judge(turn.agent, messages, answer_first=answer_first)
                         agents[position] = turn.agent
-                        tasks[position] = asyncio.create_task(self._judge(turn.agent, messages))
+                        tasks[position] = asyncio.create_task(judgement)
 
         judgements = await self._wait_for_judgements(tasks)
         scores = {
@@ -151,16 +153,20 @@ class Coach:
             position: task.result() if task in done else late for position, task in tasks.items()
         }
 
-    async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
+    async def _judge(
+        self, agent: str, messages: tuple[Message, ...], *, answer_first: bool
+    ) -> Judgement:
         """Request a verdict, and once more if the first one is malformed."""
         try:
             async with self._caller.slot() as deadline:
                 reply = await self._ask(agent, messages, deadline)
                 try:
-                    return parse_verdict(reply)
+                    return parse_verdict(reply, answer_first=answer_first)
                 except MalformedVerdict as error:
-                    messages = repair_messages(messages, reply, str(error))
-                return parse_verdict(await self._ask(agent, messages, deadline))
+                    problem = str(error)
+                messages = repair_messages(messages, reply, problem, answer_first=answer_first)
+                reply = await self._ask(agent, messages, deadline)
+                return parse_verdict(reply, answer_first=answer_first)
         except TimeoutError:
             message = f"no verdict within {self._config.deadline_s:g} s"
             return Unscored(kind="deadline", message=message)

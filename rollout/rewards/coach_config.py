@@ -18,12 +18,16 @@ class CoachConfig(RemoteConfig):
     judged_with_answer: tuple[str, ...] = ()
     # Agents whose turns are judged with the outcome and the final metrics in the prompt.
     metrics_for: tuple[str, ...] = ()
+    # Form of a verdict. "answer_first": the coach does the agent's task itself, writes its result
+    # down, and grades by comparison, unless the prompt has the ground truth to compare with. "grade":
+    # it explains a grade.
+    form: Literal["answer_first", "grade"] = "answer_first"
     # Request an outcome score in addition to the process score.
     outcome: bool = False
     # Sampling temperature of a verdict.
     temperature: float = Field(0.0, ge=0)
     # Most tokens of a verdict.
-    max_tokens: int = Field(1024, ge=1)
+    max_tokens: int = Field(2048, ge=1)
     # Most characters of each text in the prompt: the problem, the agent's input and output, the
     # ground truth.
     text_chars: int = Field(24000, ge=1)

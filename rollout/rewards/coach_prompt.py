@@ -19,7 +19,7 @@ def coach_messages(
 ) -> tuple[Message, ...]:
     """Return the messages that request a verdict on a turn."""
     material = _between_markers(_sections(task, trajectory, turn, config))
-    requests = [_TEXTS["verdict"]]
+    requests = [_TEXTS["answer_first" if answers_first(turn, config) else "grade"]]
     if config.outcome:
         requests.append(_TEXTS["outcome"])
     if turn.agent in config.judged_with_answer:
@@ -31,13 +31,29 @@ def coach_messages(
     )
 
 
-def repair_messages(messages: Sequence[Message], reply: str, problem: str) -> tuple[Message, ...]:
+def answers_first(turn: Turn, config: CoachConfig) -> bool:
+    """Return True if the coach must do the turn's task itself before it grades the turn.
+
+    A judge without a reference rewards outputs that only look right, and a policy learns to write
+    them. A result of the judge is a reference (arXiv 2607.05904). A turn that is judged with the
+    ground truth has a better one.
+    """
+    return config.form == "answer_first" and turn.agent not in config.judged_with_answer
+
+
+def repair_messages(
+    messages: Sequence[Message], reply: str, problem: str, *, answer_first: bool
+) -> tuple[Message, ...]:
     """Return the messages that request the verdict again, after a reply that could not be parsed."""
+    lines = [_TEXTS["repair"].format(problem=problem)]
+    if answer_first:
+        lines.append(_TEXTS["own_answer"])
+    lines.append(_TEXTS["process"])
     return (
         *messages,
         # Vendors refuse empty messages.
         Message(role="assistant", content=reply or "(nothing)"),
-        Message(role="user", content=_TEXTS["repair"].format(problem=problem)),
+        Message(role="user", content="\n".join(lines)),
     )
 
 

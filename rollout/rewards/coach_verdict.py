@@ -16,30 +16,39 @@ _SCORES = {
 }
 # A line "NAME: value" or "NAME = value", with or without Markdown around the name.
 _SCORE_LINE = re.compile(rf"^[ \t>*_`#-]*({'|'.join(_SCORES)})[*_` \t]*[:=](.*)$", re.MULTILINE)
+# The line of the coach's own result, which must not be empty.
+_ANSWER_LINE = re.compile(r"^[ \t>*_`#-]*OWN_ANSWER[*_` \t]*[:=].*[^\s*_`]", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
-def parse_verdict(reply: str) -> dict[str, float]:
+def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]:
     """Parse the scores of a verdict, clamped to their ranges.
 
     Thoughts in <think> tags are ignored. A name may occur twice if its value is the same.
+
+    Args:
+        reply: text of the coach.
+        answer_first: require the coach's own result, in a line before the first score.
 
     Returns:
         `process` from 0 (harmful) to 10 (as good as an expert), and, if the reply has them,
         `outcome` from 0 to 1 and `answer_correct`, 0 or 1.
 
     Raises:
-        MalformedVerdict: the process score is missing, a value is not a finite number, or two
-            values of a name differ.
+        MalformedVerdict: the process score or a required result is missing, a value is not a finite
+            number, or two values of a name differ.
     """
+    spoken = _THOUGHTS.sub("", reply)
     values: dict[str, str] = {}
-    for name, text in _SCORE_LINE.findall(_THOUGHTS.sub("", reply)):
+    for name, text in _SCORE_LINE.findall(spoken):
         value = text.strip(" \t\r*_`").removesuffix(".")
         if values.setdefault(name, value) != value:
             raise MalformedVerdict(f"{name} is both {values[name]!r} and {value!r}")
     if "PROCESS_SCORE" not in values:
         raise MalformedVerdict("no line PROCESS_SCORE")
+    if answer_first:
+        _check_answer_comes_first(spoken)
     if values.get("ANSWER_CORRECT") not in (None, "0", "1"):
         raise MalformedVerdict(
             f"ANSWER_CORRECT is {values['ANSWER_CORRECT'][:40]!r}, expected 0 or 1"
@@ -51,6 +60,16 @@ def parse_verdict(reply: str) -> dict[str, float]:
         for name, (key, highest) in _SCORES.items()
         if name in values
     }
+
+
+def _check_answer_comes_first(spoken: str) -> None:
+    """Raise MalformedVerdict if no line OWN_ANSWER with a text precedes the first score."""
+    answer = _ANSWER_LINE.search(spoken)
+    score = _SCORE_LINE.search(spoken)
+    if answer is None:
+        raise MalformedVerdict("no line OWN_ANSWER with a result")
+    if score is not None and score.start() < answer.start():
+        raise MalformedVerdict(f"the line OWN_ANSWER comes after {score.group(1)}, expected before")
 
 
 def _parse_score(name: str, text: str, highest: float) -> float:

@@ -61,7 +61,7 @@ def quoting_coach(body: dict[str, Any], number: int) -> Response:
     key = KEYS["COACH_TEST_KEY"]
     if number % 4 == 1:
         return Response(f"bad key {key} {'.' * 180} bad key {key}".encode(), status=500)
-    return says(f"I was asked with {key}.\nPROCESS_SCORE: {number % 10}")
+    return says(f"I was asked with {key}.\nOWN_ANSWER: 3\nPROCESS_SCORE: {number % 10}")
 
 
 @pytest.mark.slow

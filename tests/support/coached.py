@@ -54,8 +54,12 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def config(url: str, **fields: Any) -> CoachConfig:
-    """Return the config of a coach at `url`, with some fields changed."""
+    """Return the config of a coach at `url`, with some fields changed.
+
+    Its verdicts are grades without an answer of the coach, so that a line of a score is a verdict.
+    """
     defaults = {
+        "form": "grade",
         "model": "judge",
         "url": url,
         "retries": 2,

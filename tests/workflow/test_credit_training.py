@@ -116,7 +116,8 @@ BEST_ACCURACIES = [0.0, 1.0, 0.5]  # of run `ahead`, at the start and after each
 
 def judge(body: dict[str, Any], number: int) -> Response:
     """Answer as a coach, every third of whose answers has no score."""
-    return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
+    verdict = f"OWN_ANSWER: 3\nPROCESS_SCORE: {number % 10}"
+    return says("I cannot say." if number % 3 == 2 else verdict)
 
 
 @pytest.fixture(params=sorted(CREDIT))

@@ -24,6 +24,7 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
     )
     assert (coach.temperature, coach.observation_chars, coach.earlier_chars) == (0.0, 2000, 500)
     assert coach.judged_with_answer == ("verifier",)
+    assert coach.form == "grade"
 
 
 @pytest.mark.parametrize(

@@ -197,5 +197,5 @@ def test_a_killed_run_has_its_replies_and_is_charged_for_calls_in_flight(tmp_pat
     assert sorted(scores) == [4.0] * 4 + [6.0] * 4
     assert metrics["coach/solver/cache_hits"] == 4.0
     assert metrics["coach/spent_calls"] == 12.0  # four answered, four killed, four of the new start
-    # The killed calls are charged at their upper bounds, which include 1024 tokens of a reply.
-    assert metrics["coach/spent_tokens"] > 8 * 15 + 4 * 1024
+    # The killed calls are charged at their upper bounds, which include 2048 tokens of a reply.
+    assert metrics["coach/spent_tokens"] > 8 * 15 + 4 * 2048

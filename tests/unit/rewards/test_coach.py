@@ -165,7 +165,7 @@ def test_a_server_that_hangs_up_or_is_not_there(tmp_path, monkeypatch) -> None:
         closed_url = server.url
     assert scores == [[{}]]
     # Requests that were sent may be billed, so their largest cost is charged.
-    assert metrics["coach/solver/tokens"] > 3 * 1024
+    assert metrics["coach/solver/tokens"] > 3 * 2048
     scores, metrics, _ = score(config(closed_url), tmp_path / "b", one_turn())
     assert scores == [[{}]]
     assert metrics["coach/solver/tokens"] == 0.0  # nothing was sent
@@ -226,6 +226,20 @@ def test_a_malformed_verdict_is_asked_for_once_more(tmp_path) -> None:
     assert len(server.bodies) == 2  # also a bad reply is paid for once
     assert metrics["coach/failed_malformed"] == 1.0
     assert coach.last_failure == "no line PROCESS_SCORE, also when asked again"
+
+
+def test_a_verdict_without_an_answer_of_the_coach_is_asked_for_once_more(tmp_path) -> None:
+    replies = [says("PROCESS_SCORE: 9"), says("OWN_ANSWER: 42\nPROCESS_SCORE: 2")]
+    with chat_server(lambda _, number: replies[number]) as server:
+        answering = config(server.url, form="answer_first")
+        scores, _, _ = score(answering, tmp_path / "a", one_turn("41"))
+    assert scores == [[{"process": 2.0}]]
+    request = server.bodies[1]["messages"][3]["content"]
+    assert "cannot be read: no line OWN_ANSWER with a result." in request
+    with chat_server(says("PROCESS_SCORE: 9")) as server:
+        answering = config(server.url, form="answer_first")
+        scores, metrics, _ = score(answering, tmp_path / "b", one_turn("41"))
+    assert (scores, metrics["coach/failed_malformed"]) == ([[{}]], 1.0)
 
 
 def test_a_refusal_is_malformed_and_a_refused_prompt_is_not_asked_again(tmp_path) -> None:

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.rewards.coach_config import CoachConfig
-from rollout.rewards.coach_prompt import clip_middle, coach_messages, repair_messages
+from rollout.rewards.coach_prompt import (
+    answers_first,
+    clip_middle,
+    coach_messages,
+    repair_messages,
+)
 from tests.support.coached import TASK, config, trajectory, turn
 
 SHOWN = config("http://127.0.0.1:9/v1")
@@ -140,8 +145,34 @@ def test_cut_and_empty_outputs_are_said_to_be() -> None:
 
 def test_repair_goes_on_with_the_conversation() -> None:
     asked = (Message(role="system", content="s"), Message(role="user", content="u"))
-    again = repair_messages(asked, "", "no line PROCESS_SCORE")
+    again = repair_messages(asked, "", "no line PROCESS_SCORE", answer_first=False)
     assert again[:2] == asked
     assert [m.role for m in again[2:]] == ["assistant", "user"]
     assert again[2].content == "(nothing)"
     assert "cannot be read: no line PROCESS_SCORE." in again[3].content
+    assert again[3].content.endswith("nothing else:\nPROCESS_SCORE: <0 to 10>")
+    again = repair_messages(asked, "", "no line PROCESS_SCORE", answer_first=True)
+    lines = again[3].content.splitlines()
+    assert lines[1:] == ["OWN_ANSWER: <your result>", "PROCESS_SCORE: <0 to 10>"]
+
+
+def test_by_default_the_coach_answers_and_then_compares() -> None:
+    answering = CoachConfig(model="judge")
+    played = trajectory(turn(0, "solver", "41"))
+    text = user(played, 0, answering)
+    request = text.rpartition("[end of agent output ")[2]
+    own, compare = request.index("OWN_ANSWER: <your result>"), request.index("compare the agent")
+    assert own < compare < request.index("PROCESS_SCORE: <0 to 10>")
+    assert "from the problem and the agent input alone" in request[:own]
+    assert text.endswith("PROCESS_SCORE: <0 to 10>")
+    graded = user(played, 0, CoachConfig(model="judge", form="grade"))
+    assert "OWN_ANSWER" not in graded
+    assert graded.partition("First explain")[0] == text.partition("First do this")[0]
+
+
+def test_a_turn_with_the_ground_truth_is_compared_with_it_and_not_answered_first() -> None:
+    shown = CoachConfig(model="judge", judged_with_answer=("verifier",))
+    played = trajectory(turn(0, "solver", "x"), turn(1, "verifier", "y"))
+    assert "OWN_ANSWER" in user(played, 0, shown)
+    assert "OWN_ANSWER" not in user(played, 1, shown)
+    assert [answers_first(turn, shown) for turn in played.turns] == [True, False]

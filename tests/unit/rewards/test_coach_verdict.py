@@ -55,6 +55,40 @@ def test_anything_else_is_malformed(reply: str, problem: str) -> None:
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "6 x 7 is 42.\nOWN_ANSWER: 42\nThe output says 41.\nPROCESS_SCORE: 2",
+        "**OWN_ANSWER:** 42\n**PROCESS_SCORE:** 2",
+        "<think>PROCESS_SCORE: 9?</think>OWN_ANSWER = 42\nPROCESS_SCORE: 2",
+        "OWN_ANSWER: 42\nOWN_ANSWER: 43\nPROCESS_SCORE: 2/10",
+    ],
+)
+def test_a_score_after_an_answer_of_the_coach(reply: str) -> None:
+    assert parse_verdict(reply, answer_first=True) == {"process": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ("PROCESS_SCORE: 9", "no line OWN_ANSWER with a result"),
+        ("OWN_ANSWER:\nPROCESS_SCORE: 9", "no line OWN_ANSWER with a result"),
+        ("OWN_ANSWER: **\nPROCESS_SCORE: 9", "no line OWN_ANSWER with a result"),
+        ("My OWN_ANSWER: 42\nPROCESS_SCORE: 9", "no line OWN_ANSWER with a result"),
+        ("<think>OWN_ANSWER: 42</think>PROCESS_SCORE: 9", "no line OWN_ANSWER with a result"),
+        (
+            "PROCESS_SCORE: 9\nOWN_ANSWER: 42",
+            "the line OWN_ANSWER comes after PROCESS_SCORE, expected before",
+        ),
+        ("OWN_ANSWER: 42", "no line PROCESS_SCORE"),
+    ],
+)
+def test_a_score_without_an_earlier_answer_is_malformed(reply: str, problem: str) -> None:
+    with pytest.raises(MalformedVerdict) as caught:
+        parse_verdict(reply, answer_first=True)
+    assert str(caught.value) == problem
+
+
 def test_optional_scores_by_the_names_that_turns_carry() -> None:
     verdict = parse_verdict("PROCESS_SCORE: 7\nOUTCOME_SCORE: 1.4\nANSWER_CORRECT: 0")
     assert verdict == {"process": 7.0, "outcome": 1.0, "answer_correct": 0.0}
