@@ -5,7 +5,8 @@
 
 `--kit` is a folder of `benchmarks.gpu.run_kit`. Every figure is a line of OUT/results.jsonl as soon
 as it is known. The exit status is 1 if a section failed. Without a GPU, `--device cpu --small` runs
-the same sections with few steps and small models; only the sections of kernels are skipped.
+the same sections with few steps and small models; the attention kernels and the training in
+bfloat16 are skipped.
 """
 
 from __future__ import annotations

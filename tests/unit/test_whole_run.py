@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.gpu.run_kit import KIT_ROOT, PACKAGES, pack_run, pinned
 from benchmarks.gpu.whole_run import SECTION_SECONDS, main
 from benchmarks.gpu.whole_run_sections import Options, idle_gaps, merged, set_value, write_run
 from mcore_mas.config.run import RunConfig
 from tests.support.run_folder import make_run
+
+# The sections, their trainings and evaluations start as forks.
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 KERNELS = [(0.0, 4.0, "a"), (2.0, 3.0, "b"), (3.0, 6.0, "c"), (9.0, 10.0, "d"), (10.5, 12.0, "e")]
 
@@ -95,5 +97,7 @@ def test_every_section_runs_on_a_cpu(kit: Path, tmp_path: Path) -> None:
     assert after_kill["ok"]
     longest = [line["gap_us"] for line in sections["idle"] if "gap_us" in line][:10]
     assert longest == sorted(longest, reverse=True)
-    config = yaml.safe_load((tmp_path / "work" / "runs" / "bf16" / "config.yaml").read_text())
-    assert config["run"] == "bf16"
+    assert "skipped" in sections["train_bf16"][0]
+    config = RunConfig.load(tmp_path / "work" / "runs" / "bf16" / "config.yaml")
+    assert config.run == "bf16"
+    assert {policy.bf16 for policy in config.policies.values()} == {True}
