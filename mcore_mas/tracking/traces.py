@@ -1,4 +1,8 @@
-"""Traces of trajectories in MLflow: one span per turn and tool call, with its time."""
+"""Traces of trajectories in MLflow: one span per turn and tool call, with its time.
+
+Each trajectory is a session. Its outcome and the rewards and advantages of its agents are assessments
+of the trace. The spans also have the attributes of OpenTelemetry's conventions for generative AI.
+"""
 
 import logging
 import queue
@@ -7,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import TurnId
@@ -17,7 +22,13 @@ from mcore_mas.tracking.mlflow_training import TrainingRecord, find_or_create_tr
 from mcore_mas.tracking.sender import short_error
 from rollout.records.trajectory import Group, Status, Task, ToolEvent, Trajectory, Turn
 
+if TYPE_CHECKING:
+    from mlflow.entities import Feedback
+
 _MAX_WAITING = 64
+# MLflow refuses a trace whose session has more than 250 characters. The end of a trajectory's id has
+# the number of its sample.
+_SESSION_ID_CHARS = 200
 # Attributes of a turn's span that are fields of the turn.
 _TURN_FIELDS = (
     "agent",
@@ -159,13 +170,14 @@ def write_trace(
     MLflow logs a warning if its server refuses the trace.
     """
     import mlflow
-    from mlflow.tracing.constant import TraceMetadataKey
+    from mlflow.tracing.constant import GenAiSemconvKey, TraceMetadataKey
 
     events: list[Turn | ToolEvent] = [*trajectory.turns, *trajectory.tools]
     events.sort(key=lambda event: event.started_s)
     if not events:
         return
 
+    session = f"{run_id}/{trajectory.id[-_SESSION_ID_CHARS:]}"
     root = mlflow.start_span_no_context(
         f"{trajectory.source}/{trajectory.task_id}",
         span_type="AGENT",
@@ -174,8 +186,10 @@ def write_trace(
             "step": trajectory.step,
             "sample": trajectory.sample,
             **trajectory.metrics,
+            GenAiSemconvKey.OPERATION_NAME: "invoke_agent",
+            GenAiSemconvKey.CONVERSATION_ID: session,
         },
-        metadata={TraceMetadataKey.SOURCE_RUN: run_id},
+        metadata={TraceMetadataKey.SOURCE_RUN: run_id, TraceMetadataKey.TRACE_SESSION: session},
         tags={
             "step": str(trajectory.step),
             "trajectory": trajectory.id,
@@ -206,6 +220,7 @@ def write_trace(
     }
     if not completed:
         result["error"] = trajectory.error
+    _add_assessments(root.trace_id, assessments(trajectory, advantages))
     root.end(
         outputs=result,
         status="OK" if completed else "ERROR",
@@ -213,19 +228,62 @@ def write_trace(
     )
 
 
+def assessments(trajectory: Trajectory, advantages: Mapping[TurnId, float]) -> "list[Feedback]":
+    """Return the outcome of a trajectory, and each agent's mean reward and advantage, as feedback.
+
+    The means are over the turns of the agent that have a value. An agent without one, such as a
+    frozen agent without an advantage, has no feedback of this name.
+    """
+    values: dict[str, list[float]] = {}
+    if trajectory.outcome is not None:
+        values["outcome"] = [trajectory.outcome]
+    for turn in trajectory.turns:
+        advantage = advantages.get((trajectory.id, turn.node, turn.index))
+        for name, value in (("reward", turn.reward), ("advantage", advantage)):
+            if value is not None:
+                values.setdefault(f"{name}/{turn.agent}", []).append(value)
+
+    from mlflow.entities import AssessmentSource, AssessmentSourceType, Feedback
+
+    source = AssessmentSource(source_type=AssessmentSourceType.CODE, source_id="mcore_mas")
+    return [
+        Feedback(name=name, value=fmean(numbers), source=source) for name, numbers in values.items()
+    ]
+
+
+def _add_assessments(trace_id: str, feedback: "Sequence[Feedback]") -> None:
+    """Add feedback to a trace that has not ended, so that both are sent in one request.
+
+    mlflow.log_assessment would send a request for each of them.
+    """
+    from mlflow.tracing.trace_manager import InMemoryTraceManager
+
+    with InMemoryTraceManager.get_instance().get_trace(trace_id) as trace:
+        # There is no trace if tracing is switched off (MLFLOW_TRACE_SAMPLING_RATIO).
+        if trace is not None:
+            trace.info.assessments.extend(feedback)
+
+
 def _tool_span(event: ToolEvent) -> dict[str, Any]:
     """Return the arguments of the span of a tool call."""
+    from mlflow.tracing.constant import GenAiSemconvKey
+
     return {
         "name": event.tool,
         "span_type": "TOOL",
         "inputs": {"query": event.query},
-        "attributes": {"failed": event.failed, "node": event.node},
+        "attributes": {
+            "failed": event.failed,
+            "node": event.node,
+            GenAiSemconvKey.OPERATION_NAME: "execute_tool",
+            GenAiSemconvKey.TOOL_NAME: event.tool,
+        },
     }
 
 
 def _turn_span(turn: Turn, advantage: float | None) -> dict[str, Any]:
     """Return the arguments of the span of a turn, without attributes that are None."""
-    from mlflow.tracing.constant import SpanAttributeKey
+    from mlflow.tracing.constant import GenAiSemconvKey, SpanAttributeKey
 
     prompt_tokens = len(turn.prompt_ids)
     reply_tokens = len(turn.completion_ids)
@@ -241,6 +299,13 @@ def _turn_span(turn: Turn, advantage: float | None) -> dict[str, Any]:
             "output_tokens": reply_tokens,
             "total_tokens": prompt_tokens + reply_tokens,
         },
+        GenAiSemconvKey.OPERATION_NAME: "chat",
+        GenAiSemconvKey.AGENT_NAME: turn.agent,
+        GenAiSemconvKey.REQUEST_MODEL: turn.policy,
+        GenAiSemconvKey.REQUEST_TEMPERATURE: turn.temperature,
+        GenAiSemconvKey.RESPONSE_FINISH_REASONS: [turn.finish_reason],
+        GenAiSemconvKey.USAGE_INPUT_TOKENS: prompt_tokens,
+        GenAiSemconvKey.USAGE_OUTPUT_TOKENS: reply_tokens,
     }
     for name, score in turn.scores.items():
         attributes[f"score.{name}"] = score

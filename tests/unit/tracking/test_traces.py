@@ -19,7 +19,12 @@ from mcore_mas.tracking.mlflow_training import (
     find_or_create_training_run,
     start_training_record,
 )
-from mcore_mas.tracking.traces import TracedTrajectory, TraceSender, choose_trajectories
+from mcore_mas.tracking.traces import (
+    TracedTrajectory,
+    TraceSender,
+    assessments,
+    choose_trajectories,
+)
 from rollout.records.trajectory import (
     Group,
     Message,
@@ -147,6 +152,106 @@ def test_a_trajectory_is_a_trace_with_a_span_per_turn_and_tool_call(
     assert late.info.state == "ERROR"
     (late_root,) = [span for span in late.data.spans if span.parent_id is None]
     assert late_root.outputs["error"] == "LateCall: gone"
+
+
+def feedback_of(trace: Trace) -> dict[str, object]:
+    """Return the values of a trace's assessments by name."""
+    return {entry.name: entry.value for entry in trace.info.assessments}
+
+
+def test_a_trajectory_is_a_session_with_rewards_and_advantages_as_assessments(
+    run: tuple[RunConfig, TrainingRecord],
+) -> None:
+    sent = [replace(PLAYED, id=f"5/t/{number}", step=5, sample=number) for number in (0, 1)]
+    items = [
+        TracedTrajectory(trajectory=sent[0], task=TASK, advantages={("5/t/0", "", 0): -1.25}),
+        TracedTrajectory(
+            trajectory=sent[1],
+            task=TASK,
+            advantages={("5/t/1", "", 0): 1.25, ("5/t/1", "", 1): 0.5},
+        ),
+    ]
+    assert send(run, *items) == []
+    traces = traces_of(run)
+    first, second = traces["5/t/0"], traces["5/t/1"]
+    assert feedback_of(first) == {"outcome": 1.0, "reward/solver": 0.9, "advantage/solver": -1.25}
+    assert feedback_of(second) == {
+        "outcome": 1.0,
+        "reward/solver": 0.9,
+        "advantage/solver": 1.25,
+        "advantage/verifier": 0.5,
+    }
+    (source,) = {entry.source.source_type for entry in first.info.assessments}
+    assert source == "CODE"
+
+    store = open_store(run[0])
+    run_id = find_or_create_training_run(store, *run).info.run_id
+    sessions = [trace.info.trace_metadata["mlflow.trace.session"] for trace in (first, second)]
+    assert sessions == [f"{run_id}/5/t/0", f"{run_id}/5/t/1"]
+    found = store.client.search_traces(
+        locations=[store.experiment_id],
+        filter_string=f"metadata.`mlflow.trace.session` = '{sessions[1]}'",
+    )
+    assert [trace.info.trace_id for trace in found] == [second.info.trace_id]
+
+
+def test_spans_have_the_attributes_of_opentelemetry(
+    run: tuple[RunConfig, TrainingRecord],
+) -> None:
+    assert send(run, *traced(replace(PLAYED, id="6/t/0", step=6))) == []
+    attributes = {
+        span.name: {
+            name.removeprefix("gen_ai."): value
+            for name, value in span.attributes.items()
+            if name.startswith("gen_ai.")
+        }
+        for span in traces_of(run)["6/t/0"].data.spans
+    }
+    conversation = attributes["s/t"].pop("conversation.id")
+    assert conversation.endswith("/6/t/0")
+    assert attributes == {
+        "s/t": {"operation.name": "invoke_agent"},
+        "solver": {
+            "operation.name": "chat",
+            "agent.name": "solver",
+            "request.model": "p",
+            "request.temperature": 1.0,
+            "response.finish_reasons": ["stop"],
+            "usage.input_tokens": 3,
+            "usage.output_tokens": 2,
+        },
+        "python": {"operation.name": "execute_tool", "tool.name": "python"},
+        "verifier": {
+            "operation.name": "chat",
+            "agent.name": "verifier",
+            "request.model": "p",
+            "request.temperature": 1.0,
+            "response.finish_reasons": ["stop"],
+            "usage.input_tokens": 1,
+            "usage.output_tokens": 1,
+        },
+    }
+
+
+def test_a_long_id_of_a_trajectory_does_not_cost_its_trace(
+    run: tuple[RunConfig, TrainingRecord],
+) -> None:
+    long_id = f"9/{'x' * 300}/3"
+    assert send(run, *traced(replace(PLAYED, id=long_id, step=9))) == []
+    session = traces_of(run)[long_id].info.trace_metadata["mlflow.trace.session"]
+    assert session.endswith(f"/{'x' * 198}/3")
+
+
+def test_rewards_and_advantages_are_means_over_the_turns_of_an_agent() -> None:
+    played = trajectory(
+        turn(0, "solver", reward=1.0),
+        turn(1, "verifier", reward=None),
+        turn(2, "solver", reward=0.0),
+        outcome=None,
+    )
+    feedback = assessments(played, {("0/t/0", "", 0): 2.0, ("0/t/0", "", 2): -1.0})
+    values = {entry.name: entry.value for entry in feedback}
+    assert values == {"reward/solver": 0.5, "advantage/solver": 0.5}
 
 
 def test_a_trajectory_of_a_game_has_its_picture_among_the_artifacts(
