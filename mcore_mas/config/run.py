@@ -198,7 +198,7 @@ class RunConfig(Section):
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """Sources of several votes per group, as `Grouping.vote_sources` names them."""
+        """What in this run puts several scores (votes) into a peer group; see `Grouping.vote_sources`."""
         branching = self.trainer.branching
         sources = set()
         if self.trainer.group_size > 1:

@@ -41,7 +41,7 @@ def part_factor(norm: float, weight: float) -> float:
 
 
 def sum_factor(norms: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the factor after which the norms of all parts add up to the same sum as before.
+    """Return the factor of the sum of all balanced parts that restores the sum of their norms before `part_factor`.
 
     The weights of agents without a gradient do not count. The factor is 1 if all norms are 0, or
     one is not finite.

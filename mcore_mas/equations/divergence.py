@@ -329,8 +329,8 @@ def describe_disagreement(metrics: Mapping[str, float], bounds: Mapping[Figure, 
 
     Args:
         metrics: metrics of an update, with names `agent/<name>/logprob_gap_<figure>`.
-        bounds: nats by figure. For agents with fewer than `FEW_TOKENS` tokens, all bounds but `max`
-            are multiplied by `FEW_TOKENS_SLACK`.
+        bounds: largest gap in nats, by statistic (mean, k3, p99, max). For agents with fewer than
+            `FEW_TOKENS` tokens, all bounds but `max` are multiplied by `FEW_TOKENS_SLACK`.
     """
     for name, count in metrics.items():
         agent, _, metric = name.rpartition("/")

@@ -28,7 +28,7 @@ from rollout.tasks.rows import read_rows
 
 _BATCH_ROWS = 256
 _COPY_BYTES = 1 << 24
-_TAR_MAGIC = slice(257, 262)  # position in the first block of a tar archive
+_TAR_MAGIC_AT = slice(257, 262)  # position of "ustar" in the first block of a tar archive
 
 
 @dataclass(slots=True)
@@ -209,7 +209,8 @@ def assemble(parts: Sequence[Path], out: Path) -> None:
 
 
 def _append(stream: Any, target: IO[bytes], part: Path) -> None:
-    if stream.peek(_TAR_MAGIC.stop)[_TAR_MAGIC] != b"ustar":
+    """Append a stream, or the only file in it if it is a tar archive."""
+    if stream.peek(_TAR_MAGIC_AT.stop)[_TAR_MAGIC_AT] != b"ustar":
         shutil.copyfileobj(stream, target, _COPY_BYTES)
         return
     with tarfile.open(fileobj=stream, mode="r|") as archive:

@@ -37,7 +37,7 @@ def make_report(
         curves: SVG for the first page; "" for none.
 
     Raises:
-        ReportError: Snakemake ended with an error.
+        ReportError: Snakemake ended with an error or wrote no page.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as folder:
         suite_path = Path(folder) / "suite.yaml"
@@ -55,7 +55,7 @@ def make_report(
         command += ["--", *targets]
         status = subprocess.run(command, check=False).returncode
         if status != 0 or not page.is_file():
-            raise ReportError(f"{out}: snakemake --report ended with status {status}")
+            raise ReportError(f"{out}: snakemake --report wrote no page (status {status})")
         picture = base64.b64encode(curves.encode()).decode()
         address = "data:image/svg+xml;base64,"
         text = page.read_text(encoding="utf-8")

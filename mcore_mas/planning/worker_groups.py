@@ -111,7 +111,13 @@ def check_fits(
     device_type: DeviceType,
     nodes: Sequence[int],
 ) -> None:
-    """Check that the groups fit the nodes, of which `nodes` has the number of devices.
+    """Check that the groups fit the nodes.
+
+    Args:
+        worker_groups: groups of the run.
+        pool: "split" or "shared"; see `count_devices`.
+        device_type: type of the devices, for the error.
+        nodes: number of devices of each node.
 
     Raises:
         PlacementError: there are too few devices, or no node has enough for a tensor-parallel
@@ -120,7 +126,7 @@ def check_fits(
     required = count_devices(worker_groups, pool)
     available = sum(nodes)
     if required > available:
-        raise PlacementError(_too_few_devices(worker_groups, pool, device_type, available))
+        raise PlacementError(_describe_shortage(worker_groups, pool, device_type, available))
 
     largest_node = max(nodes)
     for workers in worker_groups:
@@ -131,9 +137,10 @@ def check_fits(
             )
 
 
-def _too_few_devices(
+def _describe_shortage(
     worker_groups: Sequence[WorkerGroup], pool: Pool, device_type: DeviceType, available: int
 ) -> str:
+    """Describe what the groups need, by policy, and how many devices there are."""
     parts_by_policy: dict[str, list[str]] = {}
     for workers in worker_groups:
         parts_by_policy.setdefault(workers.policy, []).append(f"{workers.part} {workers.devices}")
@@ -147,8 +154,8 @@ def _too_few_devices(
         advice += ", or compute on CPUs: cluster.device: cpu"
 
     return (
-        f"cluster.pool: {pool} needs {count_devices(worker_groups, pool)} {device_type}s and there "
-        f"are {available} ({table}); {advice}, or more {device_type}s"
+        f"cluster.pool: {pool} needs {count_devices(worker_groups, pool)} {device_type}s ({table}), and there "
+        f"are {available}; {advice}, or more {device_type}s"
     )
 
 

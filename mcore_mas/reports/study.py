@@ -149,29 +149,29 @@ def _measure_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return all measures of a run."""
+    """Return the measures of a run by name."""
     folder = Path(config["results"]) / run
     metrics = read_metrics(folder / "train" / "metrics.jsonl")
     train_metrics = [row for row in metrics if row["step"] >= 0]
-    factors = _mean_squared_advantages(folder / "train" / "trajectories")
+    squared_advantages = _mean_squared_advantages(folder / "train" / "trajectories")
     return {
         "accuracy before": _read_accuracy(folder / "evaluation" / "base.json"),
         "accuracy": _read_accuracy(folder / "evaluation" / "trained.json"),
         **validation_measures(train_metrics),
         **norm_measures(train_metrics),
-        **{f"A² under one (μ, σ) {agent}": factor for agent, factor in factors.items()},
+        **{f"A² under one (μ, σ) {agent}": mean for agent, mean in squared_advantages.items()},
         **skills(_read_all_trajectories(folder / "evaluation" / "trained")),
     }
 
 
 def _mean_squared_advantages(folder: Path) -> dict[str, float]:
     """Return the mean of each agent's `squared_advantages_by_agent` over the steps of a training."""
-    factors_by_agent: dict[str, list[float]] = defaultdict(list)
+    means_by_agent: dict[str, list[float]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.parquet")):
         groups = [group.trajectories for group in group_trajectories(read_trajectories(path))]
-        for agent, factor in squared_advantages_by_agent(groups).items():
-            factors_by_agent[agent].append(factor)
-    return {agent: fmean(factors) for agent, factors in factors_by_agent.items()}
+        for agent, mean in squared_advantages_by_agent(groups).items():
+            means_by_agent[agent].append(mean)
+    return {agent: fmean(means) for agent, means in means_by_agent.items()}
 
 
 def _read_all_trajectories(folder: Path) -> list[Trajectory]:

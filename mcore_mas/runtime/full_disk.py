@@ -55,6 +55,6 @@ def _warn(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     free_mib = shutil.disk_usage(folder).free >> 20
     say(
-        f"{path}: the disk or a quota is full ({free_mib} MiB are free); make room: it is tried again for "
+        f"{path}: the disk or a quota is full ({free_mib} MiB are free); make room; the write is repeated for "
         f"{PATIENCE_S / 60:.0f} minutes, and nothing is lost"
     )

@@ -105,8 +105,8 @@ def _send_early_signal_again() -> None:
 class StopSignal:
     """A request to stop a run, by one of `STOP_SIGNALS` or by a call.
 
-    The run abandons work that can be done again, and finishes and saves everything else. A second Ctrl-C ends the
-    process where it stands.
+    The run abandons work that can be done again, and finishes and saves everything else. A Ctrl-C after an
+    earlier request to stop ends the process where it stands.
     """
 
     def __init__(self, *, signals: bool = True) -> None:
@@ -207,7 +207,7 @@ class StopSignal:
         """Print that the run stops, to its log and to the terminal."""
         line = (
             f"{self.sender}: stopping, once what was learned is saved; "
-            "another Ctrl-C does not wait for that"
+            "a Ctrl-C from now on does not wait for that"
         )
         for stream in {sys.stderr, user_terminal()} - {None}:
             say(line, stream)

@@ -190,10 +190,11 @@ class TrainerRank:
 
 
 def _set_network_environment(cumem: str | None) -> None:
-    """Let gloo and NCCL use the network interface of the node's address in Ray.
+    """Set the network interface of gloo and NCCL, and NCCL_CUMEM_ENABLE.
 
-    They would use the interface of the host name's address, if it has one. Settings of the user are
-    kept.
+    The interface is that of this node's address in Ray, or loopback if there is one node.
+    Without this setting gloo would take the interface of the host name's address, and NCCL the
+    first one that it finds. Settings of the user are kept.
 
     Args:
         cumem: value of NCCL_CUMEM_ENABLE; None leaves it to NCCL.

@@ -70,8 +70,7 @@ def load_training_record(
     """Return the record of a training that has ended; write one if there is none.
 
     Args:
-        rows: rows of the run's metrics.jsonl. A record without a start time gets the time of the
-            first step.
+        rows: rows of the run's metrics.jsonl; a new record starts at the time of the first one.
     """
     path = _record_path(config)
     with file_lock(path):

@@ -351,8 +351,8 @@ class AsyncRollouts:
         trained = self.config.trained
         if trained and not any(map(self._has_trained_token, trajectories)):
             return (
-                f"step {step}: no completed trajectory has a sampled token to train of "
-                f"{', '.join(trained)}, so the step would change nothing; the turns are missing or "
+                f"step {step}: no completed trajectory has a sampled token of {', '.join(trained)} that "
+                "can be trained on, so the step would change nothing; the turns are missing or "
                 "masked, which `mcore-mas show` prints with the trajectories"
             )
         return ""

@@ -47,7 +47,8 @@ def owned(folder: Path) -> Iterator[None]:
     """Own `folder` for the block, by a lock that the kernel releases when this process ends, however it ends.
 
     The lock holds between processes, containers and hosts that share the file system. On NFS mounted with `local_lock`
-    it holds on one host only. The file lock.json names the owner; nothing depends on what it says.
+    it holds on one host only. The file lock.json names the owner, for messages, and holds the last epoch; ownership
+    does not depend on its content. Within the block, `epoch_of` returns the epoch of this owner.
 
     Files that a killed owner was writing (`.*.partial`) are removed.
 

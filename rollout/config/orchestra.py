@@ -45,7 +45,7 @@ class OrchestraConfig(Choice):
         elif self.name == "graph":
             self.arguments["graph"].check_agents(templates)
         else:
-            self._check_asked_agents(team)
+            self._check_calls(team)
             agent_templates = {
                 name: text for name, text in templates.items() if name not in summarisers
             }
@@ -61,14 +61,14 @@ class OrchestraConfig(Choice):
                     f"those that do: {', '.join(sorted(CHAT_ORCHESTRAS))}"
                 )
 
-    def _check_asked_agents(self, team: Mapping[str, AgentConfig]) -> None:
+    def _check_calls(self, team: Mapping[str, AgentConfig]) -> None:
         """Check the calls of team and environment in the code of a user's orchestra."""
         if self.name in ORCHESTRAS:
             return
         orchestra = self.registry.find(self.name)
-        unknown = describe_misuse(orchestra, Task, TeamSession, Episode)
-        if unknown:
-            raise ValueError(f"orchestra '{self.name}': {unknown}")
+        misuse = describe_misuse(orchestra, Task, TeamSession, Episode)
+        if misuse:
+            raise ValueError(f"orchestra '{self.name}': {misuse}")
         for name in sorted(asked_agents(orchestra) - team.keys()):
             raise ValueError(
                 f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"

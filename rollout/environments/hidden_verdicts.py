@@ -192,11 +192,16 @@ class _Judge:
             if other_name.rpartition(".")[2] == function
         ]
 
-    def _are_constant(self, texts: Mapping[str, str]) -> bool:
-        """Return True if the constants of the file have kept their values."""
+    def _are_constant(self, reported: Mapping[str, str]) -> bool:
+        """Return True if the constants of the file have kept their values.
+
+        Args:
+            reported: texts of the values by name; see `_UNKNOWN`. Constants have no candidates, so
+                no text begins with "!".
+        """
         for name, value in self._file.constants.items():
-            text = texts.get(name, _UNKNOWN)
-            if text == _UNKNOWN or ast.literal_eval(text[1:]) != value:
+            text = reported.get(name, _UNKNOWN)
+            if text == _UNKNOWN or ast.literal_eval(text.removeprefix("=")) != value:
                 return False
         return True
 

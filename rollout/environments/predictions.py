@@ -201,13 +201,14 @@ class Target:
                 2409.07703.
 
         Raises:
-            ValueError: a gap without baseline and ceiling.
+            ValueError: the gap needs a baseline and a ceiling that differ.
         """
         if how == "normalised":
             return TABLE_METRICS[self.metric].normalise(score)
         if self.baseline is None or self.ceiling is None or self.baseline == self.ceiling:
             raise ValueError(
-                "reward gap needs a baseline and another ceiling, and the task has none"
+                "reward gap needs a baseline and a ceiling that differ; the task has baseline "
+                f"{self.baseline} and ceiling {self.ceiling}"
             )
         return max(0.0, (score - self.baseline) / (self.ceiling - self.baseline))
 

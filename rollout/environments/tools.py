@@ -106,8 +106,8 @@ async def call_tool(
     Args:
         tools: the agent's tools by name.
         use: name and arguments as the agent wrote them.
-        call_s: seconds after which the call has failed; a step of the environment has the run's
-            deadline instead.
+        call_s: seconds after which the call has failed; a tool that steps the environment has the
+            run's deadline instead.
         most_chars: most characters of the result; the middle of a longer one is left out.
 
     Raises:
@@ -117,8 +117,8 @@ async def call_tool(
     try:
         arguments = json.loads(use.arguments)
         tool = chosen_tool(tools, use.name, arguments)
-        # A step of the environment has the run's deadline, under which it fails the trajectory: a
-        # model must not read that a retriever is away.
+        # If a tool that steps the environment is late, the run's deadline fails the trajectory. A
+        # tool result would show the model an outage that is not its fault.
         deadline_s = None if tool.recorded_by_env else call_s
         async with asyncio.timeout(deadline_s):
             result = await tool.run(**arguments)

@@ -288,6 +288,7 @@ class GatewaySession:
     async def _reply(
         self, request: ChatRequest, agent: Agent, match: _Match, call: GatewayCall
     ) -> ChatReply:
+        """Ask the agent for a reply, and score and store the reply."""
         known_reply = match.reply
         if known_reply is None or known_reply.has_successor:  # a new chat, or a branch of one
             chat_id = self.team.new_chat_id(agent.name)
@@ -310,6 +311,7 @@ class GatewaySession:
                 constraint=request.constraint,
                 candidates=request.top_logprobs,
             )
+        # The tokens of a reply among the new messages are unknown, so its text was tokenized anew.
         if any(message.role == "assistant" for message in new_messages):
             self.team.score(agent_reply.turn, root=1.0)
 

@@ -252,8 +252,8 @@ def shares(
         weights: weight of each agent, 1 by default; an agent with weight 0 gets no share.
 
     Raises:
-        RewardError: all weights in a trajectory are 0, or a completed trajectory has no outcome or
-            is a tree.
+        RewardError: with `turns` or `agents`, all weights in a trajectory are 0; or a completed
+            trajectory has no outcome or is a tree.
     """
     weights = weights or {}
 

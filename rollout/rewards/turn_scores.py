@@ -19,9 +19,9 @@ def local_team(
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
     In a tree the team's part is the gain of the branch's round, by which branches are compared: the
-    score "branch" minus the local scores of its turns, with the tree's alpha included. The score
-    "team" cannot be used in a tree, because a step after the round credits only the branch that
-    continued.
+    score "branch" minus the local scores of its turns. The score "branch" already contains the
+    tree's alpha, so its team part is weighted by both. The score "team" cannot be used in a tree,
+    because a step after the round credits only the branch that continued.
 
     Args:
         alpha: weight of the team's part.

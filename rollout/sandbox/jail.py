@@ -152,7 +152,7 @@ class Jail:
             OSError: the file does not fit, or a symbolic link is in the way.
             ValueError: `name` leads out of the box.
         """
-        check_name(name)
+        check_box_path(name)
         with memory_files(content) as files:
             answer = await self._request({"do": "put", "name": name}, files)
         if "refused" in answer.message:
@@ -164,7 +164,7 @@ class Jail:
         Raises:
             ValueError: `name` leads out of the box.
         """
-        check_name(name)
+        check_box_path(name)
         answer = await self._request({"do": "get", "name": name})
         return _read_and_close(answer.files, max_bytes) if answer.files else None
 
@@ -228,22 +228,22 @@ async def until_readable(channel: socket.socket) -> None:
         loop.remove_reader(channel)
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError if a path does not lead to a file in a box.
+def check_box_path(path: str) -> None:
+    """Raise ValueError unless a text is a normal relative path; no file is looked up.
 
-    The path must be relative, encodable in bytes, and without parts such as `..`.
+    The path must be encodable in bytes, and without parts such as `..`.
     """
     try:
-        os.fsencode(name)
+        os.fsencode(path)
     except UnicodeEncodeError:
-        raise ValueError(f"{name!r} is no path in a box: it cannot be encoded") from None
+        raise ValueError(f"{path!r} is no path in a box: it cannot be encoded") from None
 
-    path = PurePosixPath(name)
-    is_normal = bool(path.parts) and path.as_posix() == name and "\0" not in name
-    if not is_normal or path.is_absolute() or ".." in path.parts:
+    parsed = PurePosixPath(path)
+    is_normal = bool(parsed.parts) and parsed.as_posix() == path and "\0" not in path
+    if not is_normal or parsed.is_absolute() or ".." in parsed.parts:
         raise ValueError(
-            f"{name!r} is no path in a box; expected a relative path without `.`, `..` or doubled "
-            "slashes"
+            f"{path!r} is no path in a box; expected a relative path without `.`, `..`, doubled "
+            "slashes or NUL"
         )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Self
 
 from rollout.base.event_loop import per_loop
-from rollout.sandbox.jail import check_name
+from rollout.sandbox.jail import check_box_path
 from rollout.sandbox.records import Program, RunLimits, RunResult
 
 
@@ -56,7 +56,7 @@ class Runner(ABC):
             source=source, stdin=stdin, limits=limits or self.limits, files=files or {}
         )
         for name in program.files:
-            check_name(name)
+            check_box_path(name)
         async with self._slot():
             return await self._run(program)
 

@@ -139,7 +139,8 @@ def final_answer(text: str) -> str:
     It is the last boxed text, the text after `####`, or the whole text if this is short.
 
     Raises:
-        BadRow: the solution marks no answer, or its box never closes.
+        BadRow: there is no marked or short answer, its box never closes, or it is empty or longer
+            than MAX_CHARS.
     """
     if "\\boxed{" in text:
         text = last_boxed(text) or ""

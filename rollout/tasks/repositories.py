@@ -51,18 +51,18 @@ def repository_tasks(
             for name in family.bugs
             if split_of(f"{family.correct.__name__}/{name}") == split
         ]
-        draw = partial(_draw, random, bugs, split, modules)
+        draw = partial(_draw_task, random, bugs, split, modules)
         tasks += draw_different("repositories", split, size, draw)
     return tasks
 
 
-def _draw(
+def _draw_task(
     random: Random, bugs: Sequence[tuple[FunctionWithBugs, str]], split: str, modules: int
 ) -> Task:
-    """Draw a package.
+    """Draw a task: a package with one bug, to be repaired.
 
     Args:
-        random: random numbers.
+        random: random number generator.
         bugs: functions and names of their bugs to choose from.
         split: split of the task.
         modules: number of modules.

@@ -69,7 +69,7 @@ ROLES: dict[str, Role] = {}
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
     """Register the decorated parser, with its prompts, as the role `name`.
 
-    A role of the user's replaces a role that ships with the same name, in the teams that ship too.
+    A user's role replaces the built-in role of the same name, also in built-in teams.
 
     Raises:
         ValueError: the user's code has registered another role of this name.

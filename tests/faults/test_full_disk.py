@@ -44,8 +44,8 @@ def test_a_full_disk_is_waited_for_half_an_hour(
     assert attempts_s[:8] == [0, 1, 3, 7, 15, 31, 63, 123]
     assert PATIENCE_S - 60 < attempts_s[-1] <= PATIENCE_S == 1800
     warning = (
-        rf"{tmp_path}/not there/file: the disk or a quota is full \(\d+ MiB are free\); make room: "
-        r"it is tried again for 30 minutes, and nothing is lost\n"
+        rf"{tmp_path}/not there/file: the disk or a quota is full \(\d+ MiB are free\); make room; "
+        r"the write is repeated for 30 minutes, and nothing is lost\n"
     )
     assert re.fullmatch(warning, capfd.readouterr().err)
 

@@ -91,8 +91,9 @@ def test_problems_of_layout_length_and_machine_are_reported_together(
         (
             1,
             ["cluster.device=auto"],
-            "cluster.pool: split needs 5 GPUs and there are 1 (solver: trainer 2, engine 1; verifier: "
-            "trainer 1, engine 1); use fewer ranks, or compute on CPUs: cluster.device: cpu, or more GPUs",
+            "cluster.pool: split needs 5 GPUs (solver: trainer 2, engine 1; verifier: "
+            "trainer 1, engine 1), and there are 1; use fewer ranks, or compute on CPUs: "
+            "cluster.device: cpu, or more GPUs",
         ),
         (2, ["cluster.device=auto"], None),  # trainers and engines share them
         (2, ["cluster.device=auto", "cluster.pool=shared"], None),

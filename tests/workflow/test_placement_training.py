@@ -32,8 +32,8 @@ def test_a_placement_that_does_not_fit_is_refused_before_ray_starts(tmp_path: Pa
     with pytest.raises(PlacementError) as refusal:
         train(run / "config.yaml")
     assert str(refusal.value) == (
-        "cluster.pool: split needs 6 CPUs and there are 2 "
-        "(solver: trainer 2, engine 1; verifier: trainer 2, engine 1); "
+        "cluster.pool: split needs 6 CPUs "
+        "(solver: trainer 2, engine 1; verifier: trainer 2, engine 1), and there are 2; "
         "use cluster.pool: shared, which needs 2, or more CPUs"
     )
     assert not ray.is_initialized()

@@ -167,7 +167,7 @@ def test_the_first_ctrl_c_is_acknowledged_at_once_and_the_second_ends_the_job(
         time.sleep(0.02)
     job.sendintr()
     job.expect_exact(
-        "SIGINT: stopping, once what was learned is saved; another Ctrl-C does not wait for that"
+        "SIGINT: stopping, once what was learned is saved; a Ctrl-C from now on does not wait for that"
     )
     job.sendintr()
     job.expect(pexpect.EOF)

@@ -148,7 +148,10 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Copy the number of rows between ranks to the host, but not those of the experts."""
+        """Copy the counts of rows that ranks exchange to the host.
+
+        `tokens_per_expert` stays on the device and is returned as it is.
+        """
         if self.tp_size * self.ep_size > 1:
             super()._maybe_dtoh_and_synchronize(point)
         return tokens_per_expert

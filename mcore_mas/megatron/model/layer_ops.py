@@ -314,8 +314,8 @@ class KernelHead(torch.autograd.Function):
         chunks: Sequence[slice],
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        # Statistics of the logits in this rank's columns, in the order of `head_row_statistics`:
-        # peak, Σ exp, Σ z exp, and the label's logit.
+        # Of z = logits / temperature in this rank's columns: max z, Σ e^(z − max),
+        # Σ z e^(z − max), and the label's z (0 on other ranks).
         statistics = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
         logits = hidden.new_empty(0)
         for chunk in chunks:
@@ -328,14 +328,14 @@ class KernelHead(torch.autograd.Function):
             )
 
         group = parallel_state.get_tensor_model_parallel_group()
-        local_peak, local_z, local_weighted, local_label = statistics
+        local_peak, local_sum, local_weighted, local_label = statistics
         peak = local_peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         rescale = (local_peak - peak).exp()
-        sums = torch.stack([local_z * rescale, local_weighted * rescale, local_label])
+        sums = torch.stack([local_sum * rescale, local_weighted * rescale, local_label])
         dist.all_reduce(sums, group=group)
-        log_z = peak + sums[0].log()
-        entropy = log_z - sums[1] / sums[0]  # H = log Z − E[z]
+        log_partition = peak + sums[0].log()
+        entropy = log_partition - sums[1] / sums[0]  # H = log Z − E[z]
 
         ctx.set_materialize_grads(False)
         ctx.columns = columns
@@ -344,19 +344,23 @@ class KernelHead(torch.autograd.Function):
         ctx.masks = masks
         ctx.main_grad = getattr(weight, "main_grad", None)
         # The last chunk's logits are kept, the others' computed again.
-        ctx.save_for_backward(hidden, weight, labels, temperatures, log_z, entropy, logits)
-        return sums[2] - log_z, entropy
+        ctx.save_for_backward(hidden, weight, labels, temperatures, log_partition, entropy, logits)
+        return sums[2] - log_partition, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperatures, log_z, entropy, last_logits = ctx.saved_tensors
+        hidden, weight, labels, temperatures, log_partition, entropy, last_logits = (
+            ctx.saved_tensors
+        )
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_z)
+            grad_logprobs = torch.zeros_like(log_partition)
         if grad_entropy is None:
-            grad_entropy = torch.zeros_like(log_z)
-        row_values = torch.stack([temperatures, log_z, entropy, grad_logprobs, grad_entropy])
+            grad_entropy = torch.zeros_like(log_partition)
+        row_values = torch.stack(
+            [temperatures, log_partition, entropy, grad_logprobs, grad_entropy]
+        )
 
         grad_hidden = torch.empty_like(hidden)
         weight_grad = HeadWeightGrad(

@@ -266,7 +266,7 @@ class EmbeddedEngine:
                 self._finish(row, "abort")
 
     def load_weights(self, stream: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of full tensors, and forget every cached prefix.
+        """Replace all weights by a stream of full tensors; forget the cached prefixes of requests without an adapter.
 
         Running requests continue with the keys that they have and the new weights. Their version
         spans say from which token on.
@@ -387,7 +387,10 @@ class EmbeddedEngine:
         return self._attention.plan(batch)
 
     def _sample(self, placed: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of the rows `placed` [N] from logits [N, V]; end full requests."""
+        """Sample the next tokens of the rows `placed` [N] from logits [N, V].
+
+        Finish requests that stop, reach their limit or broke.
+        """
         assert self._cache is not None
         began = time.thread_time()
         rows = self._rows

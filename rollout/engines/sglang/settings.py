@@ -226,12 +226,12 @@ def adapter_error(targets: Sequence[Projection]) -> str:
     """Return why SGLang 0.5.23 would not compute all of an adapter, or "".
 
     It stacks q, k and v by the names of q's tensors, and gate and up by gate's
-    (`normalize_qkv_proj` of lora/lora.py).
+    (`normalize_qkv_proj` of lora/lora.py). A missing k becomes zeros, and a missing v fails.
     """
     projections = set(targets)
-    qkv_incomplete = projections & {"q", "k", "v"} and not projections >= {"q", "v"}
+    lacks_q_or_v = projections & {"q", "k", "v"} and not projections >= {"q", "v"}
     up_alone = "up" in projections and "gate" not in projections
-    if not qkv_incomplete and not up_alone:
+    if not lacks_q_or_v and not up_alone:
         return ""
     return (
         f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter "

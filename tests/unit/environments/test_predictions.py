@@ -137,8 +137,10 @@ def test_the_gap_of_a_share_is_dsbenchs() -> None:
 
 
 def test_a_gap_needs_a_baseline_and_a_ceiling() -> None:
-    with pytest.raises(ValueError, match="needs a baseline and another ceiling"):
+    with pytest.raises(ValueError, match=r"differ; the task has baseline None and ceiling None$"):
         make_target().normalise(1.0, "gap")
+    with pytest.raises(ValueError, match=r"differ; the task has baseline 0\.5 and ceiling 0\.5$"):
+        make_target(baseline=0.5, ceiling=0.5).normalise(1.0, "gap")
 
 
 def test_a_score_beats_the_baseline_if_it_is_better() -> None:

@@ -88,4 +88,6 @@ def test_the_check_and_a_job_count_the_shared_gpu(monkeypatch: pytest.MonkeyPatc
         for name, checked in {"fits": run, "too large": two_ranks}.items()
     }
     assert problems["fits"] == []
-    assert problems["too large"][0].startswith("cluster.pool: split needs 5 GPUs and there are 1 ")
+    too_large = problems["too large"][0]
+    assert too_large.startswith("cluster.pool: split needs 5 GPUs (")
+    assert "), and there are 1; " in too_large

@@ -293,7 +293,9 @@ class TestFailures:
 
     def test_a_step_without_a_token_to_train_ends_the_run(self, tmp_path: Path) -> None:
         orchestra = f"orchestra={{name: {__name__}:{answer_without_asking.__name__}}}"
-        message = "step 0: no completed trajectory has a sampled token to train of solver"
+        message = (
+            "step 0: no completed trajectory has a sampled token of solver.* that can be trained on"
+        )
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, answer_correctly, orchestra))
         written = read_trajectories(tmp_path / "trajectories" / "step_000000.parquet")
