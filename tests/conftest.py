@@ -15,6 +15,25 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+# Files of about a minute and more
+LONG_FILES = {
+    "test_exactness.py",
+    "test_every_experiment.py",
+    "test_failpoints.py",
+    "test_gpu_budget.py",
+    "test_gpu_kit_runs.py",
+    "test_own_folder.py",
+    "test_pipeline.py",
+    "test_quickstart.py",
+    "test_same_run.py",
+    "test_sandbox_users.py",
+    "test_shell_blocks.py",
+    "test_teams_train.py",
+    "test_training.py",
+    "test_whole_run.py",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sglang",
@@ -61,9 +80,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with slow tests first, so that the processes of `make test` end at about the same time."""
+    """Run the files with slow tests first, and the longest of them before all, so that all processes end together."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+    items.sort(key=lambda item: (item.path not in slow_files, item.path.name not in LONG_FILES))
 
 
 @pytest.fixture(scope="module")
