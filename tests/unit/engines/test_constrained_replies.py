@@ -22,8 +22,6 @@ from tests.support.embedded import LOGPROB_TOLERANCE, drain
 from tests.support.gateway import tiny_model
 from tests.support.templates import renderer_of
 
-pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance==1.9.1)")
-
 VOCAB = 259
 SCHEMA = {
     "type": "object",

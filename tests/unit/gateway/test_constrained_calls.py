@@ -11,8 +11,6 @@ import pytest
 from rollout.gateway.completions import COMPLETIONS
 from tests.support.gateway import exchange, sampling_team
 
-pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance==1.9.1)")
-
 SCHEMA = {
     "type": "object",
     "properties": {"value": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -23,8 +23,6 @@ from tests.support.embedded import drain
 from tests.support.gateway import tiny_model
 from tests.support.templates import renderer_of
 
-pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance==1.9.1)")
-
 VOCAB = 259  # two tensor-parallel ranks have 130 columns each, one of them for padding
 PROMPT = tuple(b"What is 3 + 4?")
 SCHEMA = {

@@ -21,8 +21,6 @@ from rollout.models.grammars import (
 from rollout.models.tool_calls import ToolSchema, parse_reply
 from tests.support.templates import byte_tokenizer, renderer_of
 
-pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance==1.9.1)")
-
 VOCAB = 300
 MOVE = ToolSchema(
     name="move",

@@ -10,8 +10,6 @@ from mcore_mas.training.train import train
 from rollout.records.files import read_trajectories
 from tests.support.run_folder import make_run, metrics_of
 
-pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance==1.9.1)")
-
 
 @pytest.mark.slow
 def test_a_training_under_a_grammar_agrees_with_its_engine(tmp_path: Path) -> None:
