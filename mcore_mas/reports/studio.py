@@ -193,8 +193,14 @@ class Studio:
 
     def _task_texts(self, run: str, task_ids: Collection[str]) -> dict[str, TaskText]:
         folder = self._run_folder(run)
-        paths = sorted((folder / "tasks").glob("*.parquet"))
-        return read_task_texts([path for path in paths if _is_inside(path, folder)], task_ids)
+        # The pipeline links a run's tasks to those of another run of the suite.
+        task_folders = {run_folder.resolve() / "tasks" for run_folder in self._results.iterdir()}
+        paths = [
+            path
+            for path in sorted((folder / "tasks").glob("*.parquet"))
+            if _is_inside(path, folder) or path.resolve().parent in task_folders
+        ]
+        return read_task_texts(paths, task_ids)
 
     def _agent_order(self, run: str) -> list[str]:
         """Return the agents of a run, none if its config is damaged."""

@@ -152,6 +152,25 @@ def test_a_list_has_the_question_and_the_right_answer(results: Path) -> None:
     assert "1 <span>or</span> 2 <span>or</span> 3 <span>or</span> 4" in page
 
 
+def test_questions_are_read_through_links_inside_the_results(results: Path) -> None:
+    task = Task(id="t0", prompt="0?", answers=("1",), env="math", source="s", split="train")
+    outside = results.with_name(f"{results.name}_outside")
+    for folder in (results / "b" / "tasks", outside, results / "a" / "tasks"):
+        folder.mkdir()
+    write_tasks(results / "b" / "tasks" / "train.parquet", [task])
+    write_tasks(outside / "train.parquet", [replace(task, prompt="secret")])
+    link = results / "a" / "tasks" / "train.parquet"
+
+    link.symlink_to("../../b/tasks/train.parquet")
+    row = Studio(results).trajectories("a", STEP_0)["rows"][0]
+    assert (row["question"], row["right_answers"]) == ("0?", ["1"])
+
+    link.unlink()
+    link.symlink_to(outside / "train.parquet")
+    row = Studio(results).trajectories("a", STEP_0)["rows"][0]
+    assert (row["question"], row["right_answers"]) == ("", [])
+
+
 def test_tasks_outside_of_the_runs_folder_are_not_shown(results: Path, tmp_path: Path) -> None:
     task = Task(id="t1", prompt="secret", answers=("1",), env="math", source="s", split="train")
     write_tasks(tmp_path / "elsewhere.parquet", [task])
