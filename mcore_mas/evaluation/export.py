@@ -1,5 +1,6 @@
 """Export of a trained policy as a model folder in Hugging Face format, or of its adapter alone."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,8 +65,20 @@ def export(
         note(f"{policy} from {checkpoint.folder}")
         _write_checkpoint(config, policy, checkpoint.folder / policy, to, adapter=adapter)
 
+    _share_by_umask(to)
     if not adapter:
         check_export(to, config.policies[policy], _recorded_turns(run, policy), note)
+
+
+def _share_by_umask(folder: Path) -> None:
+    """Give a folder and its files the permissions that the user's umask leaves to new ones.
+
+    The folders of a run are private, but an export is often read by another account, such as that of a server.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def _check_policy(config: RunConfig, run: Path, policy: str, *, adapter: bool) -> None:

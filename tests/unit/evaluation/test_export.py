@@ -1,6 +1,7 @@
 """Export of a policy: refusals, adapters, and the comparison with transformers."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -127,3 +128,23 @@ def test_an_adapter_is_copied(run: Path) -> None:
     export(run, "solver", exported, notes.append, adapter=True)
     assert notes == [f"solver from {adapter}"]
     assert [path.name for path in exported.iterdir()] == ["adapter_config.json"]
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
+def test_an_export_has_the_permissions_of_the_umask(
+    run: Path, umask: int, modes: tuple[int, int]
+) -> None:
+    adapter = run / "train" / "models" / "solver" / "adapter"
+    adapter.mkdir(parents=True, mode=0o700)
+    weights = adapter / "adapter_model.safetensors"
+    weights.touch(mode=0o600)
+    (run / "train" / "done.json").write_text("{}")
+    exported = run / "adapter_only"
+    earlier_umask = os.umask(umask)
+    try:
+        export(run, "solver", exported, print, adapter=True)
+    finally:
+        os.umask(earlier_umask)
+    paths = (exported, exported / weights.name)
+    assert tuple(path.stat().st_mode & 0o777 for path in paths) == modes
+    assert weights.stat().st_mode & 0o777 == 0o600
