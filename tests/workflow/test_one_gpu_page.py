@@ -84,6 +84,14 @@ def test_the_plan_is_the_one_that_the_page_shows(project: Path) -> None:
     assert result.output == output
 
 
+def test_the_suite_of_qwen3_trains_without_thinking(project: Path) -> None:
+    config = load_suite("one_gpu_qwen3.yaml").run_config("one_gpu_qwen3")
+    assert set(config.policies) == {"solver", "verifier"}
+    for policy in config.policies.values():
+        assert policy.chat_template_kwargs == {"enable_thinking": False}
+    assert "does not fit" not in plan_cell(config, "1xH100")
+
+
 def plan_cell(config: RunConfig, gpus: str) -> str:
     """Return the cell of the page's table for a run on a GPU."""
     cluster = Cluster.parse(gpus)
