@@ -201,6 +201,39 @@ def test_an_edit_repeats_the_stages_that_depend_on_the_edited_keys(tmp_path: Pat
     }
 
 
+# Script of a training that fails while the file `refuse` exists
+REFUSE = """if Path("refuse").exists():
+    raise ValueError("refused")
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_retraining_is_repeated_by_the_next_call(tmp_path: Path) -> None:
+    header, _, body = WRITE_OUTPUTS.partition("\n")
+    script = f"{header}\n{REFUSE}{body}"
+    copy_workflow(tmp_path, train=script, evaluate=script)
+    run = ["experiment=demo_math"]
+    suite: dict[str, object] = {**DEMO, "experiments": {"demo_math": run}}
+    assert snakemake(tmp_path, suite, source=tmp_path).returncode == 0
+
+    (tmp_path / "refuse").touch()
+    suite["experiments"] = {"demo_math": [*run, "advantage=grpo"]}
+    retraining = {"train": 1, "evaluate": 1, "plot_curves": 1, **TABLE_AND_REPORT}
+    for _ in range(2):
+        assert snakemake(tmp_path, suite, source=tmp_path).returncode == 1
+        assert not (tmp_path / "results/demo_math/train/done.json").exists()
+        assert planned_jobs(tmp_path, suite, tmp_path) == retraining
+
+    # A failed evaluation is repeated in the same way.
+    (tmp_path / "refuse").unlink()
+    assert snakemake(tmp_path, suite, source=tmp_path).returncode == 0
+    (tmp_path / "refuse").touch()
+    suite["experiments"] = {"demo_math": [*run, "advantage=grpo", "evaluation.samples=2"]}
+    for _ in range(2):
+        assert snakemake(tmp_path, suite, source=tmp_path).returncode == 1
+        assert planned_jobs(tmp_path, suite, tmp_path) == {"evaluate": 2, **TABLE_AND_REPORT}
+
+
 # Script of a rule that waits in the run demo_math until the file `go` exists
 WAIT_FOR_GO = """import time
 while snakemake.wildcards.run == "demo_math" and not Path("go").exists():
