@@ -148,14 +148,15 @@ def explain_credit(
     """Print the advantage of every turn, and the turns with which it was compared."""
     from mcore_mas.reports.credit_terminal import print_credit
 
-    options: dict[str, Any] = {}
     for item in option or []:
         key, equals, _ = item.partition("=")
         if not key or not equals:
             raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
+    options: dict[str, Any] = {}
+    if option:
         from omegaconf import OmegaConf
 
-        options |= cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([item])))
+        options = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(option)))
     console = Console(highlight=False)
     with _paged(console):
         print_credit(file, advantage, options, task, limit, console)

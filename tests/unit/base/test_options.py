@@ -291,6 +291,4 @@ def test_descriptions_are_the_docstrings() -> None:
 
 def test_a_module_describes_the_options_that_its_functions_share() -> None:
     assert option_descriptions(invalid_reply)["coef"] == "size of the penalty."
-    assert option_descriptions(invalid_reply)["rules"].startswith(
-        "names in VALIDITY_RULES by agent;"
-    )
+    assert option_descriptions(invalid_reply)["rules"].startswith("rules of replies by agent: ")

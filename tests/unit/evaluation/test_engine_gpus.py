@@ -208,7 +208,7 @@ class TestSharedMemory:
         with running_team(config, f"{tmp_path}/", -2):
             for engine in made[0].values():
                 [replica] = engine.fleet.replicas
-                assert replica.seats == ["8"]
+                assert replica.shared_gpus == ["8"]
                 assert replica.host.memory_share == 0.4
                 assert replica.gpus == ["8"]
 
