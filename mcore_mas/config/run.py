@@ -198,7 +198,7 @@ class RunConfig(Section):
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """What in this run puts several scores (votes) into a peer group; see `Grouping.vote_sources`."""
+        """Mechanisms of this run that put several scores (votes) into a peer group; see `Grouping.vote_sources`."""
         branching = self.trainer.branching
         sources = set()
         if self.trainer.group_size > 1:

@@ -142,7 +142,8 @@ def test_calls_may_take_the_place_of_json(tmp_path: Path) -> None:
     write_config(tmp_path)
     grammar = renderer.grammar(ReplyConstraint.of({"type": "boolean"}, [STOP]), (1,))
     for reply in ("true", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'):
-        Grammars(tmp_path).masks(grammar, spell(renderer, reply))
+        token_ids = spell(renderer, reply)
+        assert len(Grammars(tmp_path).masks(grammar, token_ids)) == len(token_ids)
 
 
 def test_a_special_token_of_a_format_is_that_token() -> None:
@@ -176,7 +177,8 @@ def test_keywords_that_no_grammar_expresses_are_left_out(tmp_path: Path) -> None
     write_config(tmp_path)
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     grammar = renderer.grammar(ReplyConstraint.of(schema, ()), (1,))
-    Grammars(tmp_path).masks(grammar, spell(renderer, "[1, 1]"))
+    token_ids = spell(renderer, "[1, 1]")
+    assert len(Grammars(tmp_path).masks(grammar, token_ids)) == len(token_ids)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ DUET = {
 
 
 def test_alternatives_are_sampled_at_every_turn_and_played_to_their_outcome() -> None:
-    engine, asked = seeded(DUET)
+    engine, sampled_calls = seeded(DUET)
     trajectory = play(duet, engine, plan(2))
     assert trajectory.outcome == 3.0
     assert [(turn.index, turn.node) for turn in trajectory.turns] == [
@@ -98,7 +98,7 @@ def test_alternatives_are_sampled_at_every_turn_and_played_to_their_outcome() ->
         ("b", "2", "4", 5.0, 0.0, 0.0),
     ]
     # 3 replies of a, and of b its own, two after alternatives of a, and two alternatives
-    assert sorted(asked()) == sorted([*DUET, ("b", 1, ""), ("b", 1, "")])
+    assert sorted(sampled_calls()) == sorted([*DUET, ("b", 1, ""), ("b", 1, "")])
     assert trajectory.metrics["replayed_tokens"] == 4.0  # "2" and the end of the reply, twice
 
 
@@ -139,7 +139,7 @@ def test_an_agent_that_nobody_reads_gets_exactly_nothing() -> None:
     replies |= {("a", 0, node): "7" for node in "12"}
     replies |= {("b", 1, node): f"0.{node}7" for node in "12"}
     replies |= {("a", 2, node): "0.7" for node in "12"}
-    engine, asked = seeded(replies)
+    engine, sampled_calls = seeded(replies)
     trajectory = play(with_free_rider, engine, plan(2))
     of_free_rider = [row for row in alternatives(trajectory) if row[0] == "b"]
     assert [row[3:] for row in of_free_rider] == [(0.3, 0.0, 1.0)] * 2
@@ -147,8 +147,8 @@ def test_an_agent_that_nobody_reads_gets_exactly_nothing() -> None:
     assert [credit[1, node] for node in ("", "1", "2")] == [0.0, 0.0, 0.0]
     assert credit[2, ""] == pytest.approx(0.3 - 0.7)
     # The call of b is unchanged by the alternatives of a: it is never asked again.
-    assert asked().count(("b", 1, "")) == 1
-    assert asked().count(("a", 2, "")) == 1 + 2
+    assert sampled_calls().count(("b", 1, "")) == 1
+    assert sampled_calls().count(("a", 2, "")) == 1 + 2
 
 
 async def with_verifier(task: Task, team: Any, env: Any) -> None:
@@ -197,10 +197,10 @@ def test_agents_that_speak_at_the_same_time_are_replayed_one_by_one() -> None:
 
 
 def test_an_alternative_equal_to_the_reply_repeats_the_rest() -> None:
-    engine, asked = seeded({**DUET, ("a", 0, "1"): "1"})
+    engine, sampled_calls = seeded({**DUET, ("a", 0, "1"): "1"})
     trajectory = play(duet, engine, plan(1))
     assert alternatives(trajectory)[0] == ("a", "1", "1", 3.0, 0.0, 1.0)
-    assert asked().count(("b", 1, "")) == 1
+    assert sampled_calls().count(("b", 1, "")) == 1
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,10 @@ def test_a_replay_that_fails_is_dropped_and_counted() -> None:
 
 
 def test_a_failed_trajectory_is_not_replayed() -> None:
-    engine, asked = seeded({**DUET, ("b", 1, ""): "boom"})
+    engine, sampled_calls = seeded({**DUET, ("b", 1, ""): "boom"})
     trajectory = play(duet, engine, plan(2))
     assert trajectory.status is Status.FAILED
-    assert sorted(asked()) == [("a", 0, ""), ("b", 1, "")]
+    assert sorted(sampled_calls()) == [("a", 0, ""), ("b", 1, "")]
 
 
 def test_an_orchestra_that_is_not_deterministic_is_refused() -> None:
@@ -278,12 +278,12 @@ async def with_optional_comment(task: Task, team: Any, env: Any) -> None:
 
 def test_the_value_of_a_turn_by_removal_is_the_outcome_minus_that_with_an_empty_reply() -> None:
     replies = {("a", 0, ""): "5", ("b", 1, ""): "7", ("a", 0, "1"): "5", ("b", 1, "1"): "7"}
-    engine, asked = seeded(replies)
+    engine, sampled_calls = seeded(replies)
     removal = ReplayPlan(agents={"a", "b"}, alternatives=1, removal=True)
     trajectory = play(with_optional_comment, engine, removal)
     scores = {turn.agent: turn.scores["removal"] for turn in trajectory.path}
     assert scores == {"a": 0.0, "b": 2.0}  # without the comment, the answer is 5
-    assert sorted(asked()) == sorted(replies)  # an empty reply is not sampled
+    assert sorted(sampled_calls()) == sorted(replies)  # an empty reply is not sampled
     assert set(advantages(trajectory).values()) == {0.0}
     assert not any("removal" in turn.scores for turn in trajectory.turns if turn.node)
 
@@ -400,7 +400,7 @@ def test_after_a_kill_equal_calls_of_replays_get_their_own_recorded_results(tmp_
         await env.step(draft.text)
 
     replies = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("b", 1, ""): "0", ("b", 1, "1"): "7"}
-    engine, asked = seeded(replies)
+    engine, sampled_calls = seeded(replies)
     log = tmp_path / "log.jsonl"
 
     def replayed() -> Trajectory:
@@ -409,7 +409,9 @@ def test_after_a_kill_equal_calls_of_replays_get_their_own_recorded_results(tmp_
     trajectory = replayed()
     assert [row[3] for row in alternatives(trajectory)] == [5.0, 1.0]
     assert replayed() == trajectory
-    assert sorted(asked()) == sorted(replies)  # the finished trajectory is read from the log
+    assert sorted(sampled_calls()) == sorted(
+        replies
+    )  # the finished trajectory is read from the log
 
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if '"trajectory":' not in line))

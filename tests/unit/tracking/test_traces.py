@@ -188,11 +188,11 @@ def test_a_trajectory_is_a_session_with_rewards_and_advantages_as_assessments(
     run_id = find_or_create_training_run(store, *run).info.run_id
     sessions = [trace.info.trace_metadata["mlflow.trace.session"] for trace in (first, second)]
     assert sessions == [f"{run_id}/5/t/0", f"{run_id}/5/t/1"]
-    found = store.client.search_traces(
+    session_traces = store.client.search_traces(
         locations=[store.experiment_id],
         filter_string=f"metadata.`mlflow.trace.session` = '{sessions[1]}'",
     )
-    assert [trace.info.trace_id for trace in found] == [second.info.trace_id]
+    assert [trace.info.trace_id for trace in session_traces] == [second.info.trace_id]
 
 
 def test_spans_have_the_attributes_of_opentelemetry(
