@@ -56,6 +56,7 @@ def check_runs(
 ) -> None:
     """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
     from mcore_mas.pipeline.check import suite_problems
+    from mcore_mas.pipeline.recipe_check import recipe_problems
     from mcore_mas.pipeline.suite import load_suite
     from mcore_mas.runtime.project_path import path_problem
 
@@ -69,6 +70,9 @@ def check_runs(
     if problems:
         raise typer.Exit(1)
     print(f"ok: {', '.join(loaded.runs)}")
+    # The configs are right, but the runs need another name, a fork or a new start.
+    for problem in recipe_problems(loaded):
+        print(f"note: `mcore-mas run` refuses {resolve_page_paths(problem)}")
 
 
 @pipeline_commands.command("plan", rich_help_panel=PIPELINE_PANEL)

@@ -13,6 +13,8 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
+from mcore_mas.runtime.input_digests import module_digests
+
 Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 
 # Keys of a config that tasks, passages and their index depend on, in addition to the retriever's corpus.
@@ -76,8 +78,10 @@ def with_cold_start_of(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def settings_digest(config: Mapping[str, Any], stage: str) -> str:
-    """Return a digest of the settings that a stage depends on."""
-    return json_digest(_STAGES[stage](config))[:16]
+    """Return a digest of the settings that a stage depends on, and of the user's modules in them."""
+    settings = _STAGES[stage](config)
+    modules = module_digests(settings)
+    return json_digest([settings, modules] if modules else settings)[:16]
 
 
 def json_digest(value: Any) -> str:

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -56,15 +56,41 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     if game_files:
         digests["data.games"] = sha256(*(file for file in game_files if file.is_file()))
 
-    for key, value in recipe_of(config).items():
-        if key.startswith(_DIGESTED_ELSEWHERE) or key.endswith(".cwd"):
-            continue
+    for key, value in _recipe_with_files(config).items():
         for text in _texts_in(value):
-            module = _module_file(text)
-            if module is not None:
-                digests[f"{key}={text}"] = sha256(module)
-            elif _is_path(text):
+            if _is_path(text):
                 digests[f"{key}={text}"] = _path_digest(Path(text))
+    return digests | recipe_module_digests(config)
+
+
+def recipe_module_digests(config: RunConfig) -> dict[str, str]:
+    """Return the part of `input_digests` about the modules that the recipe names."""
+    return {
+        f"{key}={text}": digest
+        for key, value in _recipe_with_files(config).items()
+        for text, digest in module_digests(value).items()
+    }
+
+
+def _recipe_with_files(config: RunConfig) -> dict[str, Any]:
+    """Return the part of the recipe whose values may name modules, files and folders."""
+    return {
+        key: value
+        for key, value in recipe_of(config).items()
+        if not key.startswith(_DIGESTED_ELSEWHERE) and not key.endswith(".cwd")
+    }
+
+
+def module_digests(value: Any) -> dict[str, str]:
+    """Return digests of the user's modules that a value of a config names, by import path.
+
+    Modules that these import are not included.
+    """
+    digests = {}
+    for text in _texts_in(value):
+        module = _module_file(text)
+        if module is not None:
+            digests[text] = sha256(module)
     return digests
 
 
@@ -88,7 +114,7 @@ def _texts_in(value: Any) -> Iterator[str]:
     """Yield all texts in a value of a config."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from _texts_in(item)
     elif isinstance(value, list):

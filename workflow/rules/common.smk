@@ -20,6 +20,7 @@ from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import suite_problems
+from mcore_mas.pipeline.recipe_check import recipe_problems
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.jobs import job_needs, retry_memory_mb, tasks_mb
@@ -59,7 +60,9 @@ try:
     # Jobs need not repeat the check of the main process, and inputs are acquired before they are
     # checked.
     if workflow.is_main_process and not acquires_inputs:
-        problems = suite_problems(SUITE, node_gpus=NODE_GPUS)
+        # A training that refuses its checkpoints is refused here, before Snakemake removes the record
+        # of the finished training.
+        problems = [*suite_problems(SUITE, node_gpus=NODE_GPUS), *recipe_problems(SUITE)]
         if problems:
             raise SuiteError("\n  ".join(problems))
 except (SuiteError, OSError) as error:
