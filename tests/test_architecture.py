@@ -402,7 +402,7 @@ def test_fast_commands_load_without_the_heavy_libraries() -> None:
         (["ls", "."], set()),
         (["show", "{file}"], set()),
         (["show", "{file}", "--index", "0"], set()),
-        (["explain", "{file}"], {"torch"}),
+        (["explain", "{file}", "--advantage", "drmas"], {"torch"}),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -249,7 +249,7 @@ class Run:
 
     def explain(
         self,
-        advantage: str = "drmas",
+        advantage: str | None = None,
         *,
         step: int | None = None,
         task: str | None = None,
@@ -260,8 +260,8 @@ class Run:
         Every turn is printed with its advantage, and the turns with which it was compared.
 
         Args:
-            advantage: an estimator (`mcore-mas list estimators`); any one, also if the run was
-                trained with another.
+            advantage: an estimator (`mcore-mas list estimators`), also another than that of the
+                run; by default those of the run's config.
             step: step of the training, by default the newest.
             task: the only task to print, by default the first three.
             options: options of the estimator.

@@ -136,8 +136,14 @@ def _paged(console: Console) -> AbstractContextManager[object]:
 def explain_credit(
     file: _TrajectoryFile,
     advantage: Annotated[
-        str, typer.Option(help="Advantage estimator (`mcore-mas list estimators`).")
-    ] = "drmas",
+        str | None,
+        typer.Option(
+            help=(
+                "Advantage estimator (`mcore-mas list estimators`); by default those of the run's "
+                "config."
+            )
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(help="Option of the estimator as KEY=VALUE; may be repeated."),
@@ -145,7 +151,10 @@ def explain_credit(
     task: Annotated[str | None, typer.Option(help="Print the task with this id only.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most tasks that are printed.")] = 3,
 ) -> None:
-    """Print the advantage of every turn, and the turns with which it was compared."""
+    """Print the advantage of every turn, and the turns with which it was compared.
+
+    Without --advantage, the estimators are those that the run was trained with.
+    """
     from mcore_mas.reports.credit_terminal import print_credit
 
     for item in option or []:

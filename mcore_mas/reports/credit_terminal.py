@@ -1,15 +1,22 @@
 """Credit in the terminal: peer groups with their votes, and the advantage of each turn."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Column, Table
 
 from mcore_mas.config.estimators import AdvantageConfig
-from mcore_mas.credit.assign import add_advantages, columns, compared_indices, run_estimator
+from mcore_mas.credit.assign import (
+    AppliedEstimator,
+    add_advantages,
+    apply_estimators,
+    filter_samples,
+)
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
@@ -17,10 +24,13 @@ from rollout.base.error_lines import error_line
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 
+if TYPE_CHECKING:
+    from mcore_mas.config.run import RunConfig
+
 
 def print_credit(
     file: Path,
-    name: str,
+    name: str | None,
     options: Mapping[str, Any],
     task: str | None,
     limit: int,
@@ -28,10 +38,12 @@ def print_credit(
 ) -> None:
     """Print the credit that an estimator gives the turns of a file, task by task.
 
+    The run's own estimators may differ between agents. Then each has its own tables.
+
     Args:
         file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
-        name: name of the estimator.
-        options: options of the estimator.
+        name: name of the estimator; None: those in the config of the file's run, after its filter.
+        options: options of the estimator; without a name, they replace those of the config.
         task: print only this task's turns.
         limit: number of tasks to print without `task`.
         console: console to print to.
@@ -39,12 +51,28 @@ def print_credit(
     Raises:
         RecordError: the file is not a file of trajectories.
         CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
-            has no reward; or no turn is of `task`.
+            has no reward; no turn is of `task`; or there is neither a name nor a config.
+        ConfigError: the config of the run cannot be used.
     """
-    estimator = _parse_estimator(name, options)
     samples = to_samples(group_trajectories(read_trajectories(file)))
-    samples = [samples[index] for index in compared_indices(samples, name)]
-    samples = add_advantages(samples, {sample.agent: estimator for sample in samples})
+    if name is not None:
+        estimator = _parse_estimator(name, options)
+        estimators = {sample.agent: estimator for sample in samples}
+    else:
+        config = _config_of_run(file)
+        estimators = _estimators_of_run(config, options)
+        if config.filter is not None:
+            samples = filter_samples(samples, config.filter)
+        if config.loss.kl.coef and config.loss.kl.where == "reward":
+            text = "without the KL penalties of the rewards, which the file does not have"
+            console.print(plain_text(text, style="dim"))
+    try:
+        samples = add_advantages(samples, estimators)
+    except CreditError as error:
+        if name is not None:
+            raise
+        raise CreditError(f"{error}; name another estimator with --advantage") from error
+
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:
         first_task = tasks[0] if tasks else "none"
@@ -53,22 +81,63 @@ def print_credit(
         )
 
     shown_tasks = [task] if task is not None else tasks[:limit]
-    shown_options = "".join(f" {key}={value}" for key, value in options.items())
-    groups = run_estimator(columns(samples), estimator).groups
+    applied_estimators = list(apply_estimators(samples, estimators))
     for shown_task in shown_tasks:
-        rows = [i for i, sample in enumerate(samples) if sample.task == shown_task]
-        console.print(plain_text(f"\ntask {shown_task}   {name}{shown_options}", style="bold"))
-        for label, statistics in groups.items():
-            peers = ", ".join(statistics.grouping.peer_columns)
-            vote = ", ".join(statistics.grouping.vote_columns)
-            text = f"{label}: turns alike in {peers}; one vote per {vote}"
-            console.print(plain_text(text, style="italic"))
-            console.print(_groups_table(statistics, samples, rows))
-        console.print(_turns_table(groups, samples, rows))
+        for applied in applied_estimators:
+            _print_task(shown_task, applied, samples, estimators, console)
 
     if len(shown_tasks) < len(tasks):
         text = f"{len(shown_tasks)} of {len(tasks)} tasks; --task and --limit show others"
         console.print(plain_text(text, style="dim"))
+
+
+def _config_of_run(file: Path) -> RunConfig:
+    """Return the config of the run that wrote a file of trajectories."""
+    # The models of a config take long to import, and a named estimator needs none.
+    from mcore_mas.config.run import RunConfig
+
+    config_file = file.resolve().parent.parent.parent / "config.yaml"
+    if not config_file.is_file():
+        raise CreditError(
+            f"{file}: its run's config is not at {config_file}, so that its estimator is unknown; "
+            "name one with --advantage"
+        )
+    return RunConfig.load(config_file)
+
+
+def _estimators_of_run(config: RunConfig, options: Mapping[str, Any]) -> dict[str, AdvantageConfig]:
+    """Return the estimator of each agent of a run, with some options replaced."""
+    estimators = {}
+    for agent in config.agents:
+        estimator = config.advantage_of(agent)
+        estimators[agent] = _parse_estimator(estimator.name, {**estimator.options, **options})
+    return estimators
+
+
+def _print_task(
+    task: str,
+    applied: AppliedEstimator,
+    samples: Sequence[Sample],
+    estimators: Mapping[str, AdvantageConfig],
+    console: Console,
+) -> None:
+    """Print an estimator's groups of a task's turns, and the turns of the estimator's agents."""
+    compared = [samples[index] for index in applied.indices]
+    rows = [i for i, sample in enumerate(compared) if sample.task == task]
+    trained_rows = [i for i in rows if estimators[compared[i].agent] == applied.estimator]
+    if not trained_rows:
+        return
+    name = applied.estimator.name
+    shown_options = "".join(f" {key}={value}" for key, value in applied.estimator.options.items())
+    console.print(plain_text(f"\ntask {task}   {name}{shown_options}", style="bold"))
+    groups = applied.advantages.groups
+    for label, statistics in groups.items():
+        peers = ", ".join(statistics.grouping.peer_columns)
+        vote = ", ".join(statistics.grouping.vote_columns)
+        text = f"{label}: turns alike in {peers}; one vote per {vote}"
+        console.print(plain_text(text, style="italic"))
+        console.print(_groups_table(statistics, compared, rows))
+    console.print(_turns_table(groups, compared, trained_rows))
 
 
 def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:

@@ -5,10 +5,13 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import CreditError
 from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
@@ -34,7 +37,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def printed_lines(file: Path, estimator: str, **options: object) -> list[str]:
+def printed_lines(file: Path, estimator: str | None, **options: object) -> list[str]:
     """Return the lines that are printed for an estimator, with single spaces."""
     console = Console(width=160, record=True, file=StringIO())
     print_credit(file, estimator, options, None, 3, console)
@@ -80,6 +83,57 @@ def test_an_impossible_explanation_is_refused(file: Path) -> None:
         print_credit(file, "drmass", {}, None, 3, Console())
     with pytest.raises(CreditError, match="advantage 'drmas' has no option 'epsilon'"):
         print_credit(file, "drmas", {"epsilon": 1}, None, 3, Console())
+
+
+def write_run(folder: Path, trajectories: Path, **sections: object) -> Path:
+    """Write the config of a run with these sections and a step's trajectories; return their file."""
+    values = resolve(["experiment=demo_math"])
+    for agent, advantage in dict(sections.pop("agents", {})).items():  # type: ignore[call-overload]
+        values["agents"][agent]["advantage"] = advantage
+    values |= sections
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    step = folder / "train/trajectories/step_000000.parquet"
+    step.parent.mkdir(parents=True)
+    step.write_bytes(trajectories.read_bytes())
+    return step
+
+
+def test_without_a_name_the_estimator_is_that_of_the_run(file: Path, tmp_path: Path) -> None:
+    step = write_run(tmp_path, file, advantage={"name": "grpo", "options": {"eps": 1e-9}})
+    lines = printed_lines(step, None)
+    assert "task t grpo eps=1e-09" in lines
+    # The trajectories' votes are 4 and 2: (4 - 3) / 1.414.
+    assert "0 │ │ 3 │ verifier │ 5 │ 4 │ +0.7071" in lines
+    assert "task t grpo eps=1e-09 ddof=0" in printed_lines(step, None, ddof=0)
+    assert "task t drmas" in printed_lines(step, "drmas")
+    result = CliRunner().invoke(app, ["explain", str(step)], catch_exceptions=False)
+    assert "task t grpo eps=1e-09" in " ".join(result.output.split())
+    assert "drmas" not in result.output
+
+
+def test_agents_with_different_estimators_have_tables_of_their_own(
+    file: Path, tmp_path: Path
+) -> None:
+    verifier = {"name": "drmas", "options": {"eps": 1e-9}}
+    grpo = {"name": "grpo", "options": {"eps": 1e-9}}
+    step = write_run(tmp_path, file, advantage=grpo, agents={"verifier": verifier})
+    lines = printed_lines(step, None)
+    assert [line for line in lines if line.startswith("task t")] == [
+        "task t grpo eps=1e-09",
+        "task t drmas eps=1e-09",
+    ]
+    assert "0 │ │ 0 │ solver │ 1 │ 4 │ +0.7071" in lines
+    # The verifier's votes are 5, 5, 5 and 4: (5 - 4.75) / 0.5.
+    assert "0 │ │ 1 │ verifier │ 5 │ 5 │ +0.5000" in lines
+    assert sum("│ solver │" in line for line in lines) == 3  # with that of task u
+
+
+def test_without_a_name_and_a_run_one_line_asks_for_a_name(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(CreditError, match="its estimator is unknown; name one with --advantage"):
+        printed_lines(file, None)
+    step = write_run(tmp_path, file, advantage={"name": "gpgo", "options": {}})
+    with pytest.raises(ConfigError, match="unknown advantage 'gpgo'"):
+        printed_lines(step, None)
 
 
 def test_the_command_takes_options_and_a_task(file: Path) -> None:
