@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from rollout.base.errors import EnvError
+from rollout.base.errors import EnvError, OptionsError
 from rollout.base.options import json_schema, option_descriptions, options_model
+from rollout.base.signatures import check_call
 from rollout.environments.protocol import AgentMistake, ToolCall
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import ToolUse
@@ -56,18 +57,30 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
         function: its keyword-only parameters are the tool's, and the first paragraph of its
             docstring describes the tool.
         flags: boolean fields of `Tool`.
+
+    Raises:
+        OptionsError: the function is not async, has a parameter that is not keyword-only, or the
+            type of a parameter cannot be read or checked.
     """
+    name = function.__name__
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            raise OptionsError(
+                f"tool '{name}': parameter '{parameter.name}' is not keyword-only; expected "
+                f"`async def {name}(*, ...)`"
+            )
+    check_call(f"tool '{name}'", function, (), coroutine=True)
     parameters = json_schema(options_model(function))
     parameters.pop("title", None)
     descriptions = option_descriptions(function)
-    for name, parameter in parameters.get("properties", {}).items():
-        parameter.pop("title", None)
-        if name in descriptions:
-            parameter["description"] = descriptions[name]
+    for key, schema_of_parameter in parameters.get("properties", {}).items():
+        schema_of_parameter.pop("title", None)
+        if key in descriptions:
+            schema_of_parameter["description"] = descriptions[key]
 
     first_paragraph = (inspect.getdoc(function) or "").partition("\n\n")[0]
     schema = ToolSchema(
-        name=function.__name__,
+        name=name,
         description=" ".join(first_paragraph.split()),
         parameters=parameters,
     )

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from retrieval.client import Passage
-from rollout.base.errors import EnvError
+from rollout.base.errors import EnvError, OptionsError
 from rollout.config.agents import AgentConfig
 from rollout.environments import TOOLS
 from rollout.environments.mcp import McpServer
 from rollout.environments.protocol import ToolCall
 from rollout.environments.search import SearchEnv
-from rollout.environments.tools import ToolMaker, call_tool
+from rollout.environments.tools import ToolMaker, call_tool, tool_of
 from rollout.records.trajectory import Task, ToolUse
 from tests.support.sandboxes import started
 from tests.support.shipped import Library
@@ -101,6 +101,46 @@ def test_a_tool_is_described_by_its_function() -> None:
             },
         }
     ]
+
+
+async def _ordinary(item: str) -> str:
+    return item
+
+
+async def _with_default(item: str = "x") -> str:
+    return item
+
+
+async def _any(**items: str) -> str:
+    return str(items)
+
+
+def _synchronous(*, item: str) -> str:
+    return item
+
+
+async def _keyword_only(*, item: str) -> str:
+    return item
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (_ordinary, r"parameter 'item' is not keyword-only; expected `async def _ordinary\(\*, "),
+        (_with_default, "tool '_with_default': parameter 'item' is not keyword-only"),
+        (_any, "tool '_any': parameter 'items' is not keyword-only"),
+        (_synchronous, r"must take \(\*, ...\) as an async function"),
+    ],
+)
+def test_a_function_that_no_call_could_reach_is_refused(function: Any, error: str) -> None:
+    with pytest.raises(OptionsError, match=error):
+        tool_of(function)
+
+
+def test_the_keyword_only_parameters_of_a_function_are_those_of_its_tool() -> None:
+    parameters = tool_of(_keyword_only).schema.parameters
+    assert parameters["properties"] == {"item": {"type": "string"}}
+    assert parameters["required"] == ["item"]
 
 
 def test_python_keeps_variables_and_files() -> None:
