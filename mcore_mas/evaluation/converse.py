@@ -10,6 +10,9 @@ from rollout.records.trajectory import Task, Trajectory
 
 # Step in the seeds of trajectories of a chat.
 CHAT_STEP = -3
+# Answers of a task that a person types. Environments of questions need an answer; nobody gives
+# this one.
+UNKNOWN_ANSWERS = ("?",)
 
 
 def converse(
@@ -36,8 +39,7 @@ def _play_prompts(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajec
             task = Task(
                 id=f"chat-{number}",
                 prompt=prompt,
-                # Environments of questions need an answer; nobody gives this one.
-                answers=("?",),
+                answers=UNKNOWN_ANSWERS,
                 env=config.env.name,
                 source="chat",
                 split="",

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mcore_mas.evaluation.converse import UNKNOWN_ANSWERS
 from retrieval.encoder import Encoder
-from rollout.base.errors import EnvError, PromptTooLong
+from rollout.base.errors import Defect, PromptTooLong, Undecided, Unscorable
 from rollout.base.processes import say
 from rollout.environments.protocol import Env, Step
 from rollout.gateway.calls import GatewayCall
@@ -46,11 +47,14 @@ class UnscoredEnv:
         return self._env.reset(task)
 
     async def step(self, action: str) -> Step:
-        """Take a step; end the task if the environment cannot score the action."""
+        """Take a step; end the task if the environment cannot score the action.
+
+        Other errors pass: the action may be a search or a move, and then it is no answer.
+        """
         self.final_action = action
         try:
             return await self._env.step(action)
-        except EnvError:
+        except (Undecided, Unscorable):
             return Step(done=True)
 
     async def preview(self, action: str) -> Step:
@@ -58,7 +62,7 @@ class UnscoredEnv:
         try:
             step: Step = await self._env.preview(action)  # type: ignore[attr-defined]
             return step
-        except EnvError:
+        except (Undecided, Unscorable):
             return Step()
 
 
@@ -189,8 +193,11 @@ class ServedTeam:
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure
-        if env.final_action is None:
-            raise GatewayError(503, f"the team came to no answer: {episode.error}")
+        if episode.error or env.final_action is None:
+            # The latest action of a failed team may be a search or a move, and no answer.
+            say(f"{self.name}: call {reply.id} failed: {episode.error}")
+            status = 500 if isinstance(episode.failure, Defect) else 503
+            raise GatewayError(status, f"the team came to no answer: {episode.error}")
         text, stop = request.cut_at_stop(env.final_action)
         return replace(
             reply,
@@ -225,5 +232,10 @@ class ServedTeam:
         if request.reply_format is not None:
             prompt = f"{prompt}\n\n{request.reply_format.instruction}"
         return Task(
-            id=task_id, prompt=prompt, answers=(), env=self.env, source="served", split="test"
+            id=task_id,
+            prompt=prompt,
+            answers=UNKNOWN_ANSWERS,
+            env=self.env,
+            source="served",
+            split="test",
         )

@@ -32,6 +32,13 @@ class Undecided(EnvError):
     """
 
 
+class Unscorable(EnvError):
+    """A task has no answers by which its environment could score an action.
+
+    A served team, whose tasks nobody knows the answers of, ends such a task without a score.
+    """
+
+
 class Unasked(EnvError):
     """No trained agent was asked in a trajectory, so that it says nothing about the team.
 

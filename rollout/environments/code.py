@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from rollout.base.errors import EnvError
+from rollout.base.errors import Unscorable
 from rollout.environments.fenced_programs import last_program, without_programs
 from rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from rollout.environments.running import SandboxedEnv
@@ -71,7 +71,7 @@ class _Answers:
         """Decode the answers of a task.
 
         Raises:
-            EnvError: they cannot be decoded, or none of them is a test.
+            Unscorable: they cannot be decoded, or none of them is a test.
         """
         visible: list[Test] = []
         hidden: list[Test] = []
@@ -87,9 +87,9 @@ class _Answers:
                 else:
                     hidden.append(test)
         except ValueError as error:
-            raise EnvError(f"task {task.id}: {error}") from error
+            raise Unscorable(f"task {task.id}: {error}") from error
         if not visible and not hidden:
-            raise EnvError(f"task {task.id} has no tests; a code task needs at least one")
+            raise Unscorable(f"task {task.id} has no tests; a code task needs at least one")
         return cls(visible=visible, hidden=hidden, solution=solution)
 
     def tests_of_cases(self, cases: Sequence[Case]) -> list[Test]:

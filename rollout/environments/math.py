@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.base.errors import EnvError, Undecided
+from rollout.base.errors import Undecided, Unscorable
 from rollout.environments.math_answers import compare_with_any
 from rollout.environments.math_equality import AnswerComparison
 from rollout.environments.math_limits import is_refused
@@ -28,11 +28,12 @@ class MathEnv(CalculatingEnv):
         limit and therefore wrong.
 
         Raises:
-            EnvError: the task has no answer, or answers cannot be compared on this machine.
+            Unscorable: the task has no answer.
+            EnvError: answers cannot be compared on this machine.
             Undecided: the answer may be right; no answer of the task is known to be equal.
         """
         if not self.task.answers:
-            raise EnvError(f"task {self.task.id} has no answers; a math task needs at least one")
+            raise Unscorable(f"task {self.task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
         comparison = await compare_with_any(given, self.task.answers)
         if comparison is AnswerComparison.UNDECIDED:

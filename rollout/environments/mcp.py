@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.async_tasks import cancel_tasks, set_outcome
-from rollout.base.errors import EnvError
+from rollout.base.errors import EnvError, Unscorable
 from rollout.base.yaml_files import read_yaml
 from rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from rollout.environments.text_scores import REWARDS, AnswerReward, exact_match, normalise
@@ -282,7 +282,7 @@ class McpEnv:
         """Score an answer, "" for none, and end the trajectory."""
         truths = self.task.answers
         if not truths:
-            raise EnvError(f"task {self.task.id} has no answers; an mcp task needs at least one")
+            raise Unscorable(f"task {self.task.id} has no answers; an mcp task needs at least one")
         return Step(
             reward=REWARDS[self.reward](answer, truths),
             done=True,
