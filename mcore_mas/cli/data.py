@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.cli.arguments import UsageError
+from mcore_mas.cli.arguments import UsageError, run_config, run_names
 from rollout.base.text import escape_line
 
 if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
@@ -45,7 +45,9 @@ def verify_table(
 def show_leaks(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Data files that should have no task in common."),
+        typer.Argument(
+            help="A run, whose splits are compared; or data files that should have no task in common."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Compare the splits of this resolved config instead.")
@@ -73,18 +75,28 @@ def show_leaks(
     from rollout.config.tasks import make_tasks
     from rollout.tasks.leaks import find_leaks
 
+    if files and len(files) == 1 and config is None and _is_run(files[0]):
+        config = run_config(files[0])
+        files = None
     if config is not None and not files:
         run = RunConfig.load(config)
         splits = make_tasks(run.data, run.seed)
     elif files and config is None:
         splits = _file_splits(files, format)
     else:
-        raise UsageError("name data files to compare, or --config with a resolved config")
+        raise UsageError("name a run, data files to compare, or --config with a resolved config")
 
     leaks = find_leaks(splits, words=words, threshold=threshold)
     _print_leaks(leaks, examples, Console(highlight=False))
     if any(leak.has_certain_leak for leak in leaks) and not report_only:
         raise typer.Exit(1)
+
+
+def _is_run(path: Path) -> bool:
+    """Return True if an argument is a run's folder, its name in results/, or its config.yaml."""
+    if path.name == "config.yaml" or (path / "config.yaml").is_file():
+        return True
+    return not path.exists() and str(path) in run_names()
 
 
 def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:

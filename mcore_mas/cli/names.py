@@ -71,14 +71,19 @@ REGISTRIES = {
 @name_commands.command("list", rich_help_panel=DATA_PANEL)
 def list_names(
     registry: Annotated[
-        str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))
-    ],
+        str | None,
+        typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES)),
+    ] = None,
 ) -> None:
-    """Print the names that a config may use, one a line.
+    """Print the names that a config may use, one a line; without an argument, the registries.
 
     The key of a config works too: advantage, reward.name, data.generator. Names that an installed
     package offers are followed by the package.
     """
+    if registry is None:
+        for name in REGISTRIES:
+            print(name)
+        return
     name = _registry_name(registry)
     source = REGISTRIES[name]
     config_group = name.removesuffix("s")

@@ -87,7 +87,7 @@ PRINTS = {
     ),
     "mcore-mas show demo_math --index 3": r"trajectory 1/",
     "mcore-mas explain demo_math --advantage drmas": r"agent solver",
-    "mcore-mas leaks --config results/demo_math/config.yaml": r"the same text",
+    "mcore-mas leaks demo_math": r"the same text",
     "mcore-mas list estimators": r"^drmas$",
     "mcore-mas doctor": r"packages",
     "mcore-mas run my_suite.yaml trainer.steps=3 -n": r"train",

@@ -90,6 +90,19 @@ def test_the_splits_of_a_run_without_leaks(tmp_path: Path, call_command: CallCom
     assert "train → validation" in result.stdout
 
 
+def test_a_run_is_named_as_in_other_commands(
+    tmp_path: Path, call_command: CallCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "results/duo/config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(yaml.safe_dump(resolve(["experiment=demo_math", "data.train=40"])))
+    for run in ("duo", "results/duo", "results/duo/config.yaml"):
+        result = call_command("leaks", run)
+        assert result.status == 0
+        assert "train → validation" in result.stdout
+
+
 def test_the_splits_of_a_run_with_leaks(tmp_path: Path, call_command: CallCommand) -> None:
     tasks = task_file(tmp_path / "x.parquet", {"a": "One?"})
     overrides = ["experiment=demo_math", "cold_start=null", "data.generator=null"]
@@ -102,8 +115,8 @@ def test_the_splits_of_a_run_with_leaks(tmp_path: Path, call_command: CallComman
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "name data files to compare, or --config"),
-        ("x.parquet --config c.yaml", "name data files to compare, or --config"),
+        ("", "name a run, data files to compare, or --config"),
+        ("x.parquet --config c.yaml", "name a run, data files to compare, or --config"),
         ("x.parquet x.parquet", "no such file"),
         ("x.parquet --format mathh", "unknown data format 'mathh'"),
     ],

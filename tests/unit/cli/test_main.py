@@ -73,7 +73,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "explain {text} --option lone",
             "--option lone: expected key=value, for example --option lone=raw",
         ),
-        ("leaks", "name data files to compare, or --config with a resolved config"),
+        ("leaks", "name a run, data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
         ("check demo_mat", "(`mcore-mas list experiments`); nearest: demo_math"),
@@ -148,7 +148,7 @@ def test_an_error_is_one_line(
             "trian",
             "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says",
         ),
-        ("list", "Missing argument 'registry'; `mcore-mas list --help` says"),
+        ("show", "Missing argument 'file'; `mcore-mas show --help` says"),
         ("train --adpt", "No such option: --adpt"),
         (
             "studio --port 99999",

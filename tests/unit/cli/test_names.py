@@ -11,6 +11,12 @@ from rollout.base.lookup import entry_points_of
 from tests.unit.cli.conftest import CallCommand
 
 
+def test_without_an_argument_the_registries_are_listed(call_command: CallCommand) -> None:
+    result = call_command("list")
+    assert result.status == 0
+    assert result.stdout.splitlines() == list(REGISTRIES)
+
+
 @pytest.mark.parametrize("registry", REGISTRIES)
 def test_a_registry_is_listed(registry: str, call_command: CallCommand) -> None:
     result = call_command("list", registry)
