@@ -268,6 +268,8 @@ def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | Non
     values = suite_values(suite, config_dir)
     if not isinstance(values, dict):
         raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
+    if path.is_file():
+        suite_file.check_schema(values, str(path))
     if overrides:
         values["overrides"] = [*values.get("overrides", []), *overrides]
     return Suite.load(values, path.parent.resolve() if path.is_file() else None)

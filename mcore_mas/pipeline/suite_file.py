@@ -125,8 +125,12 @@ def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
     return runs
 
 
-def check_schema(suite: Mapping[str, Any]) -> None:
+def check_schema(suite: Mapping[str, Any], file: str = "") -> None:
     """Check a suite by workflow/schemas/suite.schema.json.
+
+    Args:
+        suite: the content of a suite file.
+        file: the file, as errors name it; "": it is not known.
 
     Raises:
         SuiteError: a key is unknown, missing or of another type. The message names one of them.
@@ -146,7 +150,9 @@ def check_schema(suite: Mapping[str, Any]) -> None:
                 f"unknown key '{unknown_key}'; known here: {', '.join(allowed_keys)}"
                 f"{nearest_hint(unknown_key, allowed_keys)}"
             )
-        raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {message}")
+        key = ".".join(map(str, ("suite", *error.absolute_path)))
+        prefix = f"{file}: " if file else ""
+        raise SuiteError(f"{prefix}{key}: {message}")
 
 
 def check_writable(results: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from mcore_mas.pipeline.sharing import settings_digest
-from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,3 +290,11 @@ def test_an_evaluation_that_cannot_be_played_is_reported_in_one_line(
     with pytest.raises(SuiteError, match=message) as refusal:
         Suite.load(suite)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_error_of_a_suite_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("{suite: s, experimets: {}}")
+    message = f"{file}: suite: unknown key 'experimets'; known here: suite"
+    with pytest.raises(SuiteError, match=re.escape(message)):
+        load_suite(str(file))
