@@ -378,9 +378,13 @@ def _check_policy_names(agents: Any, policies: Any) -> None:
     }
     for name, policy in played.items():
         if policy not in policies:
-            near = nearest_hint(policy, policies) or nearest_hint(name, agents.keys() - {name})
+            near = nearest_hint(policy, policies)
+            playable = [agent for agent, its_policy in played.items() if its_policy in policies]
+            near_agent = nearest_hint(name, playable).replace("nearest", "nearest agents")
             raise ValueError(
-                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}{near}"
+                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
+                f"{near or near_agent}; set agents.{name}.policy to one of them, define policies.{policy}, or "
+                "take an experiment of this team (`mcore-mas list experiments`)"
             )
     unplayed = sorted(policies.keys() - played.values())
     if unplayed and len(played) == len(agents):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rollout.base.text import nearest_hint
 
 _T = TypeVar("_T")
+_MOST_LISTED = 30  # names in an error that has a nearest one
 _MOVED = ("mcore_mas.rollout", "mcore_mas.retrieval")  # packages of version 0.1.0
 
 # Objects that a script or notebook passed to `mcore_mas.api`, by names such as "here:run.reward".
@@ -47,11 +48,12 @@ def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bo
         paths = [entry.value for entry in entry_points_of(kind) if entry.name == name]
         path = paths[0] if paths else name
     if not importable or ":" not in path:
-        names = ", ".join(sorted(registered))
+        near = nearest_hint(name, registered)
+        known = f"; known: {', '.join(sorted(registered))}"
+        if near and len(registered) > _MOST_LISTED:
+            known = ""
         or_path = " (or package.module:attribute)" if importable else ""
-        raise UnknownName(
-            f"unknown {kind} '{name}'{nearest_hint(name, registered)}; known: {names}{or_path}"
-        )
+        raise UnknownName(f"unknown {kind} '{name}'{near}{known}{or_path}")
     return _import(kind, path)  # type: ignore[no-any-return]
 
 

@@ -208,7 +208,13 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "agents.solver.policy=solvr",
-            "agent 'solver' plays policy 'solvr', which is not defined; policies: solver",
+            "agent 'solver' plays policy 'solvr', which is not defined; policies: solver, verifier; "
+            "nearest: solver; set agents.solver.policy to one of them, define policies.solvr, or take",
+        ),
+        (
+            "team=debate",
+            "agent 'debater_1' plays policy 'debater_1', which is not defined; policies: solver, verifier; "
+            "set agents.debater_1.policy to one of them, define policies.debater_1, or take",
         ),
         (
             "orchestra.name=chian",
@@ -368,7 +374,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("agents.helper={policy: solver}", "; or no module that is imported registers it"),
         (
             "agents.solver.role=slover",
-            "agents.solver.role: unknown agent role 'slover'; nearest: solver; known: ",
+            "agents.solver.role: unknown agent role 'slover'; nearest: solver (or package.module:attribute)",
         ),
         ("data.train='4000'", "data.train is the file 4000; expected a number of tasks"),
         (
