@@ -176,7 +176,8 @@ def _download_hint(path: str) -> str:
     if source is not None:
         target = "" if source.by_hand else ", and the target `acquire` fetches it"
         return f"it is {source.description}{target} (docs/tables.md)"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    # A path into a local folder is no id of the hub.
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).parent.is_dir():
         return (
             f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
         )

@@ -163,9 +163,9 @@ def _required_value(row: DataRow, paths: Sequence[str], name: str) -> Any:
     """
     value = _first_value(row, paths)
     if value is None:
+        columns = f"column {paths[0]}" if len(paths) == 1 else f"one of {', '.join(paths)}"
         raise BadRow(
-            f"has no {name}: expected one of {', '.join(paths)} to be filled; its columns: "
-            f"{', '.join(row)}"
+            f"has no {name}: expected {columns} to be filled; its columns: {', '.join(row)}"
         )
     return value
 

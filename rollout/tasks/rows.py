@@ -94,6 +94,10 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
                 continue
             try:
                 yield json.loads(line)
+            except json.JSONDecodeError as error:
+                # The error's own text counts lines within this one.
+                reason = f"{error.msg}, column {error.colno}"
+                raise RecordError(f"{path}: line {number} cannot be read ({reason})") from error
             except (ValueError, RecursionError) as error:
                 raise RecordError(f"{path}: line {number} cannot be read ({error})") from error
 

@@ -139,7 +139,8 @@ def test_a_run_on_cpus_has_no_engine_or_retriever_on_a_gpu() -> None:
     assert any(message in line for line in lines)
 
 
-def test_a_missing_model_has_a_hint() -> None:
+def test_a_missing_model_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     missing, _ = model_problems("/models/none")
     assert (
         "policies.solver: /models/none: no model here (config.json is missing); name a Hugging "
@@ -147,6 +148,10 @@ def test_a_missing_model_has_a_hint() -> None:
     )
     missing, _ = model_problems("Qwen/None")
     assert "`hf download Qwen/None`, or name a folder" in missing
+    (tmp_path / "models").mkdir()
+    missing, _ = model_problems("models/tiny")
+    assert "models/tiny: no model here" in missing
+    assert "hf download" not in missing
 
 
 def test_a_base_model_needs_a_chat_template(model: Path) -> None:
