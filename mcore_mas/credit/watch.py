@@ -12,6 +12,7 @@ from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
 
+_STEPS_OF_COLLAPSE = 5  # warn at the end if at least so many last steps had no advantage
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
 
@@ -25,6 +26,8 @@ class CreditWatch:
     def __init__(self) -> None:
         self._steps_without_signal = 0  # from the first step on
         self._had_signal = False
+        self._last_steps_without_signal = 0
+        self._reason_without_signal = ""  # of the last step; "" if it had an advantage
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
         # Number of the latest steps in which an agent had too large a share, by agent.
         self._steps_with_large_share: Counter[str] = Counter()
@@ -64,16 +67,33 @@ class CreditWatch:
                 f"(trajectory {sample.trajectory}, turn {sample.turn}), {reason}"
             )
 
-        self._had_signal = self._had_signal or bool(largest.any())
+        has_signal = bool(largest.any())
+        if has_signal:
+            self._last_steps_without_signal = 0
+            self._reason_without_signal = ""
+        else:
+            self._last_steps_without_signal += 1
+            self._reason_without_signal = _reason_without_signal(samples, valid_share)
+
+        self._had_signal = self._had_signal or has_signal
         if not self._had_signal:
             self._steps_without_signal += 1
         within = trainer.signal_within
         if within is not None and self._steps_without_signal == within and step + 1 == within:
             raise CreditError(
                 f"step {step}: no turn of the first {within} steps has an advantage, so nothing was "
-                f"learned: {_reason_without_signal(samples, valid_share)}; see `mcore-mas explain`, "
+                f"learned: {self._reason_without_signal}; see `mcore-mas explain`, "
                 "or raise trainer.signal_within (null: never stop)"
             )
+
+    def collapse_warning(self) -> str:
+        """Return a warning at the end of a training whose last steps had no advantage, or ""."""
+        if self._last_steps_without_signal < _STEPS_OF_COLLAPSE:
+            return ""
+        return (
+            f"no turn of the last {self._last_steps_without_signal} steps has an advantage, so nothing was "
+            f"learned in them; in the last step: {self._reason_without_signal}; see `mcore-mas show`"
+        )
 
     def scale_warning(
         self, samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]

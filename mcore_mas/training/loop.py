@@ -43,6 +43,9 @@ async def train_steps(
         try:
             for number in range(first, session.config.trainer.steps):
                 await _take_step(session, number)
+            warning = session.credit_watch.collapse_warning()
+            if warning:
+                session.logbook.note(warning)
         finally:
             await cancel_tasks(session.rollouts.under_way.values())
     except ProcessLost:

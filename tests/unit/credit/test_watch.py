@@ -101,6 +101,37 @@ def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
         watch.check(settings, step, without_advantage)
 
 
+def test_a_training_whose_last_steps_have_no_advantage_is_named_at_its_end() -> None:
+    watch = CreditWatch()
+    watch.check(trainer(), 0, [turn("a", "solver", 1.0, 0.5)])
+    for step in range(1, 5):
+        watch.check(trainer(), step, [turn("a", "solver", 0.0)], 0.5)
+    assert watch.collapse_warning() == ""  # four steps
+    watch.check(trainer(), 5, [turn("a", "solver", 0.0)], 0.0)
+    assert watch.collapse_warning() == (
+        "no turn of the last 5 steps has an advantage, so nothing was learned in them; in the last "
+        "step: no reply of this step was well-formed (agent/*/valid_ratio is 0); reward attempts at "
+        "the format, show it in the prompt, or begin with a cold start; see `mcore-mas show`"
+    )
+    watch.check(trainer(), 6, [turn("a", "solver", 1.0, 0.5)])
+    assert watch.collapse_warning() == ""
+
+
+def test_the_log_of_a_collapsed_training_ends_with_the_warning(tmp_path: Path) -> None:
+    def always_right(prompt: tuple[int, ...], call: int) -> bytes:
+        return box(task_of(prompt))
+
+    settings = ["trainer.steps=6", "trainer.tasks_per_step=1", "trainer.signal_within=null"]
+    run = make_run(tmp_path, always_right, *settings)
+    gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in run.config.policies}
+    tasks = [task for step in range(6) for task in run.rollouts.schedule.batch(step)]
+    session = make_session(run.config, tmp_path, tasks, engines_of(run), gangs, run.logbook)  # type: ignore[arg-type]
+    session = with_engines(session, engines_of(run), Bytes())
+    asyncio.run(train_steps(session, 0))
+    assert isinstance(session.logbook, Log)
+    assert session.logbook.notes[-1].startswith("no turn of the last 6 steps has an advantage")
+
+
 @pytest.mark.parametrize(
     ("rewards", "valid_share", "reason"),
     [
