@@ -199,11 +199,14 @@ def evaluate_run(
     stop_at_start()
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import evaluate
+    from mcore_mas.evaluation.measure import describe_scores
     from mcore_mas.evaluation.seats import parse_seats
     from mcore_mas.tracking.publish import publish_evaluation
 
     seats = parse_seats(state, seat or [])
     file = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
-    evaluate(run, state, file, seats)
+    scores = evaluate(run, state, file, seats)
+    for line in describe_scores(scores["rows"]):
+        print(line)
     print(file)
     publish_evaluation(run, lambda line: print(line, file=sys.stderr))

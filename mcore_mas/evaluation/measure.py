@@ -234,6 +234,15 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def describe_scores(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each row of `score_rows`: data source, metric, mean and interval in percent."""
+    return [
+        f"{row['dataset']}  {row['metric']}: {100 * row['value']:.1f} % "
+        f"[{100 * row['ci_low']:.1f}, {100 * row['ci_high']:.1f}]"
+        for row in rows
+    ]
+
+
 async def measure(
     board: Scoreboard,
     collector: Collector,

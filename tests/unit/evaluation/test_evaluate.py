@@ -18,6 +18,7 @@ import yaml
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.converse import converse
 from mcore_mas.evaluation.evaluate import EvaluationError, evaluate
+from mcore_mas.evaluation.measure import describe_scores
 from rollout.base.digests import tree_sha256
 from rollout.base.json_files import write_json
 from rollout.base.ownership import FolderError
@@ -80,11 +81,13 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
         evaluate(config, "base", run / "evaluation" / "again.json")
         resumed_requests = after_resumed - before
         all_requests = requests_to(url) - after_resumed
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         missing_share = (480 - len(finished)) / 480
         assert resumed_requests == pytest.approx(all_requests * missing_share, rel=0.15)
 
     resumed = read_scores_file(run, "base.json")
     assert resumed == read_scores_file(run, "again.json")
+    assert printed.splitlines() == [*describe_scores(resumed["rows"]), str(scores)]
     assert resumed["replies"] == 480
     assert resumed["failed"] == {}
     assert len(resumed["tasks"]) == 60

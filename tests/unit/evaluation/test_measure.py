@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.equations.statistics import majority_score, pass_at
-from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
+from mcore_mas.evaluation.measure import Scoreboard, describe_scores, measure, score_rows
 from rollout.base.errors import EngineError
 from rollout.engines import EngineClient
 from rollout.engines.prompt_length import fit_prompt
@@ -341,3 +341,12 @@ def test_replies_beyond_k_are_not_counted() -> None:
         board.add(failed(EASY, sample))
     assert board.counts() == {"replies": 1, "overlong": 0, "cut": 0, "failed": {}}
     assert board.describe_losses() == ""
+
+
+def test_scores_are_described_in_percent() -> None:
+    row = {"metric": "avg@4", "value": 0.8075, "ci_low": 0.7, "ci_high": 0.9, "tasks": 5}
+    rows = [{"dataset": "gsm8k", **row}, {"dataset": "all", **row, "value": 0.25}]
+    assert describe_scores(rows) == [
+        "gsm8k  avg@4: 80.8 % [70.0, 90.0]",
+        "all  avg@4: 25.0 % [70.0, 90.0]",
+    ]
