@@ -132,12 +132,13 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
         evaluations += [name for name in run.scores if name not in evaluations]
     table = Table("run", "steps", "reward", "validation", *evaluations, show_edge=False)
     for run in runs:
-        numbers = [run.reward, run.accuracy, *(run.scores.get(name) for name in evaluations)]
+        scores = [run.accuracy, *(run.scores.get(name) for name in evaluations)]
         total_steps = "?" if run.total_steps is None else run.total_steps
         table.add_row(
             Text(escape_line(run.run)),
             f"{run.steps}/{total_steps}{' done' if run.done else ''}",
-            *("" if number is None else f"{number:.3f}" for number in numbers),
+            "" if run.reward is None else f"{run.reward:.3f}",
+            *("" if score is None else f"{100 * score:.1f} %" for score in scores),
         )
     Console(highlight=False).print(table)
     problems = [f"{run.run}: {problem}" for run in runs for problem in run.problems]

@@ -7,6 +7,7 @@ const accessToken = new URLSearchParams(location.search).get("token") || "";
 const STEPS_FOLDER = "train/trajectories/";
 const FILTERS = ["text", "agent", "status", "low", "high"];
 const TABS = ["curves", "trajectories", "waiting", "settings", "messages"];
+const TAB_ADDRESSES = {settings: "config", messages: "log"};  // as their buttons are labelled
 const COLOURS = 8;
 
 // Charts that are always shown, in this order; "*" stands for an agent. Other metrics are folded.
@@ -21,9 +22,13 @@ const BAND = {chart: "validation/accuracy", low: "validation/ci_low", high: "val
 const SMOOTHING_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500];  // positions of the slider
 const DASHES = [[], [5, 3]];  // of the chosen run and of the run that it is compared with
 
+const TENTHS = new Intl.NumberFormat("en", {
+  minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven", useGrouping: false,
+});
+
 // Formats of values on axes and in legends, by unit.
 const UNITS = {
-  share: {label: "", value: y => `${+(100 * y).toFixed(1)}\u00a0%`, format: shareFormat},
+  share: {label: "", value: y => `${+formatTenths(100 * y)}\u00a0%`, format: shareFormat},
   s: {label: "seconds", value: y => `${formatNumber(y)}\u00a0s`, format: numberFormat},
   tokens: {label: "tokens", value: formatNumber, format: numberFormat},
   "": {label: "", value: formatNumber, format: numberFormat},
@@ -81,8 +86,13 @@ function minusSign(text) {
   return text.replaceAll("-", "\u2212");
 }
 
+// Round ties to even as Python does, so that the tables and the studio show the same number.
+function formatTenths(value) {
+  return TENTHS.format(value);
+}
+
 function formatPercent(value) {
-  return `${(100 * value).toFixed(1)}\u00a0%`;
+  return `${formatTenths(100 * value)}\u00a0%`;
 }
 
 function formatDifference(text) {
@@ -149,7 +159,7 @@ function showOtherRuns(names) {
 // The run of the address, or else a run in training, or else the first one.
 function initialRun() {
   const [named, namedTab] = location.hash.slice(1).split("/").map(decodeURIComponent);
-  if (TABS.includes(namedTab)) tab = namedTab;
+  tab = TABS.find(name => [name, TAB_ADDRESSES[name]].includes(namedTab)) || tab;
   if (states.some(state => state.run === named)) return named;
   const training = states.find(state => !state.done && state.steps);
   return (training || states[0]).run;
@@ -181,7 +191,7 @@ function chooseTab(name) {
     byId(candidate).hidden = candidate !== name;
     byId(`tab_${candidate}`).setAttribute("aria-selected", candidate === name);
   }
-  history.replaceState(null, "", `${location.search}#${encodeURIComponent(run.name)}${name === "curves" ? "" : `/${name}`}`);
+  history.replaceState(null, "", `${location.search}#${encodeURIComponent(run.name)}${name === "curves" ? "" : `/${TAB_ADDRESSES[name] || name}`}`);
   if (name === "settings") showSettings();
 }
 
@@ -451,8 +461,8 @@ function showDifferences({settings, scores}) {
     `${score.state} ${score.metric} (${plural(score.tasks, "task")})`,
     formatPercent(score.first),
     formatPercent(score.second),
-    `${formatDifference(minusSign((100 * (score.second - score.first)).toFixed(1)))} points `
-      + minusSign(`[${(100 * score.low).toFixed(1)}, ${(100 * score.high).toFixed(1)}]`),
+    `${formatDifference(minusSign(formatTenths(100 * (score.second - score.first))))} points `
+      + minusSign(`[${formatTenths(100 * score.low)}, ${formatTenths(100 * score.high)}]`),
   ]);
   const heading = scores.length ? "difference, with its 95 % interval" : "";
   const rows = [

@@ -46,7 +46,7 @@ def test_the_command_lists_runs(tmp_path: Path) -> None:
     write_small_run(tmp_path / "a", {"t": 0.5})
     output = CliRunner().invoke(app, ["ls", str(tmp_path)], env={"COLUMNS": "80"}).stdout
     cells = [cell.strip() for cell in output.splitlines()[2].split("│")]
-    assert cells == ["a", "2/4", "0.750", "0.250", "", "0.500"]
+    assert cells == ["a", "2/4", "0.750", "25.0 %", "", "50.0 %"]
     empty = tmp_path / "a" / "train"
     output = CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout
     assert output == f"no runs in {empty}\n"
