@@ -14,6 +14,7 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.base.text import nearest_hint
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Env, Step, ToolCall, last_tag
+from rollout.environments.tools import tool_of
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.tasks.generators import Generator
 from rollout.teams.roles import register_agent
@@ -48,6 +49,7 @@ __all__ = [
     "load_tasks",
     "make_tiny_model",
     "register_agent",
+    "tool_of",
 ]
 
 _LAZY_MODULES = {  # they import torch or the whole pipeline

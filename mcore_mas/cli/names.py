@@ -60,7 +60,7 @@ REGISTRIES = {
     "corrections": NameSource("mcore_mas.equations.divergence", "CORRECTIONS"),
     "aggregations": NameSource("mcore_mas.equations.losses", "AGGREGATIONS"),
     "engines": NameSource("rollout.engines.registry", "ENGINES", "engine"),
-    "tools": NameSource("rollout.environments", "TOOLS"),
+    "tools": NameSource("rollout.environments", "TOOLS", "tool"),
     "providers": NameSource("rollout.engines.remote.registry", "PROVIDERS"),
     "experiments": NameSource("mcore_mas.config.experiments", "names_in"),
     "teams": NameSource("mcore_mas.config.experiments", "names_in"),

@@ -65,9 +65,13 @@ def input_digests(config: RunConfig) -> dict[str, str]:
 
 def recipe_module_digests(config: RunConfig) -> dict[str, str]:
     """Return the part of `input_digests` about the modules that the recipe names."""
+    values = _recipe_with_files(config)
+    # The names of tools are keys of a mapping, of which the recipe has only the values.
+    for agent, settings in config.agents.items():
+        values[f"agents.{agent}.tools"] = list(settings.tools)
     return {
         f"{key}={text}": digest
-        for key, value in _recipe_with_files(config).items()
+        for key, value in values.items()
         for text, digest in module_digests(value).items()
     }
 
@@ -111,11 +115,12 @@ def _game_files(tasks: Path) -> list[Path]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of a config."""
+    """Yield all texts in a value of a config, and the keys of its mappings, which may name tools."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from _texts_in(key)
             yield from _texts_in(item)
     elif isinstance(value, list):
         for item in value:

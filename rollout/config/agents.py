@@ -26,7 +26,6 @@ TOOL_REGISTRY = Registry(
     registered=TOOLS,
     takes=(),
     supplied=frozenset({"env", "sandbox", "calls"}),
-    importable=False,
 )
 ToolOptions = Annotated[
     OptionsByName, AfterValidator(partial(check_options_by_name, TOOL_REGISTRY))
@@ -48,7 +47,7 @@ class AgentConfig(Section):
     top_k: int = Field(0, ge=0)
     # Most tokens of a reply.
     max_tokens: int = Field(256, ge=1)
-    # Tools that the agent's chats may call, with their options.
+    # Tools that the agent's chats may call, by name or import path, with their options.
     tools: ToolOptions = Field(default_factory=dict)
     chats: ChatRules = ChatRules()
 
@@ -99,7 +98,7 @@ def build_player(
 
 def _build_agent(name: str, config: AgentConfig) -> Agent:
     tools = {
-        tool: partial(TOOLS[tool], **TOOL_REGISTRY.arguments(tool, options))
+        tool: partial(TOOL_REGISTRY.find(tool), **TOOL_REGISTRY.arguments(tool, options))
         for tool, options in config.tools.items()
     }
     return Agent(

@@ -1,5 +1,6 @@
 """The model, team and reward of docs/own_team.md work when they are written into its files."""
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.runtime.input_digests import recipe_module_digests
+from rollout.config.agents import build_team
 from rollout.config.reward import RewardConfig, build_allocator
+from rollout.environments.tools import call_tool
+from rollout.records.trajectory import ToolUse
 from rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 
@@ -51,3 +57,21 @@ def test_the_team_and_the_reward_of_the_page_are_taken_up(written: Path) -> None
     tokens = [len(t.completion_ids) for t in played.trajectories[0].turns]
     rewards = [t.reward for t in allocate(played).trajectories[0].turns]
     assert rewards == [pytest.approx(1.0 - 0.002 * n) for n in tokens]
+
+
+def test_the_tool_of_the_page_answers_with_its_options(written: Path) -> None:
+    values = resolve(["experiment=my_relay", "team=shop"], written / "configs")
+    config = RunConfig.from_values(values, "a test")
+    assert "agents.clerk.tools=my_pkg.tools:price_list" in recipe_module_digests(config)
+    agent = build_team(config.agents, {}).agents["clerk"]
+
+    async def ask(item: str) -> tuple[str, bool]:
+        (open_tools,) = agent.tools.values()
+        async with open_tools() as tools:
+            by_name = {tool.schema.name: tool for tool in tools}
+            use = ToolUse(id="", name="price", arguments=f'{{"item": "{item}"}}')
+            call = await call_tool(by_name, use, call_s=5.0, most_chars=100)
+            return call.result, call.failed
+
+    assert asyncio.run(ask("pear")) == ("4 USD", False)
+    assert asyncio.run(ask("plum")) == ("there is no plum", False)

@@ -17,6 +17,7 @@ from mcore_mas import api
 NAMES = """
 Advantages AgentSpec Coach Conversation Env Generator Group Run RunLimits Sandbox Status Step Task
 TeamSession ToolCall Trajectory Turns last_boxed last_tag load_tasks make_tiny_model register_agent
+tool_of
 """
 RUN_METHODS = "train arun metrics trajectories trajectories_of explain evaluate export chat"
 PARAMETERS = {

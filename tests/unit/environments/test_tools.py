@@ -12,7 +12,7 @@ import pytest
 
 from retrieval.client import Passage
 from rollout.base.errors import EnvError, OptionsError
-from rollout.config.agents import AgentConfig
+from rollout.config.agents import AgentConfig, build_team
 from rollout.environments import TOOLS
 from rollout.environments.mcp import McpServer
 from rollout.environments.protocol import ToolCall
@@ -258,11 +258,21 @@ def test_tools_of_an_mcp_server_have_its_schemas() -> None:
     assert made[1].failed
 
 
+def test_an_agent_may_name_a_tool_by_import_path() -> None:
+    path = "rollout.environments.calculator:calculator_tools"
+    team = build_team({"solver": AgentConfig(policy="p", tools={path: {}})}, {})
+    (call,) = calls(team.agents["solver"].tools[path], ("calculator", {"expression": "6 * 7"}))
+    assert (call.result, call.failed) == ("42", False)
+    with pytest.raises(ValueError, match="tool 'json:dumps' must take"):
+        AgentConfig(policy="p", tools={"json:dumps": {}})
+
+
 def test_unknown_tools_and_options_of_an_agent_are_refused() -> None:
     AgentConfig(policy="p", tools={"python": {"cell_s": 5.0}, "calculator": {}})
     with pytest.raises(
         ValueError,
-        match="unknown tool 'pythn'; nearest: python; known: calculator, mcp, passages, python, search",
+        match="unknown tool 'pythn'; nearest: python; known: calculator, mcp, passages, python, search "
+        r"\(or package.module:attribute\)",
     ):
         AgentConfig(policy="p", tools={"pythn": {}})
     with pytest.raises(ValueError, match="has no option 'seconds'"):
