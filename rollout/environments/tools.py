@@ -9,6 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.base.errors import EnvError, OptionsError
 from rollout.base.options import json_schema, option_descriptions, options_model
@@ -111,6 +112,22 @@ def chosen_tool(tools: Mapping[str, Tool], name: str, arguments: object) -> Tool
     return tool
 
 
+def _read_arguments(use: ToolUse) -> Any:
+    """Return the arguments of a call.
+
+    Raises:
+        AgentMistake: a lone surrogate stands in them, which ends the connection to an MCP server.
+    """
+    arguments = json.loads(use.arguments)
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise AgentMistake(
+            f"{use.name}: the arguments contain a lone surrogate, which is no character"
+        ) from error
+    return arguments
+
+
 async def call_tool(
     tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, most_chars: int
 ) -> ToolCall:
@@ -128,7 +145,7 @@ async def call_tool(
     """
     failed = True
     try:
-        arguments = json.loads(use.arguments)
+        arguments = _read_arguments(use)
         tool = chosen_tool(tools, use.name, arguments)
         # If a tool that steps the environment is late, the run's deadline fails the trajectory. A
         # tool result would show the model an outage that is not its fault.

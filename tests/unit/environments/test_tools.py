@@ -279,3 +279,16 @@ def test_unknown_tools_and_options_of_an_agent_are_refused() -> None:
         AgentConfig(policy="p", tools={"python": {"seconds": 5}})
     with pytest.raises(ValueError, match="when_full: fold and summariser"):
         AgentConfig(policy="p", chats={"when_full": "fold"})  # type: ignore[arg-type]
+
+
+def test_a_lone_surrogate_is_refused_and_the_server_answers_the_next_call() -> None:
+    server = McpServer(command=sys.executable, args=[str(PLAIN.with_name("mcp_server.py"))])
+    surrogate, sum_of_three = calls(
+        TOOLS["mcp"],
+        ("add", {"a": 1, "b": "\ud800"}),
+        ("add", {"a": 1, "b": 2}),
+        servers={"small": server},
+    )
+    assert surrogate.failed
+    assert surrogate.result == "add: the arguments contain a lone surrogate, which is no character"
+    assert (sum_of_three.result, sum_of_three.failed) == ("3", False)
