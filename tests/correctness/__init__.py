@@ -160,6 +160,7 @@ def page(differences: Mapping[str, float]) -> str:
     estimators = []
     for name in ESTIMATORS:
         equation, source = equations[name]
+        source = source.replace("(#", "(credit.md#")  # a link within the page on credit
         estimators.append((f"`{name}`", equation, source, f"{differences[name]:.1e}"))
 
     objective = []

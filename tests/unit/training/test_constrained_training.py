@@ -32,7 +32,7 @@ def test_a_training_under_a_grammar_agrees_with_its_engine(tmp_path: Path) -> No
         assert row["agent/solver/logprob_gap_max"] < 1e-4
         assert row["agent/solver/logprob_gap_count"] > 0
 
-    files = sorted((run / "train").rglob("*.parquet"))
+    files = sorted((run / "train" / "trajectories").glob("*.parquet"))
     turns = [
         turn
         for file in files
