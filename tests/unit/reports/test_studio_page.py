@@ -231,7 +231,7 @@ def test_the_config_has_a_tab(page: Browser, tmp_path: Path) -> None:
     )
     text = page.value("document.getElementById('config').textContent")
     assert text.strip() == (tmp_path / "results/a/config.yaml").read_text().strip()
-    assert page.value("location.hash") == "#a/settings"
+    assert page.value("location.hash") == "#a/config"
 
 
 def test_a_run_of_many_steps_is_drawn_through_means(page: Browser, tmp_path: Path) -> None:

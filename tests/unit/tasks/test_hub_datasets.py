@@ -200,7 +200,7 @@ class TestLoadTasks:
     def test_wrong_columns_are_named(self, hub_folder: Path) -> None:
         with pytest.raises(ValueError, match=r"^columns.promt: unknown key; nearest: prompt"):
             mm.load_tasks("me/sums", columns={"promt": "query"})
-        message = r"row 0 of format plain has no question: expected one of nothere"
+        message = r"row 0 of format plain has no question: expected column nothere"
         with pytest.raises(RecordError, match=message):
             mm.load_tasks("me/sums", subset="main", columns={"prompt": "nothere"})
 
