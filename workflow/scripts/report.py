@@ -16,9 +16,8 @@ with logged(snakemake.log[0]):
 
     mlflow_page = publish_within_limit(results, suite["experiments"], [suite["suite"]])
     if mlflow_page:
-        suite["links"] = {
-            "Compare the trainings in MLflow (start `mcore-mas ui` first)": mlflow_page
-        }
+        # Backticks within the text would end the link.
+        suite["links"] = {"Compare the trainings in MLflow (start mcore-mas ui first)": mlflow_page}
     suite["headline"] = headline(Path(snakemake.input.table).with_suffix(".csv"))
     metrics = {run: results / run / "train" / "metrics.jsonl" for run in suite["experiments"]}
     make_report(suite, list(snakemake.input), html, picture_of_key_curves(metrics))
