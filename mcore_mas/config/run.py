@@ -378,19 +378,20 @@ def _check_policy_names(agents: Any, policies: Any) -> None:
     }
     for name, policy in played.items():
         if policy not in policies:
-            near = nearest_hint(policy, policies)
+            nearest_policies = nearest_hint(policy, policies)
             playable = [agent for agent, its_policy in played.items() if its_policy in policies]
-            near_agent = nearest_hint(name, playable).replace("nearest", "nearest agents")
+            nearest_agents = nearest_hint(name, playable).replace("nearest", "nearest agents")
             raise ValueError(
                 f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
-                f"{near or near_agent}; set agents.{name}.policy to one of them, define policies.{policy}, or "
+                f"{nearest_policies or nearest_agents}; set agents.{name}.policy to one of them, "
+                f"define policies.{policy}, or "
                 "take an experiment of this team (`mcore-mas list experiments`)"
             )
     unplayed = sorted(policies.keys() - played.values())
     if unplayed and len(played) == len(agents):
-        near = nearest_hint(unplayed[0], policies.keys() - unplayed)
+        nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
-            f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{near}"
+            f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
         )
 
 

@@ -48,12 +48,12 @@ def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bo
         paths = [entry.value for entry in entry_points_of(kind) if entry.name == name]
         path = paths[0] if paths else name
     if not importable or ":" not in path:
-        near = nearest_hint(name, registered)
-        known = f"; known: {', '.join(sorted(registered))}"
-        if near and len(registered) > _MOST_LISTED:
-            known = ""
+        nearest_names = nearest_hint(name, registered)
+        all_names = f"; known: {', '.join(sorted(registered))}"
+        if nearest_names and len(registered) > _MOST_LISTED:
+            all_names = ""
         or_path = " (or package.module:attribute)" if importable else ""
-        raise UnknownName(f"unknown {kind} '{name}'{near}{known}{or_path}")
+        raise UnknownName(f"unknown {kind} '{name}'{nearest_names}{all_names}{or_path}")
     return _import(kind, path)  # type: ignore[no-any-return]
 
 
