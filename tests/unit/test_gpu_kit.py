@@ -326,4 +326,11 @@ def test_every_benchmark_can_be_imported() -> None:
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     names.remove("benchmarks.support.trl_steps")  # runs in an environment that has TRL
     code = f"import importlib\nfor name in {sorted(names)}: importlib.import_module(name)"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
+    completed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
