@@ -181,6 +181,15 @@ def evaluated_models_of(wildcards):
     return [*trainings, *starting_model_of(wildcards)]
 
 
+def table_results(table):
+    """Return the evaluations of a table, and the records of the trainings whose policies play."""
+    evaluations = [path for paths in TABLE_INPUTS[table].values() for path in paths]
+    trained_runs = {}
+    for path in map(Path, evaluations):
+        trained_runs |= dict.fromkeys(SUITE.trained_runs_for(path.parents[1].name, path.stem))
+    return [*evaluations, *(f"<results>/{run}/train/done.json" for run in trained_runs)]
+
+
 onstart:
     # These locks replace Snakemake's own, which stays behind when its process is killed, and which
     # would keep other suites out of the working folder.

@@ -8,15 +8,6 @@ TABLE_INPUTS = {
 TINY_FILES = SUITE.tiny_files
 
 
-def table_results(table):
-    """Return the evaluations of a table, and the records of the trainings whose policies play."""
-    evaluations = [path for paths in TABLE_INPUTS[table].values() for path in paths]
-    trained_runs = {}
-    for path in map(Path, evaluations):
-        trained_runs |= dict.fromkeys(SUITE.trained_runs_for(path.parents[1].name, path.stem))
-    return [*evaluations, *(f"<results>/{run}/train/done.json" for run in trained_runs)]
-
-
 rule make_paper_table:
     input:
         lambda wildcards: [
