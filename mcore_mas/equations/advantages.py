@@ -7,8 +7,8 @@ that counts once), its baseline and its divisor (std).
 
 Options:
     gamma: discount γ, by token; `mars2` and `gigpo` explain theirs.
-    lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the
-        rest.
+    lam: λ of GAE; in trees, the weight of the siblings in the baseline, where the parent has the
+        weight 1 - λ.
     eps: added to σ, in reward units.
     ddof: σ divides by (votes - ddof).
     lone: advantage of a vote without peers: "zero", or "raw", its score, as in Dr. MAS's released
@@ -42,7 +42,7 @@ from rollout.base.section import Share
 
 Lone = Literal["zero", "raw"]  # advantage of a vote without peers
 Baseline = Literal["mean", "others", "second"]
-Spread = Literal["peers", "team", "agent", "none"]  # the group whose σ divides
+Spread = Literal["peers", "team", "agent", "none"]  # group whose σ divides; "none": no division
 
 
 def _lead_over_second(statistics: GroupStatistics) -> Tensor:
@@ -121,7 +121,8 @@ class StepCredit:
     Args:
         weight: ω, the weight of A_S.
         gamma: discount γ, by environment step.
-        similarity: below 1, states whose difflib ratio is at least this are treated as one state.
+        similarity: below 1, turns whose prompts have a difflib ratio of at least this, over token ids,
+            count as turns from the same state.
     """
 
     weight: float = 1.0
@@ -142,8 +143,8 @@ def gigpo(
 ) -> Advantages:
     """Compute advantages [n] of the episode, plus ω times those among turns from the same state of the task.
 
-    A = A_E(τ) + ω A_S(s, a). A_S compares discounted returns from the turn's round on,
-    R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
+    A = A_E(τ) + ω A_S(s, a). A_S compares the discounted returns R_t = Σ_{k≥t} γ^{k-t} r_k of turns,
+    from the turn's round on; each turn is a vote.
 
     Source: GiGPO, arXiv 2505.10978.
 
@@ -172,12 +173,12 @@ def gigpo(
 
 
 def _turns_with_returns(turns: Turns, step: StepCredit) -> Turns:
-    """Replace the scores of the turns by their discounted returns, and merge similar states."""
+    """Replace the rewards of the turns by their discounted returns, and merge similar states."""
     state = turns.keys["state"]
     if step.similarity < 1.0:
         if turns.cluster_states is None:
             raise ValueError(
-                "gigpo: step.similarity below 1 needs the texts of the states, which are missing"
+                "gigpo: step.similarity below 1 needs the prompts of the turns, which are missing"
             )
         state = turns.cluster_states(step.similarity)
     return replace(
@@ -321,7 +322,7 @@ def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
-    columns = () if over == "batch" else (over,)
+    columns = () if over == "batch" else (over,)  # without columns, all turns have the same id
     return whiten(values, turns.by_token(turns.joint_ids(*columns)))
 
 
@@ -438,7 +439,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "mars2": mars2,
     "gae": gae,
 }
-# The optional column of `Turns` that an estimator requires.
+# Optional column of `Turns` that an estimator requires, by name of the estimator.
 REQUIRED_COLUMN: dict[str, Literal["values", "greedy_rewards", "step_rewards"]] = {
     "gae": "values",
     "remax": "greedy_rewards",
@@ -462,7 +463,8 @@ def estimator_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None
         options: options that differ from the estimator's defaults.
 
     Returns:
-        None if the estimator compares no turns, or is not in `ESTIMATORS`.
+        None if the estimator compares no turns or is not in `ESTIMATORS`. Also None for `c3`, whose
+        peers are not other trajectories, but the alternatives that `trainer.replays` samples.
     """
     if name not in ESTIMATORS or name in _TREE_GROUPINGS:
         return _TREE_GROUPINGS.get(name)

@@ -61,8 +61,9 @@ from rollout.base.section import AboveLow
 LARGEST_LOG_RATIO = 20.0  # nats; guards exp against overflow, far outside any clip range
 _K3_BOUND = 10.0  # nats, as in verl
 
-Estimate = Callable[[Tensor, Tensor], Tensor]
+Estimate = Callable[[Tensor, Tensor], Tensor]  # (log π [N], log ρ [N]) to the estimate [N]
 KLName = Literal["k1", "k2", "k3", "k1+", "k3+"]
+Level = Literal["token", "sequence", "geometric"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class AdaptiveKL:
                 )
 
     def update(self, kl: float, n: int) -> AdaptiveKL:
-        """Return the coefficient after `n` samples with mean KL `kl`.
+        """Return the controller with its coefficient after `n` more samples with mean KL `kl`.
 
         β stays above 0 as long as n is below 5 horizons.
 
@@ -159,7 +160,7 @@ class AdaptiveKL:
         return dataclasses.replace(self, coefficient=coefficient)
 
 
-Correction = Callable[..., Tensor]
+Correction = Callable[..., Tensor]  # (log_ratio [N], sequences [N], **options) to weights [N]
 
 
 def none(log_ratio: Tensor, sequences: Tensor) -> Tensor:
@@ -224,8 +225,6 @@ CORRECTIONS: dict[str, Correction] = {
     "mis": mis,
     "icepop": icepop,
 }
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -300,9 +299,9 @@ def gap_statistics(logprobs: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
 
 
 def log_histogram(values: Tensor) -> list[float]:
-    """Count non-negative values [N] in a fixed set of logarithmic bins.
+    """Count non-negative values [N] in a fixed set of 452 logarithmic bins.
 
-    Histograms of parts can be added, because the bins are the same.
+    The bins do not depend on the values, so histograms of several ranks can be added.
     """
     edges = _bin_edges()
     bins = torch.bucketize(values.double(), edges.to(values.device))

@@ -26,7 +26,7 @@ def reply_statistics(logprobs: Tensor, behaviour: Tensor, sequences: Tensor) -> 
         sequences: [N] int64 id of the token's reply.
 
     Returns:
-        Of each statistic [n], for n replies with a sampled token.
+        Each statistic [n], for the n replies that have a sampled token.
     """
     is_sampled = ~behaviour.isnan()
     log_ratios = (logprobs - behaviour)[is_sampled].detach().double()
@@ -44,7 +44,7 @@ def effective_sample_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         sums: sums over all replies, by the names in `REPLY_SUMS`.
 
     Returns:
-        {} without replies, or if a weight is not a number.
+        {} without replies, or if the sum of squared weights is not finite.
     """
     replies, weight, squared_weight = (sums.get(name, 0.0) for name in REPLY_SUMS)
     if not replies or not math.isfinite(squared_weight):

@@ -6,7 +6,8 @@ table.
 Options:
     by: group: the turns of a "task", or of one agent from one "state" (tree sampling).
     low, high: bounds between which the mean score of a group must be; a group at a bound is dropped.
-    ratio: share of the groups, or of each group's turns, that is dropped, rounded down.
+    ratio: share of the groups that is dropped, or for `outliers` of each group's turns; the number
+        is rounded down.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ _GROUPINGS = {"task": grouping("task", "trajectory"), "state": grouping("state",
 
 
 def informative(turns: Turns, *, by: _By = "task") -> Tensor:
-    """Keep groups whose votes differ; equal votes give no gradient.
+    """Keep groups whose votes differ; equal votes have an advantage of 0, and so no gradient.
 
     Source: DAPO, dynamic sampling, arXiv 2503.14476.
     """
@@ -92,12 +93,12 @@ def outliers(turns: Turns, *, ratio: _Ratio = 0.1, by: _By = "task") -> Tensor:
 
 
 def _highest_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:
-    """Return a mask [n] without the share `ratio` of the groups, rounded down, that have the lowest value.
+    """Return a mask [n] that drops the share `ratio` of the groups, those with the lowest value.
 
     Args:
         value: [n] equal for all turns of a group.
         group: [n] group ids.
-        ratio: share of the groups that is dropped.
+        ratio: share of the groups that is dropped; their number is rounded down.
     """
     groups = int(group.max()) + 1
     group_value = torch.empty(groups, dtype=value.dtype)
@@ -113,14 +114,19 @@ Filter = Callable[..., Tensor]
 FILTERS: dict[str, Filter] = {
     rule.__name__: rule for rule in (informative, mean_range, lowest_mean, lowest_spread, outliers)
 }
+# Filters that compare the votes of a group with each other; in groups of one vote they cannot.
 _FILTERS_BY_DIFFERENCES = ("informative", "lowest_spread", "outliers")
 
 
 def filter_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None:
-    """Return the grouping whose votes must differ for a filter to keep anything.
+    """Return the grouping of a filter that compares the votes of a group with each other.
+
+    Args:
+        name: name of the filter.
+        options: options that differ from the filter's defaults.
 
     Returns:
-        None if the filter judges single votes, or is not in `FILTERS`.
+        None if the filter needs only the mean of a group, or is not in `FILTERS`.
     """
     if name not in _FILTERS_BY_DIFFERENCES:
         return None

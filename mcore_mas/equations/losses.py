@@ -47,8 +47,8 @@ class TokenBatch:
         entropy: [N] nats; carries the gradient where `entropy_coef` is not zero.
         kl_coef: [N] factor of the KL term; None without a KL term.
         entropy_coef: [N] factor of the entropy bonus.
-        proximal: [N] log-probabilities at the start of the step; None or NaN for the current
-            weights.
+        proximal: [N] log-probabilities under the weights at the start of the step; None or NaN if
+            these are the current weights.
         reference: [N] log-probabilities of the frozen reference; NaN where `kl_coef` is zero.
     """
 
@@ -63,6 +63,7 @@ class TokenBatch:
     reference: Tensor | None = None
 
 
+# (tokens, log-probabilities [N] of the old policy, **options) to (loss [N], statistics)
 Loss = Callable[..., tuple[Tensor, Statistics]]
 
 
@@ -212,8 +213,8 @@ class Objective:
             has_reference = ~tokens.reference.isnan()
             # Where the coefficient is 0 a missing reference is replaced by the policy itself,
             # because a NaN would reach the gradient even with coefficient 0.
-            not_needed = ~has_reference & (tokens.kl_coef == 0)
-            reference = torch.where(not_needed, tokens.logprobs.detach(), tokens.reference)
+            is_replaced = ~has_reference & (tokens.kl_coef == 0)
+            reference = torch.where(is_replaced, tokens.logprobs.detach(), tokens.reference)
             kl = KL_ESTIMATES[self.kl](tokens.logprobs, reference)
             loss = loss + tokens.kl_coef * kl
             statistics["reference_kl"] = torch.where(has_reference, kl.detach(), math.nan)

@@ -39,12 +39,12 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
 
 
 _BOOTSTRAP_RESAMPLES = 10_000
-_DRAWS_AT_ONCE = 1 << 22
+_DRAWS_AT_ONCE = 1 << 22  # values drawn in one call, to bound its memory
 # 97.5 % quantiles of Student's t with 1, 2, ... 18 degrees of freedom
 _T_QUANTILES = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622),
-    *(2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009),
-)
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622,
+    2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009,
+)  # fmt: skip
 
 
 def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
@@ -56,24 +56,29 @@ def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
 
     Args:
         values: one or more values.
-        name: seeds the resampling.
+        name: name of the metric, which seeds the resampling.
+
+    Returns:
+        The lower and the upper end.
     """
     if len(values) == 1:
         return values[0], values[0]
     if len(values) <= len(_T_QUANTILES) + 1:
-        half_width = (
-            _T_QUANTILES[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-        )
-        return statistics.fmean(values) - half_width, statistics.fmean(values) + half_width
+        quantile = _T_QUANTILES[len(values) - 2]
+        half_width = quantile * statistics.stdev(values) / math.sqrt(len(values))
+        mean = statistics.fmean(values)
+        return mean - half_width, mean + half_width
+
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     size = len(values)
     samples = np.asarray(values, dtype=float)
-    # All resamples of 50,000 tasks would take 8 GB, so they are drawn in chunks. The draws are the
-    # same.
+    # All resamples of 50,000 tasks would take 8 GB, so they are drawn in chunks. The numbers that are
+    # drawn do not depend on the size of a chunk.
     chunk = max(1, _DRAWS_AT_ONCE // size)
     means = []
     for start in range(0, _BOOTSTRAP_RESAMPLES, chunk):
         rows = min(chunk, _BOOTSTRAP_RESAMPLES - start)
-        means.append(samples[generator.integers(size, size=(rows, size))].mean(axis=1))
+        indices = generator.integers(size, size=(rows, size))
+        means.append(samples[indices].mean(axis=1))
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)

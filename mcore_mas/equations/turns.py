@@ -19,9 +19,11 @@ class Turns:
     """Columns of n turns with T loss-carrying tokens in total, in the order of the turns.
 
     The key columns hold integer ids; equal ids mean equal values. These columns always exist:
-    policy, task, trajectory, agent, turn (index along its branch of the trajectory), state (what
-    the agent saw), round (environment step), node (of the tree, within its trajectory) and parent
-    (ids as in `node`; -1 at the root).
+    policy, task, trajectory, agent, turn (index along its branch of the trajectory), state (the
+    environment's state, or the prompt in environments that describe none), round (number of the
+    environment step that followed the turn), node (of the trajectory's tree; nodes of different
+    trajectories have different ids) and parent (id of the parent node; -1 at the root, and at its
+    children if the root has no turns).
 
     Attributes:
         rewards: [n] float64, reward of each turn minus the sum of its token penalties.
@@ -33,8 +35,8 @@ class Turns:
             the task.
         penalties: [T] float64, subtracted from the reward token by token.
         values: [T] float64, the critic's value before each token.
-        cluster_states: maps a similarity in (0, 1] to [n] ids of states that are at least that
-            similar.
+        cluster_states: maps a similarity in (0, 1] to [n] ids, which are equal for turns of a task
+            whose prompts are at least that similar.
     """
 
     rewards: Tensor

@@ -41,7 +41,7 @@ def two_scales() -> Turns:
     )
 
 
-def group(*scores: float) -> Turns:
+def one_group(*scores: float) -> Turns:
     """Return one turn of one agent in a trajectory for each score."""
     return make_turns([{"trajectory": i, "score": score} for i, score in enumerate(scores)])
 
@@ -95,7 +95,7 @@ def test_the_four_variants_of_drmas_table_3() -> None:
     assert advantages(AGENT_MEAN, "agent") == pytest.approx(expected)
 
 
-def test_d1_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
+def test_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
     """Division by ε alone gave advantages of ±7.5e5 and ±5e4 in Table 3's mixed variants."""
     # The trajectories 0, 1, 1, 1 have μ = 3/4. The searcher has one vote, or three equal ones.
     verifier = [{"trajectory": i, "agent": "verifier", "score": float(i > 0)} for i in range(4)]
@@ -146,7 +146,7 @@ def test_at_grpo_compares_the_branches_of_one_state() -> None:
 
 
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    advantages = ESTIMATORS["rloo"](group(1.0, 2.0, 6.0)).values.tolist()
+    advantages = ESTIMATORS["rloo"](one_group(1.0, 2.0, 6.0)).values.tolist()
     assert advantages == pytest.approx([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2])
 
 
@@ -187,7 +187,7 @@ def test_grpo_passk_rewards_only_the_best_trajectory_by_its_lead() -> None:
     assert advantages == pytest.approx([0.0, 2 / (std + 0.0001), 0.0, 0.0, 0.0, 0.0])
 
 
-def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() -> None:
+def test_peers_vote_and_baseline_are_options_of_every_relative_estimator() -> None:
     turns = two_scales()
     # RLOO by agent subtracts the mean of the agent's other turns: for the verifier 5 - (5 + 5 + 4) / 3.
     rloo = ESTIMATORS["rloo"](turns, **AGENT_MEAN).values.tolist()
@@ -216,7 +216,7 @@ def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() ->
     assert by_task == pytest.approx([0.75, 0.75, -0.75, -0.75])
 
 
-def test_d6_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp() -> None:
+def test_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp() -> None:
     """One turn succeeds and five turns of one trajectory fail.
 
     The baseline is 1/2 by trajectories, as in the published code, and 1/6 by turns.
@@ -256,7 +256,7 @@ def test_m_grpo_counts_each_call_of_a_sub_agent_as_a_vote() -> None:
 
 
 def test_remax_subtracts_the_greedy_outcome() -> None:
-    turns = replace(group(1.0, 0.0), greedy_rewards=torch.tensor([0.25, 0.25]).double())
+    turns = replace(one_group(1.0, 0.0), greedy_rewards=torch.tensor([0.25, 0.25]).double())
     assert ESTIMATORS["remax"](turns).values.tolist() == [0.75, -0.25]
 
 
@@ -279,7 +279,7 @@ def test_gigpo_adds_the_advantage_among_turns_with_equal_states() -> None:
     assert advantages == [1.0, 0.5, -1.0, -0.5]
 
 
-def test_gigpo_joins_similar_states() -> None:
+def test_gigpo_joins_the_states_of_similar_prompts() -> None:
     rows = [{"trajectory": t, "state": t, "score": 0.0} for t in ("a", "b")]
     turns = make_turns(rows, step_rewards=[[1.0], [0.0]])
     assert gigpo(turns, std="none").values.tolist() == [0.0, 0.0]
@@ -294,7 +294,7 @@ def test_gigpo_joins_similar_states() -> None:
     clustered = replace(turns, cluster_states=join_all_states)
     assert gigpo(clustered, std="none", step=step).values.tolist() == [0.5, -0.5]
     assert similarities == [0.9]
-    with pytest.raises(ValueError, match=r"^gigpo: step\.similarity below 1 needs the texts"):
+    with pytest.raises(ValueError, match=r"^gigpo: step\.similarity below 1 needs the prompts"):
         gigpo(turns, step=step)
 
 
@@ -333,8 +333,8 @@ def test_a_lone_vote_is_zero_or_raw() -> None:
     assert ESTIMATORS["drmas"](make_turns(rows)).values.tolist() == [0.0, 0.0]
     assert ESTIMATORS["drmas"](make_turns(rows), lone="raw").values.tolist() == [0.7, 0.2]
     for name in ("grpo", "dr_grpo", "rloo"):
-        assert ESTIMATORS[name](group(0.7)).values.tolist() == [0.0]
-        assert ESTIMATORS[name](group(0.7), lone="raw").values.tolist() == [0.7]
+        assert ESTIMATORS[name](one_group(0.7)).values.tolist() == [0.0]
+        assert ESTIMATORS[name](one_group(0.7), lone="raw").values.tolist() == [0.7]
 
 
 def test_a_trajectorys_vote_counts_once_in_each_agents_group() -> None:
