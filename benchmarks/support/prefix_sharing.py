@@ -15,7 +15,7 @@ from benchmarks.support.training import make_model, start_trainer
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from mcore_mas.packing.pack import pack, tokens_saved
+from mcore_mas.packing.pack import pack, saved_token_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _speedup(
     whole_tokens = sum(len(batch.token_ids) for batch in whole)
     print(
         f"{len(samples)} samples, {shared_tokens} tokens in {len(shared)} micro-batches instead of "
-        f"{whole_tokens} in {len(whole)}: {tokens_saved(shared):.1%} of the tokens saved; packed in "
+        f"{whole_tokens} in {len(whole)}: {saved_token_share(shared):.1%} of the tokens saved; packed in "
         f"{packing_s:.3f} s"
     )
     trainer.update(pack(samples[:1], max_tokens))  # allocates the optimizer state

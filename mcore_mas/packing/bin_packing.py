@@ -59,7 +59,7 @@ def bin_pack(
     Args:
         forest: n sequences.
         rows: [n] number of trained tokens of each sequence, counted once for each sample.
-        max_tokens: limit of a micro-batch; only a single longer sequence may exceed it.
+        max_tokens: limit of a micro-batch in tokens; only a single longer sequence may exceed it.
         cost: estimates work and time.
 
     Returns:
@@ -80,7 +80,7 @@ def _makespan(bins: Sequence[_Bin], cost: CostModel) -> float:
 
 
 class _WorkEstimator:
-    """Tokens and work of any range of consecutive sequences, from prefix sums over the forest."""
+    """Estimator of the tokens and the work of a range of consecutive sequences, by prefix sums over the forest."""
 
     def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
         self._shared = [*forest.shared, 0]  # the 0 ends the last tree
@@ -111,7 +111,7 @@ class _WorkEstimator:
             yield self.item(first, end)
 
     def cut(self, tree: PackingItem, max_tokens: int) -> Iterator[PackingItem]:
-        """Cut a tree into the longest ranges of sequences that fit."""
+        """Yield the parts of a tree: from its first sequence on, the longest ranges that fit `max_tokens`."""
         first = tree.first
         for end in range(tree.first + 1, tree.end + 1):
             if end == tree.end or self.item(first, end + 1).tokens > max_tokens:
@@ -156,6 +156,7 @@ def _balance(
         others = [item for item in items if item is not largest]
         finer = [*others, *estimator.halves(largest)]
         candidate = _least_loaded(finer, count, max_tokens)
+        # The fullest bins are compared first.
         if [packed.work for packed in candidate] >= [packed.work for packed in best]:
             break
         items = finer

@@ -100,7 +100,7 @@ class PackedSamples:
         return self._microbatches
 
     def unpack(self, scores: Iterable[Tensor]) -> list[tuple[float, ...]]:
-        """Return a number per completion token of each sample, from the rows of the micro-batches.
+        """Return a number for each completion token [C] of each sample; see the function `unpack`.
 
         Args:
             scores: [N] for each micro-batch, one number per trained token.
@@ -120,8 +120,7 @@ class PackedSamples:
         if self._microbatches is None:
             return self._pack(samples)
         updated = {sample.id: sample for sample in samples}
-        by_index = [updated.get(sample.id) for sample in self._samples]
-        is_trained = torch.tensor([sample is not None for sample in by_index])
+        is_trained = torch.tensor([sample.id in updated for sample in self._samples])
 
         result = []
         for batch in self._microbatches:
@@ -130,9 +129,10 @@ class PackedSamples:
                 continue
             selected = batch.select(rows)
             indices = selected.sequences.unique_consecutive().tolist()  # in the order of the rows
-            members = [sample for i in indices if (sample := by_index[i]) is not None]
-            tokens = sum(map(_computed_tokens, members))
-            result.append(replace(selected, tokens_without_sharing=tokens, **_columns(members)))
+            batch_samples = [updated[self._samples[i].id] for i in indices]
+            tokens = sum(map(_computed_tokens, batch_samples))
+            columns = _columns(batch_samples)
+            result.append(replace(selected, tokens_without_sharing=tokens, **columns))
         return result
 
 
@@ -153,13 +153,14 @@ def pack(
 
     Args:
         samples: samples of one policy.
-        max_tokens: limit of a micro-batch; only a single longer sequence may exceed it.
-        cost: cost of micro-batches, and the number of ranks that share the work; None counts
-            tokens, on one rank.
+        max_tokens: limit of a micro-batch in tokens; only a single longer sequence may exceed it.
+        cost: cost model of micro-batches, with the number of ranks that share the work; None: every
+            token costs the same, and there is one rank.
         share: False stores every sample separately.
         grammars: grammars of the model, for samples that a grammar constrained.
 
     Raises:
+        ValueError: the first token of a sample is trained, and its prompt is empty.
         GrammarError: a sample's grammar does not allow its tokens.
     """
     cost = cost or CostModel()
@@ -182,25 +183,25 @@ def pack(
     return microbatches
 
 
-def tokens_saved(microbatches: Sequence[Microbatch]) -> float:
-    """Return the share of tokens that are not computed because they belong to a shared prefix."""
+def saved_token_share(microbatches: Sequence[Microbatch]) -> float:
+    """Return the share of tokens that need not be computed because a shared prefix is stored once, in [0, 1)."""
     without_sharing = sum(batch.tokens_without_sharing for batch in microbatches)
     computed = sum(len(batch.token_ids) for batch in microbatches)
     return 1.0 - computed / without_sharing if without_sharing else 0.0
 
 
 def unpack(
-    microbatches: Sequence[Microbatch], rows: Sequence[Tensor], samples: Sequence[Sample]
+    microbatches: Sequence[Microbatch], scores: Sequence[Tensor], samples: Sequence[Sample]
 ) -> list[tuple[float, ...]]:
-    """Return a number per completion token of each sample; NaN for tokens that are not trained.
+    """Return a number for each completion token [C] of each sample; NaN for tokens that are not trained.
 
     Args:
         microbatches: made by `pack` from `samples`.
-        rows: [N] for each micro-batch, one number per trained token.
+        scores: [N] for each micro-batch, one number per trained token.
         samples: samples in the order in which they were packed.
     """
     trained_values: list[list[float]] = [[] for _ in samples]
-    for batch, values in zip(microbatches, rows, strict=True):
+    for batch, values in zip(microbatches, scores, strict=True):
         for index, value in zip(batch.sequences.tolist(), values.tolist(), strict=True):
             trained_values[index].append(value)
     result = []
@@ -218,26 +219,27 @@ def _make_microbatch(
     items: Sequence[PackingItem],
     grammars: Grammars | None,
 ) -> Microbatch:
-    """Concatenate the items of a micro-batch.
+    """Make a micro-batch of items, one after the other.
 
     Args:
         agent: name of the agent that produced the sequences.
         forest: prefix forest of the agent's sequences.
-        by_leaf: samples whose tokens are a prefix of a sequence, for each sequence of the forest.
+        by_leaf: for each sequence of the forest, the samples whose tokens are a prefix of it.
         items: ranges of the forest's sequences.
-        grammars: grammars of the model, if a sample has one.
+        grammars: grammars of the model, needed if a sample has a grammar.
     """
     segments: list[Segment] = []
     token_ids: list[Tensor] = []
     position_ids: list[Tensor] = []
     predictors: list[Tensor] = []
     sequences: list[_Sequence] = []
-    token_indices: list[Tensor] = []  # for each sequence, where its tokens are
+    token_indices: list[Tensor] = []  # for each sequence, indices of its tokens in the micro-batch
     stored = 0
     for item in items:
         part = forest[item.first : item.end]
         part_segments, indices_by_leaf = part.segments()
-        ids, positions = torch.empty(2, part.tokens, dtype=torch.int64)
+        ids = torch.empty(part.tokens, dtype=torch.int64)
+        positions = torch.empty(part.tokens, dtype=torch.int64)
         members_by_leaf = by_leaf[item.first : item.end]
         for leaf, indices, members in zip(
             part.sequences, indices_by_leaf, members_by_leaf, strict=True
@@ -311,9 +313,9 @@ def _routing(
 def _masks(
     sequences: Sequence[_Sequence], grammars: Grammars | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the different sampling masks of the trained tokens, and the mask of each of them.
+    """Return the different sampling masks, and for each trained token the row of its mask.
 
-    Most positions have one of few masks, such as that inside of a JSON string, so each is stored
+    Most tokens have one of few masks, such as that inside of a JSON string, so each mask is stored
     once.
 
     Returns:
@@ -324,13 +326,14 @@ def _masks(
     """
     if not any(sequence.sample.grammar for sequence in sequences):
         return None, None
-    rows: list[int] = []
-    numbers: dict[bytes, int] = {}
+    mask_rows: list[int] = []
+    row_of_mask: dict[bytes, int] = {}  # row 0 allows all tokens
     for sequence in sequences:
         sample = sequence.sample
         if not sample.grammar:
-            rows += [0] * len(sequence.trained)
+            mask_rows += [0] * len(sequence.trained)
             continue
+
         where = f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent})"
         if grammars is None:
             raise GrammarError(f"{where}: it has a grammar; pack needs the model's grammars")
@@ -339,14 +342,21 @@ def _masks(
             masks = grammars.masks(sample.grammar, token_ids)
         except GrammarError as error:
             raise GrammarError(f"{where}: {error}") from error
-        rows += [numbers.setdefault(masks[i].tobytes(), len(numbers) + 1) for i in sequence.trained]
-    different = [np.frombuffer(mask, np.uint8) for mask in numbers]
+        for i in sequence.trained:
+            next_row = len(row_of_mask) + 1
+            mask_rows.append(row_of_mask.setdefault(masks[i].tobytes(), next_row))
+
+    different = [np.frombuffer(mask, np.uint8) for mask in row_of_mask]
     table = np.stack([np.full_like(different[0], 255), *different])
-    return torch.from_numpy(table), _tensor(rows, np.int64)
+    return torch.from_numpy(table), _tensor(mask_rows, np.int64)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the columns of a micro-batch's N trained tokens, each [N] float32; None where no sample has a value."""
+    """Return the columns of a micro-batch that come from fields of its samples, by name, each [N] float32.
+
+    Without a value in any sample, `behaviour` is NaN, `advantages` is 0, and the other columns of
+    single tokens are None. `ages` is None if all samples were sampled with the latest weights.
+    """
     trained = [_trained_indices(sample) for sample in samples]
     row_counts = torch.tensor([len(indices) for indices in trained])
 

@@ -21,10 +21,11 @@ MIN_SAVED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixForest:
-    """Prefix trees of n token sequences in lexicographic order, none of which is a prefix of another.
+    """Prefix trees of n token sequences.
 
-    A slice of a forest is a forest again. A prefix shared with a sequence outside the slice is then
-    stored once more.
+    `prefix_forest` sorts the sequences lexicographically, so that sequences with a common prefix are
+    neighbours, and none of them is a prefix of another. A slice of a forest is a forest again. A
+    prefix shared with a sequence outside the slice is then stored once more.
 
     Attributes:
         sequences: each [tokens] int64.
@@ -38,11 +39,11 @@ class PrefixForest:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, stretch: slice) -> PrefixForest:
-        shared = list(self.shared[stretch])
+    def __getitem__(self, selected: slice) -> PrefixForest:
+        shared = list(self.shared[selected])
         if shared:
             shared[0] = 0
-        return PrefixForest(sequences=self.sequences[stretch], shared=shared)
+        return PrefixForest(sequences=self.sequences[selected], shared=shared)
 
     @property
     def tokens(self) -> int:
@@ -85,7 +86,8 @@ def prefix_forest(
 
     Args:
         sequences: each [tokens] int64, in any order.
-        sharing_cost: cost, in tokens for each later token, of attending to one more shared segment.
+        sharing_cost: extra cost of each token after a shared prefix, as a share of the cost of a token;
+            see `CostModel.sharing_cost`.
 
     Returns:
         The forest, and for each sequence the index of the forest's sequence that it is a prefix of
@@ -108,7 +110,11 @@ def prefix_forest(
 
 
 def unshared_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
-    """Build a forest in which no sequence shares anything; it returns the same types as `prefix_forest`."""
+    """Build a forest in which every sequence is a tree of its own, in the order of `sequences`.
+
+    Returns:
+        The forest, and for each sequence its index, as `prefix_forest` returns them.
+    """
     forest = PrefixForest(sequences=sequences, shared=[0] * len(sequences))
     return forest, list(range(len(sequences)))
 
@@ -125,7 +131,7 @@ def _reduce_sharing(
     """Return `shared` (see `PrefixForest`), reduced where storing a prefix once does not pay.
 
     A prefix is shared only if that saves at least `MIN_SAVED_TOKENS` tokens, and at least `sharing_cost` tokens for
-    each token behind the prefix. Otherwise its sequences share only the prefix above it.
+    each token after the prefix. Otherwise its sequences share only the next shorter shared prefix.
     """
     result = list(shared)
     new_tokens = [len(ids) - common for ids, common in zip(sequences, shared, strict=True)]
@@ -140,8 +146,8 @@ def _reduce_sharing(
         common = min(shared[first + 1 : end])
         branches = [i for i in range(first + 1, end) if shared[i] == common]
         saved = (common - depth) * len(branches)
-        tokens_behind = tokens_before[end] - tokens_before[first] + shared[first] - common
-        if saved >= max(MIN_SAVED_TOKENS, sharing_cost * tokens_behind):
+        tokens_after = tokens_before[end] - tokens_before[first] + shared[first] - common
+        if saved >= max(MIN_SAVED_TOKENS, sharing_cost * tokens_after):
             depth = common
         for i in branches:
             result[i] = depth

@@ -20,7 +20,7 @@ from mcore_mas.equations.divergence import (
     is_gap_metric,
 )
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.packing.pack import PackedSamples, tokens_saved
+from mcore_mas.packing.pack import PackedSamples, saved_token_share
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
@@ -299,7 +299,7 @@ class PolicyTrainer:
         updates = []
         if microbatches:
             metrics = {
-                "tokens_saved": tokens_saved(microbatches),
+                "tokens_saved": saved_token_share(microbatches),
                 "flops": self._group.cost_model.flops(*microbatches),
             }
             updates.append(self._group.update(microbatches, position))

@@ -9,7 +9,7 @@ import torch
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
-from mcore_mas.packing.pack import PackedSamples, pack, tokens_saved, unpack
+from mcore_mas.packing.pack import PackedSamples, pack, saved_token_share, unpack
 
 PROMPT = tuple(range(10, 20))
 
@@ -48,7 +48,7 @@ def test_a_shared_prompt_is_stored_once_and_last_tokens_are_not_stored() -> None
     assert batch.advantages.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
     assert batch.sequences.tolist() == [0, 0, 0, 1, 1]
     assert batch.tokens_without_sharing == 12 + 11
-    assert tokens_saved([batch]) == 1 - 13 / 23
+    assert saved_token_share([batch]) == 1 - 13 / 23
 
 
 def test_a_turn_that_continues_another_is_in_the_same_sequence() -> None:
@@ -153,7 +153,7 @@ def test_without_sharing_every_sample_is_stored_separately() -> None:
     samples = [sample("a", PROMPT, (4, 5)), sample("a", PROMPT, (6, 7))]
     (batch,) = pack(samples, 100, share=False)
     assert batch.segments == (Segment(tokens=11), Segment(tokens=11))
-    assert tokens_saved([batch]) == 0.0
+    assert saved_token_share([batch]) == 0.0
 
 
 def test_rows_are_returned_to_their_samples() -> None:

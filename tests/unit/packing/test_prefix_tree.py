@@ -20,14 +20,14 @@ def forest_of(*sequences: tuple[int, ...]) -> tuple[PrefixForest, list[int]]:
 
 
 def test_prefixes_of_three_levels_and_ends_of_different_lengths() -> None:
-    forest, holders = forest_of((*STEM, 9), (*STEM, *LIMB, 5, 6), (*STEM, *LIMB, 7), (1, 2))
+    forest, leaf_of = forest_of((*STEM, 9), (*STEM, *LIMB, 5, 6), (*STEM, *LIMB, 7), (1, 2))
     assert [ids.tolist() for ids in forest.sequences] == [
         [1, 2],
         [*STEM, 9],
         [*STEM, *LIMB, 5, 6],
         [*STEM, *LIMB, 7],
     ]
-    assert holders == [1, 2, 3, 0]
+    assert leaf_of == [1, 2, 3, 0]
     assert forest.shared == [0, 0, 10, 20]
     segments, positions = forest.segments()
     assert segments == [
@@ -52,9 +52,9 @@ def test_prefixes_of_three_levels_and_ends_of_different_lengths() -> None:
 
 
 def test_equal_sequences_and_prefixes_are_stored_in_the_longest() -> None:
-    forest, holders = forest_of((1, 2), (1, 2, 3), (1, 2), (4,), (1, 2, 3))
+    forest, leaf_of = forest_of((1, 2), (1, 2, 3), (1, 2), (4,), (1, 2, 3))
     assert [ids.tolist() for ids in forest.sequences] == [[1, 2, 3], [4]]
-    assert holders == [0, 0, 0, 1, 0]
+    assert leaf_of == [0, 0, 0, 1, 0]
     assert forest.segments()[0] == [Segment(tokens=3), Segment(tokens=1)]
 
 
@@ -114,7 +114,7 @@ def test_a_slice_of_a_forest_stores_its_prefix() -> None:
 
 
 def test_an_unshared_forest_shares_no_prefix() -> None:
-    forest, holders = unshared_forest([torch.tensor(ids) for ids in ((1, 2), (1, 2), (1, 2, 3))])
+    forest, leaf_of = unshared_forest([torch.tensor(ids) for ids in ((1, 2), (1, 2), (1, 2, 3))])
     assert forest.tokens == 7
-    assert holders == [0, 1, 2]
+    assert leaf_of == [0, 1, 2]
     assert forest.segments()[0] == [Segment(tokens=2), Segment(tokens=2), Segment(tokens=3)]
