@@ -1,4 +1,4 @@
-"""Files of the advantages that a training gave the turns of its steps; they are read without torch."""
+"""Files of the mean advantage of each turn of a training's steps; they are read without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ _SCHEMA = pa.schema(
 
 
 def advantage_path(trajectory_file: Path) -> Path:
-    """Return the file of the advantages of a step, beside the folder of its trajectories."""
+    """Return the file of the advantages of a step: in the folder advantages/ beside trajectories/."""
     return trajectory_file.parent.with_name("advantages") / trajectory_file.name
 
 

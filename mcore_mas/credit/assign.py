@@ -38,7 +38,7 @@ _COLUMN_SOURCES = {
 
 
 def _key_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Return the key columns of `Turns`, with texts, nodes and parents replaced by ids."""
+    """Return the key columns of `Turns`, [n] int64 by name, with texts, nodes and parents replaced by ids."""
     keys = {
         "turn": torch.tensor([sample.turn for sample in samples]),
         "round": torch.tensor([sample.round for sample in samples]),
@@ -48,23 +48,23 @@ def _key_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
         texts = [getattr(sample, column) for sample in samples]
         keys[column] = torch.tensor([ids.setdefault(text, len(ids)) for text in texts])
 
-    node_ids: dict[tuple[str, str], int] = {}
+    node_ids: dict[tuple[str, str], int] = {}  # by trajectory and node
     nodes = []
     for sample in samples:
         nodes.append(node_ids.setdefault((sample.trajectory, sample.node), len(node_ids)))
-    # Parents whose turns are filtered or masked get an id too, so that only their own children are
-    # siblings.
+
     parents = []
     for sample in samples:
-        parent = (sample.trajectory, sample.node.rpartition(".")[0])
-        if parent[1]:
-            node_ids.setdefault(parent, len(node_ids))
-        parents.append(parent)
-    parent_ids = [
-        node_ids.get(parent, -1) if sample.node else -1
-        for sample, parent in zip(samples, parents, strict=True)
-    ]
-    return keys | {"node": torch.tensor(nodes), "parent": torch.tensor(parent_ids)}
+        parent = sample.node.rpartition(".")[0]
+        if parent:
+            # A parent whose turns are filtered or masked gets an id too, so that only its own
+            # children are siblings.
+            parents.append(node_ids.setdefault((sample.trajectory, parent), len(node_ids)))
+        elif sample.node:
+            parents.append(node_ids.get((sample.trajectory, ""), -1))  # a child of the root
+        else:
+            parents.append(-1)
+    return keys | {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
 
 
 def columns(samples: Sequence[Sample]) -> Turns:
@@ -107,26 +107,26 @@ class AppliedEstimator:
 def add_advantages(
     samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
 ) -> list[Sample]:
-    """Add advantages to the samples; also add critic targets if an agent's estimator has a critic.
+    """Return the samples with advantages, and with targets of the critic if their estimator has one.
 
     Args:
         samples: all turns of a step.
-        estimators: estimators by agent. An estimator computes over all turns, or over the turns of
-            its agents if it is in AGENT_LOCAL_ESTIMATORS; over alternatives only if it is in
-            REPLAY_ESTIMATORS. Only the samples of its agents are updated.
+        estimators: estimator of each agent. It compares the turns of all agents, or only those of its
+            own agents if it is in AGENT_LOCAL_ESTIMATORS; and alternatives only if it is in
+            REPLAY_ESTIMATORS. Only its own agents' samples get its advantages.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
     """
     result = list(samples)
-    for run in apply_estimators(samples, estimators):
-        is_by_token = run.estimator.name in TOKEN_LEVEL_ESTIMATORS
-        advantages = _token_rows(run.turns, run.advantages.values, by_token=is_by_token)
-        returns: list[tuple[float, ...]] | list[None] = [None] * len(run.indices)
-        if run.advantages.returns is not None:
-            returns = _token_rows(run.turns, run.advantages.returns, by_token=True)
-        for row, index in enumerate(run.indices):
-            if estimators[samples[index].agent] == run.estimator:
+    for applied in apply_estimators(samples, estimators):
+        is_by_token = applied.estimator.name in TOKEN_LEVEL_ESTIMATORS
+        advantages = _token_rows(applied.turns, applied.advantages.values, by_token=is_by_token)
+        returns: list[tuple[float, ...]] | list[None] = [None] * len(applied.indices)
+        if applied.advantages.returns is not None:
+            returns = _token_rows(applied.turns, applied.advantages.returns, by_token=True)
+        for row, index in enumerate(applied.indices):
+            if estimators[samples[index].agent] == applied.estimator:
                 result[index] = replace(
                     samples[index], advantages=advantages[row], returns=returns[row]
                 )
@@ -136,7 +136,11 @@ def add_advantages(
 def apply_estimators(
     samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
 ) -> Iterator[AppliedEstimator]:
-    """Apply every distinct estimator of the samples' agents once; the arguments are those of `add_advantages`."""
+    """Yield the result of each distinct estimator of the samples' agents.
+
+    Arguments and errors are those of `add_advantages`. An estimator whose agents have only masked
+    replies may be left out.
+    """
     for estimator in _distinct_estimators(samples, estimators):
         indices = compared_indices(samples, estimator.name)
         if estimator.name in AGENT_LOCAL_ESTIMATORS:
@@ -180,7 +184,7 @@ def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:
 
 
 def mean_advantages(samples: Sequence[Sample]) -> dict[TurnId, float]:
-    """Return the advantage of every turn, averaged over its tokens."""
+    """Return the advantage of every turn that has one, averaged over its tokens."""
     return {sample.id: fmean(sample.advantages) for sample in samples if sample.advantages}
 
 
@@ -227,11 +231,12 @@ def _token_rows(turns: Turns, values: Tensor, *, by_token: bool) -> list[tuple[f
 
     Args:
         turns: n turns with T tokens.
-        values: [T] by token, or [n] by turn.
-        by_token: True if `values` is [T]; needed because T can equal n when some turns are masked.
+        values: [T] by token, or [n] by turn, which its length decides unless T equals n.
+        by_token: meaning of `values` if T equals n: True for [T].
     """
     lengths = turns.lengths.tolist()
-    if len(values) == sum(lengths) and (by_token or len(values) != len(lengths)):
+    tokens = sum(lengths)
+    if len(values) == tokens and (by_token or tokens != len(lengths)):
         remaining = iter(values.tolist())
         return [tuple(islice(remaining, length)) for length in lengths]
     return [(value,) * length for value, length in zip(values.tolist(), lengths, strict=True)]
@@ -248,7 +253,7 @@ def _score_column(samples: Sequence[Sample], name: str) -> Tensor | None:
 def _step_rewards(samples: Sequence[Sample]) -> Tensor | None:
     """Return the rewards of the environment's steps from each turn's round on, [n, K], padded with 0.
 
-    The result is None if a turn was followed by no step.
+    K is the largest number of steps from a turn on. The result is None if a turn was followed by no step.
     """
     rows = [sample.step_rewards[sample.round :] for sample in samples]
     if not all(rows):

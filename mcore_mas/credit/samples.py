@@ -16,7 +16,7 @@ TurnId = tuple[str, str, int]  # trajectory, node and turn number identify a tur
 
 
 class CreditError(ValueError):
-    """Error in rewards or advantages of a step; the message names the trajectory."""
+    """Error in rewards or advantages of a step; the message names the trajectory or the step, if one is at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class Sample:
         policy, agent, task, trajectory, turn: origin of the turn.
         round: environment step that followed the turn.
         node: branch numbers from the root, joined by "."; "" outside tree sampling.
-        state: digest of the environment's description of its present state, which has no history;
-            of the agent's prompt if the environment describes no state.
+        state: digest of the environment's description of its present state, without history; or of the
+            agent's prompt if the environment describes no state.
         version: oldest version of the weights that sampled any token.
         age: number of weight updates between `version` and the weights being trained.
         prompt_ids: [P].
@@ -41,8 +41,8 @@ class Sample:
         scores: measurements of the turn by name.
         step_rewards: rewards of every environment step of the trajectory, by round; see the
             function `step_rewards`.
-        copies: multiplicity of the sample in the loss, set by `align`.
-        weight: factor of each token's loss. It is 1 until `weigh` sets it: the loss weight, divided
+        copies: number of times that the sample counts in the loss, set by `align`.
+        weight: factor of each token's loss. It is 1 until `weigh` sets it to the loss weight, divided
             by the number of tokens or replies that the update averages over.
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
@@ -50,9 +50,9 @@ class Sample:
         proximal: [C] log-probabilities under the weights at the start of the step.
         reference: [C] log-probabilities under the frozen reference.
         penalties: [C] subtracted from the reward token by token.
-        values: [C] the critic's values before each token.
+        values: [C] the critic's value before each token.
         returns: [C] the critic's targets.
-        advantages: [C].
+        advantages: [C]; () if all tokens of the reply are masked.
         routing: [P + C - 1, ...] experts that the sampler chose, as in `Completion`.
         grammar: grammar that constrained the sampling, as in `Sampling`.
     """
@@ -114,7 +114,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
     """Return one sample per turn of every completed trajectory.
 
     Masked turns without a reward are left out. A masked turn with a reward, or an empty reply,
-    still counts in the statistics of its peers, and has no token that trains.
+    counts in the statistics of its peers, but has no token that trains.
 
     Raises:
         CreditError: a turn has no finite reward, or a trajectory is of another task than its group.
@@ -193,8 +193,8 @@ def align(
         seed_path: seeds the random order.
     """
     result: list[Sample] = []
-    by_task_and_agent = group_pairs(((sample.task, sample.agent), sample) for sample in samples)
-    for (_, agent), turns in by_task_and_agent.items():
+    turns_of = group_pairs(((sample.task, sample.agent), sample) for sample in samples)
+    for (_, agent), turns in turns_of.items():
         size = sizes.get(agent)
         if size is None:
             result += turns
@@ -204,7 +204,7 @@ def align(
         )
         copies, remainder = divmod(size, len(turns))
         for index, sample in enumerate(order):
-            sample_copies = copies + (index < remainder)
+            sample_copies = copies + 1 if index < remainder else copies
             if sample_copies:
                 result.append(replace(sample, copies=sample_copies))
     return result
@@ -241,9 +241,9 @@ def weigh(
     aggregation: AggregationName = "token_mean",
     norm: float | None = None,
 ) -> list[Sample]:
-    """Set the factor of each sample's token losses in an update of its policy.
+    """Set `weight` of each sample: the factor of its token losses in an update of its policy.
 
-    The factor is divided by the denominator of the aggregation: the update's loss is then the sum over all tokens.
+    The weight is divided by the denominator of the aggregation, so the update's loss is the sum over all tokens.
     Agents with loss weight 0 are frozen: their samples are dropped, and do not count in the denominator.
 
     Args:
@@ -255,16 +255,19 @@ def weigh(
     trained = [sample for sample in samples if loss_weights[sample.agent]]
     if not trained:
         return []
-    agents = {sample.agent for sample in trained} if AGGREGATIONS[aggregation].by_agent else {None}
+    groups = [list(range(len(trained)))]
+    if AGGREGATIONS[aggregation].by_agent:
+        indices_of_agent = group_pairs((sample.agent, i) for i, sample in enumerate(trained))
+        groups = list(indices_of_agent.values())
+
     weights = torch.empty(len(trained), dtype=torch.float64)
-    for agent in agents:
-        indices = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]
+    for indices in groups:
         copies = torch.tensor([trained[i].copies for i in indices])
         lengths = torch.tensor([trained[i].trained_tokens for i in indices])
         copy_weights = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
         # All copies of a sample have the same weight; take that of its last copy.
         last_copy = copies.cumsum(0) - 1
-        weights[indices] = copy_weights[last_copy] * copies / len(agents)
+        weights[indices] = copy_weights[last_copy] * copies / len(groups)
     return [
         replace(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)

@@ -19,17 +19,18 @@ _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times
 class CreditWatch:
     """Checker of a run's advantages and gradients, step by step.
 
-    The check for a missing signal covers the first steps of a run only, not those after a resume.
-    Steps in a row are counted anew after a resume.
+    A step has a signal if a turn of it has an advantage other than 0. The check for a missing signal
+    covers the first steps of a run only, not those after a resume. Steps in a row are counted anew
+    after a resume.
     """
 
     def __init__(self) -> None:
-        self._steps_without_signal = 0  # from the first step on
+        self._first_steps_without_signal = 0
         self._had_signal = False
         self._last_steps_without_signal = 0
-        self._reason_without_signal = ""  # of the last step; "" if it had an advantage
+        self._reason_without_signal = ""  # of the last step; "" if it had a signal
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
-        # Number of the latest steps in which an agent had too large a share, by agent.
+        # Number of latest steps in a row in which an agent had too large a share, by agent.
         self._steps_with_large_share: Counter[str] = Counter()
 
     def check(
@@ -42,8 +43,8 @@ class CreditWatch:
         """Check the advantages of a step's samples; call it once per step, in order.
 
         Args:
-            trainer: bounds of the checks.
-            step: number of the step.
+            trainer: settings with the bounds of the checks.
+            step: number of the step, from 0.
             samples: samples of the step, with advantages.
             valid_share: share of well-formed replies in the step, for the error; NaN if unknown.
 
@@ -77,9 +78,10 @@ class CreditWatch:
 
         self._had_signal = self._had_signal or has_signal
         if not self._had_signal:
-            self._steps_without_signal += 1
+            self._first_steps_without_signal += 1
         within = trainer.signal_within
-        if within is not None and self._steps_without_signal == within and step + 1 == within:
+        is_last_allowed_step = within is not None and step + 1 == within
+        if is_last_allowed_step and self._first_steps_without_signal == within:
             raise CreditError(
                 f"step {step}: no turn of the first {within} steps has an advantage, so nothing was "
                 f"learned: {self._reason_without_signal}; see `mcore-mas explain`, "
@@ -132,10 +134,11 @@ class CreditWatch:
     def share_warning(self, watch: WatchConfig, shares: Mapping[str, float]) -> str:
         """Return a warning if an agent has had nearly the whole gradient of its policy for some steps, or "".
 
-        An agent is reported once, in step `watch.steps` of the first such steps in a row.
+        An agent is reported once, when its share has first been too large in `watch.steps` steps in a
+        row.
 
         Args:
-            watch: share and number of steps that are too many.
+            watch: bounds of the share and of the number of steps.
             shares: share of each agent in the gradient of its policy in this step. The count of an
                 agent without a share stays as it is.
         """
