@@ -108,15 +108,13 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
 @pytest.mark.parametrize(
     ("overrides", "message"), NOTHING, ids=[" ".join(case[0]) for case in NOTHING]
 )
-def test_d2_a_run_that_can_learn_nothing_is_refused(
-    overrides: tuple[str, ...], message: str
-) -> None:
+def test_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         RunConfig.from_values(resolve(list(overrides)), "test")
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
+def test_alpha_of_the_team_and_of_the_branches_are_not_both_set() -> None:
     """0.5 and 0.5 was 0.25."""
     both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
     with pytest.raises(
@@ -170,7 +168,7 @@ def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
     ],
     ids=" ".join,
 )
-def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
+def test_a_run_that_can_learn_is_not_refused(overrides: tuple[str, ...]) -> None:
     RunConfig.from_values(resolve(list(overrides)), "test")
 
 
@@ -215,7 +213,7 @@ def test_bounds_on_agreement_are_named() -> None:
         resolve(["experiment=demo_math", "trainer.agreement={median: 0.05}"])
 
 
-def test_d10_replies_from_a_cut_distribution_are_told_of() -> None:
+def test_replies_sampled_with_top_p_or_top_k_are_warned_of() -> None:
     def warning(*overrides: str) -> str:
         run = RunConfig.from_values(resolve(["experiment=demo_math", *overrides]), "test")
         return truncated_sampling_warning(run.agents)

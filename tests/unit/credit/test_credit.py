@@ -182,7 +182,7 @@ def test_a_users_estimator_may_return_only_values() -> None:
     assert credited.returns is None
 
 
-def test_d5_a_step_reward_has_the_penalties_of_its_turns() -> None:
+def test_a_step_reward_has_the_penalties_of_its_turns() -> None:
     """A step gives 1 after two turns, one of which has a penalty of 0.1: its reward is 0.9 (Dr. MAS's GiGPO)."""
     turns = [
         turn(0, "s", {"team": 1.0}, round=0),
@@ -223,7 +223,7 @@ def test_a_turn_without_a_following_step_has_no_return() -> None:
         add_advantages(samples, {"s": AdvantageConfig(name="gigpo")})
 
 
-def test_d10_a_masked_turn_with_a_reward_counts_only_for_its_peers() -> None:
+def test_a_masked_turn_with_a_reward_counts_only_for_its_peers() -> None:
     """DAPO masks the loss of truncated replies, and keeps their rewards in the group's mean."""
     first = sample("a", 0, "s", 1.0)
     masked = sample("b", 0, "s", 0.0, trained=MASKED)

@@ -48,7 +48,7 @@ def turn(trajectory: str, agent: str, reward: float, advantage: float = 0.0) -> 
     )
 
 
-def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
+def test_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
     samples = [turn("a", "solver", 1.0, -0.7), turn("b", "searcher", 0.0, -7.5e5)]
     CreditWatch().check(trainer(max_advantage=None), 0, samples)
     CreditWatch().check(trainer(), 0, [turn("a", "solver", 1.0, -1000.0)])
@@ -78,7 +78,7 @@ def test_an_advantage_of_nan_stops_the_run_at_any_position() -> None:
                 )
 
 
-def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
+def test_a_run_whose_first_steps_have_no_advantage_stops() -> None:
     settings = trainer(signal_within=3)
     without_advantage = [turn("a", "solver", 1.0)]
     with_advantage = [turn("a", "solver", 1.0, 0.5)]
@@ -141,7 +141,7 @@ def test_the_log_of_a_collapsed_training_ends_with_the_warning(tmp_path: Path) -
         ((0.0, 1.0), 1.0, "all turns that are compared got equal rewards; change tasks"),
     ],
 )
-def test_d2_the_error_has_the_reason_why_there_is_no_advantage(
+def test_the_error_has_the_reason_why_there_is_no_advantage(
     rewards: tuple[float, float], valid_share: float, reason: str
 ) -> None:
     samples = [turn(name, "solver", reward) for name, reward in zip("ab", rewards, strict=True)]
@@ -149,7 +149,7 @@ def test_d2_the_error_has_the_reason_why_there_is_no_advantage(
         CreditWatch().check(trainer(signal_within=1), 0, samples, valid_share)
 
 
-def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
+def test_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
     tmp_path: Path,
 ) -> None:
     def always_right(prompt: tuple[int, ...], call: int) -> bytes:

@@ -62,7 +62,7 @@ def test_lowest_mean_drops_the_groups_with_the_lowest_means() -> None:
     assert retained("lowest_mean", turns, ratio=0.2) == [True] * 8  # 0.8 groups round down to 0
 
 
-def test_d7_lowest_spread_drops_the_lowest_variance_over_squared_range() -> None:
+def test_lowest_spread_drops_the_lowest_variance_over_squared_range() -> None:
     """The variance divides by n, as in PettingLLMs.
 
     If it divided by n - 1, the pair (0, 1) with 1/2 would rank above (0, 0, 1, 1) with 1/3.
@@ -76,7 +76,7 @@ def test_d7_lowest_spread_drops_the_lowest_variance_over_squared_range() -> None
     assert retained("lowest_spread", turns, ratio=0.34) == [True] * 10 + [False] * 4
 
 
-def test_d7_outliers_are_dropped_from_every_group_by_its_size() -> None:
+def test_outliers_are_dropped_from_every_group_by_its_size() -> None:
     """`uid` of PettingLLMs: int(n · ratio) of each group, not only from groups of large rewards."""
     turns = make_groups((0, 50, 50, 100), (0, 1, 0, 10))
     expected = [False, True, True, True, True, True, True, False]

@@ -8,7 +8,7 @@ from mcore_mas.equations.statistics import mean_interval
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
-def test_d3_an_interval_over_a_few_seeds_covers_in_95_of_100(n: int) -> None:
+def test_an_interval_over_a_few_seeds_covers_in_95_of_100(n: int) -> None:
     """The percentile bootstrap covered 73 %, 84 % and 89 % of 3, 5 and 10 normal values."""
     rng = np.random.default_rng(n)
     drawn = rng.normal(loc=2.0, scale=3.0, size=(4000, n)).tolist()

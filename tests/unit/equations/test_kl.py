@@ -56,7 +56,7 @@ def test_estimates_by_hand() -> None:
     )
 
 
-def test_d10_k3_is_at_most_10_and_pulls_no_further() -> None:
+def test_k3_is_at_most_10_and_pulls_no_further() -> None:
     """At d = -19 the value was 1.8e8, and its gradient -1.8e8."""
     logprobs = torch.tensor([-19.0, -2.7, -2.0], requires_grad=True)
     value = k3(logprobs, torch.zeros(3))

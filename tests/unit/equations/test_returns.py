@@ -84,7 +84,7 @@ def test_gae_by_hand() -> None:
     assert gae(turns, gamma=0.5, lam=0.5).values.tolist() == pytest.approx(whitened(expected))
 
 
-def test_d9_the_reward_of_a_reply_without_tokens_reaches_no_other_reply() -> None:
+def test_the_reward_of_a_reply_without_tokens_reaches_no_other_reply() -> None:
     """The token rewards were 0, 10, 0, 1; and without the first reply there was an error."""
     rows = [
         {"turn": 0, "tokens": 2, "score": 0.0},
@@ -96,7 +96,7 @@ def test_d9_the_reward_of_a_reply_without_tokens_reaches_no_other_reply() -> Non
     assert reinforce_pp(make_turns(rows)).values.shape == (4,)
 
 
-def test_d8_gae_never_runs_through_siblings() -> None:
+def test_gae_never_runs_through_siblings() -> None:
     """The targets of nodes 0, 1, 1.0 and 1.1 were 13, 8, 8 and 7."""
     scores = {"0": 5.0, "1": 0.0, "1.0": 1.0, "1.1": 7.0}
     rows = [
