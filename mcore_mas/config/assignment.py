@@ -11,7 +11,7 @@ def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with a policy for each agent and with `policy_defaults` in the assigned policies.
 
     Raises:
-        ConfigError: the config has no team, or one of the three keys has a wrong value.
+        ConfigError: the config has no team, or `sharing` or `policy_defaults` has a wrong value.
     """
     missing = [key for key in ("orchestra", "env", "reward", "agents") if key not in values]
     if missing:

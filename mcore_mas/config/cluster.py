@@ -13,7 +13,7 @@ _Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])
 
 
 def address_problem(address: str) -> str:
-    """Return what is wrong with an address of a Ray, or "" if a run can use it."""
+    """Describe the problem of a Ray address, or return "" if a run can use it."""
     if address.startswith("ray://"):
         return (
             f"{address}: training through Ray's client was removed; submit the command to the cluster with "
@@ -40,14 +40,15 @@ class ClusterConfig(Section):
     address: str = "local"
     # Device of trainers and engines; "auto": GPUs if there are any. It limits an engine's own `device`.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Most restarts within an hour; if a trainer is lost or hangs, all start again from the newest checkpoint.
+    # Maximum number of restarts within an hour. If a trainer is lost or hangs, all trainers start again from the newest
+    # checkpoint.
     restarts: int = Field(3, ge=0)
     # Seconds without a sign of life after which a trainer at work counts as hanging; None: it never does.
     hang_s: float | None = Field(1800.0, gt=0)
     # CPU threads of a trainer or an engine. None: the cores divided by the processes that work at the same time, and
     # 1 in a running Ray or with engine.deterministic.
     threads_per_process: int | None = Field(None, ge=1)
-    # Size of Ray's object store; None: enough for the samples of a step twice.
+    # Size of Ray's object store in megabytes; None: enough for the samples of a step twice.
     object_store_mb: int | None = Field(None, ge=80)
     # "split": a device for each process; "shared": the same devices for all policies.
     pool: Literal["split", "shared"] = "split"
@@ -78,8 +79,8 @@ class ClusterConfig(Section):
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
         """Refuse an engine that the placement of a run rules out.
 
-        The transport `tensor` shares memory on one GPU, NCCL accepts no GPU twice, and several actors of an engine need
-        a device each.
+        The transport `tensor` needs trainer and engine on the same GPU; `distributed` needs them on different ones,
+        because NCCL accepts no GPU twice; and several actors of an engine need a device each.
 
         Raises:
             ValueError: the engine does not go with the run's devices or pool.

@@ -15,7 +15,7 @@ class BaseModelConfig(Section):
     heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     ffn: int = Field(ge=8)
-    # Tokens of the vocabulary, with 256 bytes and the special tokens.
+    # Size of the vocabulary, including 256 bytes and the special tokens.
     vocab: int = Field(ge=300)
     positions: int = Field(1024, ge=16)
     # The longest text that may become one token; a digit is always a token of its own.

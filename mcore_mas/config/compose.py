@@ -39,7 +39,7 @@ DEFAULT_EXPERIMENT = "demo_math"
 
 
 class ShippedConfigs(SearchPathPlugin):
-    """The shipped configs as the last folder in which Hydra looks for a config."""
+    """Hydra plugin that makes the shipped configs the last folder in which Hydra looks for a config."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the shipped configs to Hydra's search path."""
@@ -59,8 +59,8 @@ def resolve(
 
     Args:
         overrides: overrides in Hydra's grammar, such as `experiment=demo_math`, `trainer.steps=3`.
-        folder: the user's own configs; they replace shipped ones of the same name.
-        scale: "paper", or "tiny" as `mcore_mas.config.scale` makes it.
+        folder: folder of the user's configs; they replace shipped ones of the same name.
+        scale: "paper" for the published size, or "tiny"; see `mcore_mas.config.scale`.
         sections: merged into the composed sections, key by key.
 
     Returns:
@@ -114,8 +114,9 @@ def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[s
         for name in _names(chosen):
             find_config(group, name, folders)
 
+    group_overrides = [_group_override(group, choices[group]) for group in sorted(choices)]
     groups = _compose_groups(
-        overrides=tuple(_group_override(*choice) for choice in sorted(choices.items())),
+        overrides=tuple(group_overrides),
         folder=folders[0],
         version=_version(folders),
     )
@@ -138,7 +139,7 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, version: int) -
 
 
 def _version(folders: Sequence[Path]) -> int:
-    """Return a number that changes with config.yaml and the files of the groups in these folders.
+    """Return a hash that changes with the names and the modification times of the groups' files in these folders.
 
     Raises:
         ConfigError: one of them is not a regular file, or is too large.
@@ -164,6 +165,7 @@ def _group_override(group: str, chosen: Any) -> str:
 
 
 def _names(chosen: Any) -> list[Any]:
+    """Return the names that a choice has: one, a list of them, or none."""
     if chosen is None:
         return []
     return chosen if isinstance(chosen, list) else [chosen]
@@ -189,7 +191,13 @@ def _parse(text: str) -> Override:
 
 
 def _apply(override: Override, config: DictConfig) -> None:
-    """Set or delete the key of an override; a key that only has a default in the code can be set too."""
+    """Set or delete the key of an override in the config.
+
+    A key that the composed files lack can be set too, because it may have a default in the code.
+
+    Raises:
+        ConfigError: a key to delete is not in the config.
+    """
     key = override.key_or_group
     if not override.is_delete():
         value = override.value()

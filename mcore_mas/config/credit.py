@@ -46,7 +46,7 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Choice):
-    """Weights of tokens against the mismatch between the sampling and the training policy."""
+    """Importance weights of tokens that correct the mismatch between the sampling and the training policy."""
 
     registry = Registry(
         kind="correction",

@@ -23,5 +23,5 @@ class EvaluationConfig(Section):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """Sampling parameters in place of every agent's own."""
+        """Sampling parameters, by name, that replace those of every agent."""
         return self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)

@@ -1,8 +1,8 @@
 """Experiments, grids and recipes: files of settings that are expanded before Hydra composes the groups of a run.
 
 An experiment is a file `experiment/NAME.yaml`, or a row of such a file that has a `grid`. A recipe is a file
-`recipe/NAME.yaml`. `expand_experiment` and `expand_recipe` return the groups that they choose and the settings that
-they make.
+`recipe/NAME.yaml`. `expand_experiment` and `expand_recipe` return the configs that they choose in the groups, and the
+settings that they make.
 """
 
 import itertools
@@ -31,9 +31,10 @@ _MAX_CONFIG_BYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The groups that an experiment or a recipe chooses, and the settings that it makes."""
+    """The configs that an experiment or a recipe chooses in the groups, and the settings that it makes."""
 
-    choices: Mapping[str, Any] = field(default_factory=dict)  # name by group; None: no config of it
+    # Name of a config, or names, by group; None: no config of the group.
+    choices: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def then(self, later: "Expansion") -> "Expansion":
@@ -86,9 +87,10 @@ def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
 def expand_experiment(
     name: object, folders: Sequence[Path], based_on_it: Sequence[object] = ()
 ) -> Expansion:
-    """Expand an experiment: those in its `defaults` first, then its own settings, then those of its row.
+    """Expand an experiment: the experiments in its `defaults`, then its settings, then those of its row in a grid.
 
     Args:
+        name: name of the experiment.
         folders: folders of configs, of which the first that has the experiment wins.
         based_on_it: experiments whose `defaults` lead to this one.
 
@@ -126,7 +128,8 @@ def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each name that a pattern such as `t1_{4b,8b}` stands for, with its words from the braces."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
     for words in itertools.product(*parts):
-        yield "".join(words), list(words[1::2])
+        words_in_braces = list(words[1::2])  # parts outside and inside of braces alternate
+        yield "".join(words), words_in_braces
 
 
 def _load_config(file: Path) -> dict[str, Any]:
@@ -154,6 +157,7 @@ def check_config_file(file: Path) -> None:
 
 @lru_cache(maxsize=512)
 def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
+    """Load a config file; the time of its last change makes the cache forget earlier versions."""
     check_config_file(file)
     try:
         values = OmegaConf.to_container(OmegaConf.load(file))
@@ -170,7 +174,8 @@ def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _experiments_in(file: Path, modified_ns: int) -> list[str]:
-    # PyYAML's parser in C is ten times as fast as OmegaConf's loader, and reads names just as well
+    """Return the names of the experiments in a file; for `modified_ns` see `_load_version`."""
+    # PyYAML's parser in C is ten times as fast as OmegaConf's loader, and reads names just as well.
     try:
         values = read_yaml(file)
     except yaml.YAMLError as error:
@@ -259,8 +264,11 @@ def _expand_mapping(
             f"{file}: defaults is {entries}; expected a list such as [override /team: chain]"
         )
 
+    if "_self_" not in entries:
+        entries = [*entries, "_self_"]
+
     expansion = Expansion()
-    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+    for entry in entries:
         if entry == "_self_":
             expansion = expansion.then(Expansion(settings=settings))
         elif isinstance(entry, str) and bases:
@@ -271,9 +279,15 @@ def _expand_mapping(
 
 
 def _override(entry: Any, file: Path) -> dict[str, Any]:
-    """Return the choice that an entry `override /GROUP: NAME` of a defaults list makes."""
+    """Return the choice, by group, that an entry `override /GROUP: NAME` of a defaults list makes.
+
+    Raises:
+        ConfigError: the entry is none of this form, or there is no such group.
+    """
+    if not isinstance(entry, dict):
+        entry = {entry: None}
     choices = {}
-    for key, name in entry.items() if isinstance(entry, dict) else [(entry, None)]:
+    for key, name in entry.items():
         group = str(key).removeprefix("override /")
         if group not in GROUPS or not str(key).startswith("override /"):
             raise ConfigError(

@@ -9,7 +9,10 @@ from rollout.tasks.splits import SPLITS
 
 
 def downloaded_model(model: str) -> str:
-    """Return the snapshot in this machine's cache for the id of a model on the Hub, and any other text as it is."""
+    """Return the folder of a model: of a Hub id, the snapshot in this machine's cache.
+
+    A path stays, except that `~/` is expanded, and so does the id of a model that was not downloaded.
+    """
     if model.startswith("~/"):
         model = str(Path(model).expanduser())
     if Path(model).exists() or model.count("/") != 1:

@@ -10,6 +10,7 @@ from rollout.base.section import Section
 from rollout.engines.remote.config import RemoteConfig
 from rollout.models.layout import Projection, Recompute
 
+# Settings that belong to the kind of engine, so a policy with another kind does not inherit them.
 _ENGINE_CHOICE_SETTINGS = (
     "transport",
     "device",
@@ -21,7 +22,7 @@ _ENGINE_CHOICE_SETTINGS = (
     "environment",
     "adapters",
 )
-# settings of the run's sections that a policy may replace under `overrides`
+# Settings of the run's sections that a policy may replace under `overrides`.
 _OVERRIDABLE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "name",
@@ -37,7 +38,7 @@ _OVERRIDABLE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
     "trainer": ("microbatch_tokens", "updates_per_step", "minibatch", "passes"),
 }
-# settings that the trainers of policies on one frozen model have in common
+# Settings in which the policies on one frozen model must agree.
 _SHARED_BASE_SETTINGS = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp", "bf16", "layers", "offload")
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -112,7 +113,7 @@ class PolicyOverrides(Section):
     def merged_into(self, name: str, section: Section) -> dict[str, Any]:
         """Return the values of the run's section `name` with the policy's settings merged into them."""
         changes = getattr(self, name)
-        # another engine or loss begins without the settings that belong to the run's choice
+        # Another engine or loss begins without the settings that belong to the run's choice.
         dropped: set[str] = set()
         if "name" in changes:
             dropped = set(_ENGINE_CHOICE_SETTINGS) if name == "engine" else {"options"}
@@ -240,7 +241,8 @@ def check_shared_bases(policies: Mapping[str, PolicyConfig], trained: Collection
     """Refuse policies that cannot hold their frozen model together with others.
 
     Raises:
-        ValueError: a policy with `share_base` is not a trained adapter, is alone, or has another layout.
+        ValueError: a policy with `share_base` is not trained, trains all weights, is alone on its model, or has
+            another layout than the others on it.
     """
     for name, policy in policies.items():
         if not policy.share_base:
@@ -262,7 +264,8 @@ def check_shared_bases(policies: Mapping[str, PolicyConfig], trained: Collection
             )
         first = policies[group[0]]
         for setting in _SHARED_BASE_SETTINGS:
-            value, expected = getattr(policy, setting), getattr(first, setting)
+            value = getattr(policy, setting)
+            expected = getattr(first, setting)
             if value != expected:
                 raise ValueError(
                     f"{key} puts it on the ranks of '{group[0]}', whose {setting} is {expected} and not {value}; "

@@ -15,7 +15,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "collection.journal": (
         "finished trajectories are always kept; those under way are sampled again after a restart"
     ),
-    "engine.joining": ("start all actors with engine.replicas, or use SGLang with engine.members"),
+    "engine.joining": "start all actors with engine.replicas, or use SGLang with engine.members",
     "engine.name=embedded_local": "write engine.name: embedded",
     "engine.name=embedded_replicas": "write engine.name: embedded, and engine.replicas",
     "engine.verify": "write engine.compare_servers",
@@ -50,6 +50,7 @@ def _find(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]
 
 
 def _matches(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
+    """Yield the keys and the value of each setting that the pattern names."""
     if not pattern:
         yield [], values
         return

@@ -193,8 +193,9 @@ class RunConfig(Section):
     @property
     def keep_best(self) -> int:
         """Number of checkpoints that are kept for their validation accuracy."""
-        keep_best = self.trainer.keep_best
-        return int(bool(self.data.validation)) if keep_best is None else keep_best
+        if self.trainer.keep_best is not None:
+            return self.trainer.keep_best
+        return 1 if self.data.validation else 0
 
     @property
     def vote_sources(self) -> frozenset[str]:
@@ -214,10 +215,12 @@ class RunConfig(Section):
     @property
     def collects_ahead(self) -> bool:
         """True if trajectories of later steps are collected while a step is trained."""
-        turns = [self.trained]
-        if self.trainer.alternate is not None:
-            turns = [(policy,) for policy in self.trainer.alternate.order]
-        return bool(self.trained) and any(all(map(self.staleness_of, turn)) for turn in turns)
+        if not self.trained:
+            return False
+        staleness = [self.staleness_of(policy) for policy in self.trained]
+        if self.trainer.alternate is None:
+            return min(staleness) > 0
+        return max(staleness) > 0  # a step trains one policy only
 
     def trained_agents(self, policy: str) -> dict[str, float]:
         """Return the loss weights of the agents that train a policy."""
@@ -241,7 +244,7 @@ class RunConfig(Section):
         )
 
     def replays_of(self, step: int) -> ReplayPlan | None:
-        """Return the replays of each trajectory in a step: those of the policies that it trains."""
+        """Return the replays of each trajectory in a step, for agents whose policies the step trains."""
         replays = self.trainer.replays
         if replays is None:
             return None
@@ -264,7 +267,7 @@ class RunConfig(Section):
         return "bfloat16" if engine_rounds or self.policies[policy].bf16 else "float32"
 
     def holder(self, policy: str) -> str:
-        """Return the policy on whose ranks a trained one is: the first of those that share its base model."""
+        """Return the policy on whose ranks this one is trained: the first of those that share its base model."""
         return policies_on_base(self.policies, policy)[0]
 
     def in_turn(self, step: int) -> tuple[str, ...]:
@@ -275,7 +278,7 @@ class RunConfig(Section):
         return (alternate.order[step // alternate.steps % len(alternate.order)],)
 
     def staleness_of(self, policy: str) -> int:
-        """Return the number of its weight syncs by which a policy's turns may be behind when they train."""
+        """Return the number of weight syncs by which the turns of a policy may be behind when they train."""
         staleness = self.policies[policy].staleness
         return self.trainer.staleness if staleness is None else staleness
 
@@ -290,16 +293,22 @@ class RunConfig(Section):
         return True
 
     def trajectories_in_flight(self, servers: int) -> int:
-        """Return the number of concurrent trajectories of a measurement on so many engines."""
+        """Return the largest number of concurrent trajectories of an evaluation or validation.
+
+        Args:
+            servers: number of engines and of their replicas.
+        """
+        if self.evaluation.in_flight is not None:
+            return self.evaluation.in_flight
         remote_slots = sum(remote.concurrency for remote in self.remotes.values())
-        return self.evaluation.in_flight or 2 * (self.engine.slots * servers + remote_slots)
+        return 2 * (self.engine.slots * servers + remote_slots)
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:
     """Return the run with a policy's overrides of engine, loss and trainer.
 
     Raises:
-        ValueError: the settings do not go with the run's.
+        ValueError: the settings do not validate, or a micro-batch cannot hold one sequence of the engine.
     """
     overrides = config.policies[policy].overrides
     sections: dict[str, Section] = {
@@ -339,10 +348,10 @@ def engine_holder(config: RunConfig, policy: str) -> str:
 
 
 def schedule_length(config: RunConfig, policy: str) -> int:
-    """Return the length of a policy's learning rate schedule.
+    """Return the length of a policy's learning rate schedule, in updates.
 
     It is the number of the policy's updates in the whole run. With `trainer.minibatch`, this number is not known
-    beforehand, so the schedule counts training steps instead of updates.
+    beforehand, so the length is in training steps.
     """
     trainer = for_policy(config, policy).trainer
     steps = trainer.steps if policy in config.trained else 0
@@ -354,7 +363,7 @@ def schedule_length(config: RunConfig, policy: str) -> int:
 
 
 def _with_default_correction(config: RunConfig) -> RunConfig:
-    """Choose the correction TIS, unless the config names one, if a trained policy rounds to bfloat16."""
+    """Choose the correction `tis` if the config names none and a trained policy's log-probabilities are in bfloat16."""
     rounds = any(config.precision_of(policy) == "bfloat16" for policy in config.trained)
     if "correction" in config.loss.model_fields_set or not rounds:
         return config
@@ -459,7 +468,7 @@ def _check_cold_start(config: RunConfig) -> None:
 
 
 def _check_lengths(config: RunConfig) -> None:
-    """Check that replies and penalties fit the sequences of the engines."""
+    """Check that replies fit the sequences of the engines, and the buffer of `overlong` fits the replies."""
     overlong = config.reward.penalties.get("overlong", {})
     buffer = overlong.get("buffer", 0)
     for name, agent in config.agents.items():
@@ -516,7 +525,7 @@ def _check_replays(config: RunConfig) -> None:
 
 
 def _check_credit(config: RunConfig) -> None:
-    """Refuse estimators and filters that lack a column, or have groups of one vote from which nothing is learned."""
+    """Refuse estimators that lack a column, estimators and filters whose groups have one vote, and `alpha` twice."""
     for name, agent in config.agents.items():
         advantage = config.advantage_of(name)
         label = f"agent '{name}': advantage '{advantage.name}'"
@@ -532,7 +541,7 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(
                 f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
             )
-        # with `lone: raw`, a turn without peers has an advantage too
+        # With `lone: raw`, a vote without peers has an advantage too.
         if agent.loss_weight and advantage.options.get("lone") != "raw":
             grouping = estimator_grouping(advantage.name, advantage.options)
             check_several_votes(label, grouping, config.vote_sources)
@@ -552,7 +561,8 @@ def _check_credit(config: RunConfig) -> None:
 
 def _check_schedules(config: RunConfig) -> None:
     """Check that each trained policy has its turn, and that no schedule ends before its warm-up does."""
-    alternate, trained = config.trainer.alternate, config.trained
+    alternate = config.trainer.alternate
+    trained = config.trained
     if alternate is not None and sorted(alternate.order) != sorted(trained):
         raise ValueError(
             f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
@@ -560,14 +570,14 @@ def _check_schedules(config: RunConfig) -> None:
         )
     for name in trained:
         policy = config.policies[name]
-        for key, rate in ((name, policy), (f"{name}.critic", policy.critic)):
-            if rate is None or rate.schedule == "constant":
+        for key, optimizer in ((name, policy), (f"{name}.critic", policy.critic)):
+            if optimizer is None or optimizer.schedule == "constant":
                 continue
-            last = rate.decay_steps or schedule_length(config, name)
-            if last <= rate.warmup_steps:
+            last = optimizer.decay_steps or schedule_length(config, name)
+            if last <= optimizer.warmup_steps:
                 raise ValueError(
-                    f"policies.{key}: schedule '{rate.schedule}' ends with update {last}, but warmup_steps is "
-                    f"{rate.warmup_steps}; lower it, or raise decay_steps"
+                    f"policies.{key}: schedule '{optimizer.schedule}' ends with update {last}, but warmup_steps is "
+                    f"{optimizer.warmup_steps}; lower it, or raise decay_steps"
                 )
 
 
@@ -605,7 +615,7 @@ def _check_engines(config: RunConfig) -> None:
 
 
 def _check_collection_ahead(config: RunConfig) -> None:
-    """Refuse to free memory of engines or trainers while trajectories of later steps are collected."""
+    """Refuse a staleness of frozen policies, and freeing memory while trajectories of later steps are collected."""
     for name, policy in config.policies.items():
         if policy.staleness is not None and name not in config.trained:
             raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")

@@ -41,8 +41,8 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
             return text
         if text.startswith(_SQLITE):
             return _SQLITE + str(project / text.removeprefix(_SQLITE))
-        is_missing = "/" in text and not _exists(path)
-        return str(project / path) if is_missing and _exists(project / path) else text
+        is_in_project = "/" in text and not _exists(path) and _exists(project / path)
+        return str(project / path) if is_in_project else text
 
     relocated = _map_texts(values, relocate)
     return {**relocated, "results": str(folder.parent), "run": folder.name}
@@ -57,6 +57,7 @@ def _written_folder(values: Mapping[str, Any]) -> Path | None:
 
 
 def _is_run_folder(folder: Path) -> bool:
+    """Return True if a stage of a run has written to the folder."""
     return any((folder / name).is_dir() for name in _STAGE_FOLDERS)
 
 

@@ -21,8 +21,9 @@ def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """Return the sections of a composed config at a scale, "paper" or "tiny".
 
     At `tiny`, files of `data/` and folders of `models/` are read below the results folder, where the pipeline makes
-    them. A retriever on other servers or over a published index becomes one of the run's own. There is no coach, and
-    its reward becomes the outcome. `drawn_reward` is added to every turn's reward, so that there is something to learn.
+    them. A retriever on other servers, or over a published index, is replaced by one that the run starts. There is no
+    coach, and its reward is replaced by the outcome. `drawn_reward` is added to every turn's reward, so that there is
+    something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
@@ -95,12 +96,15 @@ def _scaled_policy(policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
 def _scaled_reward(reward: Mapping[str, Any], *, has_coach: bool) -> dict[str, Any]:
     penalties = {**reward.get("penalties", {}), _DRAWN_REWARD: {}}
     scaled = {**reward, "penalties": penalties}
-    return scaled | {"name": "shared_outcome", "options": {}} if has_coach else scaled
+    if has_coach:
+        scaled["name"] = "shared_outcome"
+        scaled["options"] = {}
+    return scaled
 
 
 def _scaled_data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
     if data.get("generator") == "dsbench":
-        # its files may not be redistributed; generated tables are played in the same way
+        # Its files may not be redistributed. Generated tables are played in the same way.
         return {**data, "generator": "tabular", "options": {}}
     if data.get("generator"):
         return dict(data)
@@ -111,13 +115,13 @@ def _scaled_data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
 
 
 def _scaled_files(files: Any, default_format: str | None, results: Path) -> Any:
-    """Return data files in the results folder, of which few tasks are taken."""
+    """Return the files of a split with paths in the results folder, and with a limit of few tasks."""
     if isinstance(files, list | tuple):
         return [_scaled_files(file, default_format, results) for file in files]
     file = files if isinstance(files, Mapping) else {"path": files}
     path = str(results / file["path"])
     if file.get("format", default_format) == "search":
-        # the file has several sources, each of which is a row of a table
+        # The file has several sources, each of which is a row of a table.
         return {**file, "limit": None, "limit_per_source": 1, "path": path}
     limit = min(file.get("limit") or _TASKS_PER_FILE, _TASKS_PER_FILE)
     return {**file, "limit": limit, "path": path}

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from rollout.base.section import Section
 
-# schemes of the stores that MLflow and its installed plugins open
+# URL schemes of the stores that MLflow and its installed plugins open; "" is a folder's path.
 _STORE_SCHEMES = {
     "",
     "file",

@@ -21,9 +21,9 @@ class AlternateConfig(Section):
 
 
 class WatchConfig(Section):
-    """When a line of the log warns that one agent has nearly the whole gradient of a shared policy."""
+    """Bounds from which on the log warns that one agent has nearly the whole gradient of a shared policy."""
 
-    # Share of the gradient above which an agent is reported; None: never.
+    # Share of the policy's gradient above which an agent is reported; None: never.
     share: float | None = Field(0.9, gt=0, lt=1)
     # Training steps in a row with such a share.
     steps: int = Field(10, ge=1)
@@ -42,13 +42,13 @@ class TrainerConfig(Section):
     replays: Replays | None = None
     # Multiple of group_size that is started; the slowest trajectories of a task are cancelled.
     oversample: float = Field(1.0, ge=1)
-    # Steps by which collection may be ahead of training; 0 trains on replies of the same weights.
+    # Weight syncs by which the turns of a policy may be behind when they train; 0: train on replies of current weights.
     staleness: int = Field(0, ge=0)
-    # Optimizer steps per training step, each on its share of the samples.
+    # Optimizer steps per pass over a training step's samples, each on the samples of its share of the tasks.
     updates_per_step: int = Field(1, ge=1)
     # Turns per optimizer step, drawn at random, in place of updates_per_step.
     minibatch: int | None = Field(None, ge=1)
-    # Passes over a step's samples (PPO's epochs).
+    # Passes over a training step's samples (PPO's epochs).
     passes: int = Field(1, ge=1)
     # Train the policies in turn; None: every policy is trained in every step.
     alternate: AlternateConfig | None = None

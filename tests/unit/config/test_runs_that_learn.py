@@ -11,12 +11,10 @@ from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import ConfigError, RunConfig
 
 TREES = ("experiment=demo_path", "recipe=at_grpo")  # one tree for each task
-
-
 C3 = ("experiment=demo_math", "advantage=c3", "+trainer.replays.alternatives=2")
 
-
-NOTHING = [  # runs from which nothing can be learned, and what is said of them
+# Runs from which nothing can be learned, each with a part of its error
+NOTHING = [
     (
         ("experiment=demo_math", "advantage=mcts"),
         "compares turns alike in trajectory, parent, and a vote is",
@@ -115,7 +113,7 @@ def test_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], mes
 
 
 def test_alpha_of_the_team_and_of_the_branches_are_not_both_set() -> None:
-    """0.5 and 0.5 was 0.25."""
+    """The reward would be multiplied by both: 0.5 twice is 0.25."""
     both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
     with pytest.raises(
         ConfigError, match=r"reward.options.alpha 0.5 would multiply trainer.branching.alpha 0.5"
