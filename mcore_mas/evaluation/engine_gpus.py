@@ -65,17 +65,21 @@ def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
     Shares in the config are used if those of each GPU add up to at most 1. Otherwise each server
     gets memory for its weights, and an equal part of the remaining memory.
 
+    Args:
+        config: config of the run.
+        gpus: GPU ids of each server, by policy, as `assign_engine_gpus` returns them.
+
     Raises:
         PlacementError: the engines of a GPU do not fit it.
-        ModelError: the shape of a model is not known.
+        ModelError: the architecture of a model is not known.
     """
-    policies_by_gpu = group_pairs(
-        (gpu, policy) for policy, servers in gpus.items() for server in servers for gpu in server
-    )
-    shared_by = [policies for policies in policies_by_gpu.values() if len(policies) > 1]
-    engines = {
-        policy: for_policy(config, policy).engine for policies in shared_by for policy in policies
-    }
+    gpu_policies: list[tuple[str, str]] = []
+    for policy, servers in gpus.items():
+        gpu_policies += [(gpu, policy) for gpu in itertools.chain.from_iterable(servers)]
+    shared_by = [policies for policies in group_pairs(gpu_policies).values() if len(policies) > 1]
+
+    sharing_policies = dict.fromkeys(itertools.chain.from_iterable(shared_by))
+    engines = {policy: for_policy(config, policy).engine for policy in sharing_policies}
     if all(_shares_are_valid([engines[policy] for policy in policies]) for policies in shared_by):
         return config
 
@@ -92,6 +96,7 @@ def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
 
 
 def _shares_are_valid(engines: Sequence[EngineConfig]) -> bool:
+    """Return True if every engine on a GPU has a share of its memory, and the shares fit together."""
     shares = [memory_share(engine) for engine in engines]
     return all(shares) and sum(shares) <= 1
 
@@ -99,12 +104,15 @@ def _shares_are_valid(engines: Sequence[EngineConfig]) -> bool:
 def _equal_shares(
     config: RunConfig, engines: Mapping[str, EngineConfig], shared_by: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return the share of each policy's server of a GPU's memory.
+    """Return the share of a GPU's memory that each policy's server gets, by policy.
 
     Args:
-        config: the run.
+        config: config of the run.
         engines: engines that share a GPU, by policy.
-        shared_by: policies on each GPU that several are on.
+        shared_by: policies on each GPU that several policies are on.
+
+    Raises:
+        PlacementError: the engines of a GPU do not fit it.
     """
     gpu_bytes = min(
         torch.cuda.get_device_properties(index).total_memory
@@ -134,9 +142,9 @@ def _engine_bytes(model: str, engine: EngineConfig) -> float:
 
     They are its weights and, for an embedded engine, its KV cache.
     """
-    shape = read_architecture(model)
+    architecture = read_architecture(model)
     if engine.name == "sglang":
-        return engine_weight_bytes(shape, engine.tp)
-    kv_cache = engine.slots * engine.max_length * kv_bytes_per_token(shape, 1)
-    # Both sizes are of bfloat16, and an embedded engine has float32.
-    return 2 * (engine_weight_bytes(shape, 1) + kv_cache)
+        return engine_weight_bytes(architecture, engine.tp)
+    kv_cache = engine.slots * engine.max_length * kv_bytes_per_token(architecture, 1)
+    # Both functions count bfloat16, and an embedded engine uses float32.
+    return 2 * (engine_weight_bytes(architecture, 1) + kv_cache)

@@ -53,27 +53,28 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the team of a run on its test tasks; return the scores as they are written.
 
-    Writes the scores with means and 95 % intervals to `out_path`. Trajectories are written, as they
-    are finished, to the folder of the same name without suffix; an evaluation that was interrupted
-    goes on from there.
+    The scores, with means and 95 % intervals, are written to `out_path`. Trajectories are written
+    during the evaluation, to the folder of the same name without suffix; an evaluation that was
+    interrupted continues from there.
 
     Args:
         run: config of the run, or its file.
         state: "base", "trained", or a name for the evaluation if there are `seats`.
         out_path: JSON file of the scores.
         seats: which model plays an agent; see `config_with_seats`.
-        stop: stops the evaluation; by default signals do, if this is the main thread.
+        stop: stops the evaluation; None: signals stop it, if this is the main thread.
         address: address of a running Ray, whose nodes run SGLang's servers; None: this machine.
 
     Raises:
         ConfigError: the run's config cannot be used, or there is no such state, agent or seat.
-        FolderError: a run whose trained policies play has not finished its training, or another
-            process evaluates to this file.
+        FolderError: a run whose trained policies play has not finished its training, a model folder is
+            missing, or another process evaluates to this file.
         ClusterError: the Ray at `address` cannot be joined.
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model or the retriever cannot be used.
-        EvaluationError: more than `evaluation.max_failed` of the trajectories failed every time.
-        Stopped: the evaluation was told to stop.
+        EvaluationError: more than the share `evaluation.max_failed` of the trajectories failed, also
+            when they were played again.
+        Stopped: a signal or `stop` ended the evaluation.
     """
     config = run if isinstance(run, RunConfig) else RunConfig.load(run)
     config = config_with_seats(config, state, seats)
@@ -158,7 +159,7 @@ def _play_missing(
         async def write_and_report(trajectory: Trajectory) -> None:
             number = next(finished_numbers)
             if number % report_every == 0:
-                # Trajectories that are played again count twice.
+                # A trajectory that is played again is counted each time.
                 reporter.step(min(number, total), {})
             await shards.add(trajectory)
 

@@ -24,7 +24,7 @@ _CHECKED_TURNS = 32
 def export(
     run: Path, policy: str, to: Path, note: Callable[[str], None], *, adapter: bool = False
 ) -> None:
-    """Write a trained policy to a folder, and check that transformers reads it like the run.
+    """Write a trained policy to a folder, and check that transformers reads it like the run's engine.
 
     The weights are those of the finished run or, before its end, of its newest valid checkpoint.
 

@@ -112,7 +112,7 @@ def _texts_of(turns: Sequence[Turn]) -> list[str]:
 
 
 def _can_compare_replies(folder: Path) -> bool:
-    """Return True unless the model is large or a mixture of experts."""
+    """Return True if replies can be compared: unless the model is large or a mixture of experts."""
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return weight_bytes <= _MAX_REPLY_CHECK_BYTES and read_architecture(folder).experts is None
 
@@ -149,7 +149,7 @@ def sample_replies(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Sampl
 
 
 def _largest_gap(folder: Path, replies: Sequence[SampledReply]) -> float:
-    """Return the largest difference of log-probabilities between transformers and the engine."""
+    """Return the largest difference of log-probabilities between transformers and the engine, in nats."""
     disable_progress_bar()  # loading takes milliseconds, and the bar would be the longest line
     model = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True

@@ -18,7 +18,7 @@ from rollout.teams.collect import Collector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Part of a trajectory that a scoreboard stores.
+    """Result of a trajectory, as a scoreboard stores it.
 
     Attributes:
         score: score of the trajectory; None if it failed for a reason that says nothing about the
@@ -26,7 +26,7 @@ class Reply:
         answer: answer that votes in maj@k; None if the environment has no answers.
         failure_reason: see `Trajectory.failure_reason`; "" if the trajectory did not fail.
         cut: True if part of a prompt was left out because it was too long.
-        valid: number of well-formed turns.
+        valid_turns: number of well-formed turns.
         turns: number of all turns.
         error: id and error of a trajectory that failed.
     """
@@ -35,7 +35,7 @@ class Reply:
     answer: str | None
     failure_reason: str
     cut: bool
-    valid: int
+    valid_turns: int
     turns: int
     error: str = ""
 
@@ -48,7 +48,7 @@ class Reply:
             answer=trajectory.answer,
             failure_reason=trajectory.failure_reason,
             cut=any("cut" in turn.scores for turn in turns),
-            valid=sum(turn.valid for turn in turns),
+            valid_turns=sum(turn.valid for turn in turns),
             turns=len(turns),
             error=f"{trajectory.id}: {trajectory.error}" if trajectory.error else "",
         )
@@ -99,7 +99,7 @@ class Scoreboard:
         ]
 
     def describe_losses(self) -> str:
-        """Return a line on the replies that failed: number, reasons and the first error; or ""."""
+        """Return a line about the replies in `lost`: number, reasons and the first error; "" if there are none."""
         if not self.lost:
             return ""
         reasons = ", ".join(f"{count} {name}" for name, count in self.counts()["failed"].items())
@@ -109,9 +109,10 @@ class Scoreboard:
         )
 
     def counts(self) -> dict[str, Any]:
-        """Return how many replies are expected, were overlong, were cut, and failed by reason.
+        """Return the numbers of replies that are expected, overlong, cut, and failed by reason.
 
-        Overlong replies are those that count as wrong because their prompt was too long.
+        Overlong replies count as wrong, because their prompt was too long. Cut ones were played with a
+        prompt of which a part was left out.
         """
         replies = self._replies.values()
         return {
@@ -173,7 +174,7 @@ class Scoreboard:
 
         scored = [reply for reply in self._replies.values() if reply.score is not None]
         turns = sum(reply.turns for reply in scored)
-        metrics["valid_ratio"] = sum(reply.valid for reply in scored) / max(1, turns)
+        metrics["valid_ratio"] = sum(reply.valid_turns for reply in scored) / max(1, turns)
         return metrics
 
     def _sources_with_answers(self) -> set[str]:
@@ -190,8 +191,7 @@ def _task_metrics(replies: Sequence[Reply], k: int, *, has_vote: bool) -> dict[s
     """Return the metrics of a task.
 
     Args:
-        replies: replies with scores; if there are fewer than k, the metrics are computed over
-            all of them.
+        replies: replies with scores: k of them, or fewer if some failed.
         k: number in the names of the metrics.
         has_vote: the task's data source has answers that can vote. The vote of a task without any
             answer, such as one whose prompt is too long, is then wrong instead of left out.
@@ -210,7 +210,8 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         task_rows: rows that `Scoreboard.task_rows` returned.
 
     Returns:
-        Rows by data source and, if there are several, rows with the dataset "all".
+        Rows of each data source and, if there are several, at last rows with the dataset "all". `n` is
+        the number of tasks.
     """
     datasets = sorted({row["source"] for row in task_rows})
     if len(datasets) > 1:
@@ -218,7 +219,8 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for dataset in datasets:
         task_metrics = [row["metrics"] for row in task_rows if dataset in ("all", row["source"])]
-        for metric in dict.fromkeys(name for metrics in task_metrics for name in metrics):
+        names = dict.fromkeys(itertools.chain.from_iterable(task_metrics))
+        for metric in names:
             values = [metrics[metric] for metrics in task_metrics if metric in metrics]
             low, high = mean_interval(values, f"{dataset}/{metric}")
             rows.append(
@@ -253,8 +255,8 @@ async def measure(
 ) -> None:
     """Play the missing replies of a scoreboard, and play those that fail again.
 
-    A reply is played again with its own seeds. With other seeds, a short reply would stand in for a
-    long one that was late, and the score would be that of the shorter replies.
+    A reply is played again with the same seeds. With other seeds, replies that failed because they took
+    too long would be replaced by shorter ones, and the scores would be those of short replies.
 
     Args:
         board: counts the trajectories.

@@ -40,14 +40,15 @@ class RunningTeam:
 def running_team(
     config: RunConfig, path_prefix: str, step: int, address: str = "local"
 ) -> Iterator[RunningTeam]:
-    """Start the engines and the environments of a team for the block, on all GPUs.
+    """Start the engines and the environments of a team for the block.
 
-    They are those of this machine, or those of all nodes of a Ray cluster if all engines are SGLang
-    servers.
+    The engines use all GPUs of this machine; or, if `address` names a Ray cluster and all engines are
+    SGLang servers, those of all its nodes.
 
     Args:
         config: config of the run.
-        path_prefix: beginning of all paths that remote models, engines and the retriever write to.
+        path_prefix: text with which all paths begin that remote models, engines and the retriever write
+            to.
         step: number that is part of the seeds of the trajectories.
         address: address of a running Ray; "local": this machine.
 
@@ -98,7 +99,7 @@ def _requests_on_nodes(
 ) -> Iterator[list[EngineRequest]]:
     """Join a Ray for the block; yield requests of servers on all GPUs of its nodes."""
     log_folder.mkdir(parents=True, exist_ok=True)
-    file = log_folder / "nodes.txt"  # every node must see the folder
+    file = log_folder / "nodes.txt"  # by which `joined_ray` checks that every node sees the folder
     file.write_text(f"{os.getpid()} of {socket.gethostname()}")
     with joined_ray(address, file) as nodes:
         placements = place_servers(config, nodes).options

@@ -21,7 +21,7 @@ _STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class _SeatedPolicy:
-    """Policy that plays an agent; its name has a prefix if it is not a policy of the run."""
+    """Policy that plays an agent, with its name in the evaluation: prefixed unless the seat is the default."""
 
     name: str
     config: PolicyConfig
@@ -34,7 +34,7 @@ def config_with_seats(
 
     Args:
         config: config of the run.
-        state: model of the agents without a seat: "base" or "trained". Any other name of an
+        state: "base" or "trained": the model of the agents without a seat. Any other name of an
             evaluation counts as "trained", and is valid only with seats.
         seats: seat of each agent, which is one of
 
@@ -46,7 +46,7 @@ def config_with_seats(
     Raises:
         ConfigError: there is no such agent or run, a seat is none of these, or `state` is
             neither "base" nor "trained" and there are no seats.
-        FolderError: a run has not finished its training.
+        FolderError: a run whose trained model plays has not finished its training.
     """
     if not seats and state not in STATES:
         raise ConfigError(
@@ -78,8 +78,8 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
         texts: seats, whose WHO is YAML.
 
     Raises:
-        ConfigError: a seat is not of this form, or `state` is "base" or "trained" with seats, is
-            another name without, or cannot be the name of a file.
+        ConfigError: a seat is not of this form; `state` is "base" or "trained" although there are seats,
+            or another name although there are none; or `state` cannot be the name of a file.
     """
     seats: dict[str, str] = {}
     for text in texts:

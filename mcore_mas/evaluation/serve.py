@@ -40,7 +40,7 @@ def serve(
 
     Args:
         run: folder of the run.
-        state: "base" or "trained", of its policies.
+        state: "base" or "trained": the state of the run's policies.
         host: address to listen on.
         port: port to listen on; 0 for a free one.
         token_file: file with the bearer token that calls must carry; required unless `host` is
@@ -51,9 +51,10 @@ def serve(
         aliases: agents, or the whole team, by further model names.
 
     Raises:
-        ConfigError: the run cannot be used.
+        ConfigError: the run or an alias cannot be used.
         ListenError: the token cannot be used, or the address is taken or not allowed.
         FolderError: the run has not finished its training, or another process serves it.
+        PlacementError: there are fewer GPUs than the engines need.
     """
     config = config_with_seats(RunConfig.load(run / "config.yaml"), state)
     if config.run in config.agents:
@@ -88,7 +89,7 @@ def serve(
 
 
 def _load_encoder(retriever: RetrieverConfig | None) -> Encoder | None:
-    """Return the encoder of a retriever; None if there is none, or it runs elsewhere."""
+    """Return the encoder of the run's retriever; None if it has none, or if the retriever runs elsewhere."""
     if retriever is None or retriever.urls or retriever.ranking == "bm25":
         return None
     return Encoder.of(retriever.encoder, retriever.encoder_folder)

@@ -28,7 +28,7 @@ from rollout.teams.team import TeamSession
 
 
 class UnscoredEnv:
-    """Environment of a task without a known answer, whose actions need not be scored.
+    """Environment of a task without a known answer: actions that it cannot score raise no error.
 
     Attributes:
         final_action: latest action of the team; None before the first.
@@ -39,7 +39,7 @@ class UnscoredEnv:
         self._env = env
 
     def __getattr__(self, name: str) -> Any:
-        # Optional abilities, such as tools, are those of the environment.
+        # Optional methods, such as those of tools, are the environment's.
         return getattr(self._env, name)
 
     def reset(self, task: Task) -> str:
@@ -47,9 +47,9 @@ class UnscoredEnv:
         return self._env.reset(task)
 
     async def step(self, action: str) -> Step:
-        """Take a step; end the task if the environment cannot score the action.
+        """Take a step; end the task if the environment cannot score the action, which is then an answer.
 
-        Other errors pass: the action may be a search or a move, and then it is no answer.
+        Other errors are raised.
         """
         self.final_action = action
         try:

@@ -49,7 +49,12 @@ def place_servers(config: RunConfig, nodes: Sequence[Node]) -> DevicePlacement:
 
 
 def servers_of_each(sizes: Sequence[int], nodes: Sequence[int]) -> int:
-    """Return how many servers of every size fit the nodes, the largest placed first."""
+    """Return the largest number of servers of each size that fit the nodes together.
+
+    Args:
+        sizes: GPUs of a server of each policy.
+        nodes: GPUs of each node.
+    """
     replicas = sum(nodes) // sum(sizes)
     while replicas and not _fit(sorted(list(sizes) * replicas, reverse=True), nodes):
         replicas -= 1
@@ -57,6 +62,7 @@ def servers_of_each(sizes: Sequence[int], nodes: Sequence[int]) -> int:
 
 
 def _fit(servers: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Return True if servers of these sizes, in this order, fit the nodes, each on the fullest node with space."""
     free = list(nodes)
     for gpus in servers:
         fitting = [node for node in range(len(free)) if free[node] >= gpus]

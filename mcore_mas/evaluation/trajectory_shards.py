@@ -15,14 +15,14 @@ _TRAJECTORIES_PER_FILE = 128
 class TrajectoryShards:
     """Folder of trajectories in files part_000000.parquet, ... of 128 trajectories each.
 
-    At most the trajectories of one file are in memory.
+    A trajectory is in memory only until the file that it belongs to has been written.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
-        """Open a folder, and remove its files unless they are of the same identity.
+        """Open a folder; remove its trajectories if they were written with another identity.
 
         Args:
-            folder: exists already.
+            folder: folder that exists.
             identity: digest of everything that decides the trajectories.
         """
         self._folder = folder
@@ -32,7 +32,7 @@ class TrajectoryShards:
                 file.unlink()
             write_json(identity_file, {"identity": identity})
 
-        # Files are written side by side: after a kill an earlier number may be missing.
+        # Several files may be written at the same time, so after a kill an earlier number may be missing.
         self._earlier_files = sorted(folder.glob("part_*.parquet"))
         self._next_number = 0
         if self._earlier_files:
@@ -40,7 +40,7 @@ class TrajectoryShards:
         self._buffer: list[Trajectory] = []
 
     def read(self) -> Iterator[Trajectory]:
-        """Yield the trajectories of earlier starts, without prompts and texts."""
+        """Yield the trajectories that were in the folder when it was opened, without prompts and texts."""
         for file in self._earlier_files:
             yield from read_scores(file)
 
