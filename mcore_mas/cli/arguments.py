@@ -14,7 +14,7 @@ class UsageError(ValueError):
 
 
 def setting_hint(option: str) -> str:
-    """Return how to write an option that is a setting of a run, or "" if it is none."""
+    """Return a hint how to write a setting of a run that was written as an option, or "" if it is none."""
     from mcore_mas.config.run import RunConfig
     from rollout.base.error_lines import dotted_keys
 
@@ -32,7 +32,7 @@ def run_names() -> list[str]:
 
 
 def run_folder(run: Path) -> Path:
-    """Return the folder of a run that is named by its folder, or by its name in results/.
+    """Return the folder of a run that is named by its folder, its config.yaml, or its name in results/.
 
     Raises:
         FolderError: there is no such run.
@@ -59,7 +59,7 @@ def check_readable(run: Path) -> None:
 
 
 def run_config(run: Path) -> Path:
-    """Return the resolved config of a run that is named by this file, or as in `run_folder`.
+    """Return the file of a run's resolved config; the run is named by this file, or as in `run_folder`.
 
     Raises:
         FolderError: there is no such run.

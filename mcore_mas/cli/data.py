@@ -61,7 +61,9 @@ def show_leaks(
     threshold: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of common n-grams that is similar.")
     ] = 0.5,
-    examples: Annotated[int, typer.Option(min=0, help="Most examples of each leak.")] = 3,
+    examples: Annotated[
+        int, typer.Option(min=0, help="Maximum number of examples of each leak.")
+    ] = 3,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Exit with status 0 even if there are leaks.")
     ] = False,
@@ -118,7 +120,7 @@ def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
 
 
 def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None:
-    """Print a table of the leaks, and at most so many examples of each."""
+    """Print a table of the leaks, and at most `examples` examples of each."""
     table = Table(
         "splits",
         "leak",

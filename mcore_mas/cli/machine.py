@@ -25,8 +25,8 @@ machine_commands = typer.Typer()
 _MACHINE_PANEL = "This machine"
 _HOST = "127.0.0.1"  # MLflow's pages have no password
 
-# Query of MLflow's page of an experiment: its trainings, best validation first. Without an order
-# MLflow folds the runs of a suite below their parent.
+# Query of MLflow's page of an experiment: its trainings, the best validation accuracy first. Without
+# an order, MLflow collapses the runs of a suite below their parent.
 _TRAININGS = urlencode(
     {
         "searchFilter": "tags.stage = 'train'",
@@ -122,6 +122,9 @@ def examine() -> None:
     raise typer.Exit(0 if healthy else 1)
 
 
+# Each check returns True unless something that training needs is missing, and its finding.
+
+
 def _check_python() -> tuple[bool, str]:
     version = sys.version.split()[0]
     return sys.version_info >= (3, 11), f"{version} (3.11 or newer is required)"
@@ -162,7 +165,7 @@ def _check_gpus() -> tuple[bool, str]:
 
 
 def _check_sglang() -> tuple[bool, str]:
-    """Return what SGLang's servers would miss; teams with the embedded engine train without them."""
+    """Check what SGLang's servers need on GPUs; without an SGLang, teams train with the embedded engine."""
     from rollout.engines.sglang.nccl import nccl_mismatch
     from rollout.engines.sglang.toolkit import toolchain_problem
 
@@ -180,7 +183,7 @@ def _check_cores() -> tuple[bool, str]:
 
 
 def _check_sandbox() -> tuple[bool, str]:
-    """Return the isolation of model-written programs; teams that run none train without it."""
+    """Report the isolation of model-written programs, which only some teams need."""
     from rollout.sandbox import Sandbox, SandboxUnavailable
 
     sandbox = Sandbox(slots=1)

@@ -31,10 +31,11 @@ class NameSource:
     kind: str = ""
 
     def shipped(self, config_group: str) -> Iterable[str]:
-        """Return the names of this package; a config group also has the names of its files in configs/."""
+        """Return the names that ship; for a config group, also those of the user's files in configs/."""
         names = getattr(import_module(self.module), self.attribute)
-        result: Iterable[str] = names(config_group) if callable(names) else names
-        return result
+        if callable(names):
+            names = names(config_group)
+        return names  # type: ignore[no-any-return]
 
     def installed(self) -> list[str]:
         """Return the names that other installed packages offer, each with its package."""

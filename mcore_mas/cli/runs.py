@@ -69,7 +69,7 @@ def serve_run(
 
 
 def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:
-    """Return agents by alias; raise BadParameter for a pair that is not NAME=AGENT."""
+    """Return the agent of each alias; raise BadParameter for a pair that is not NAME=AGENT."""
     aliases: dict[str, str] = {}
     for pair in pairs:
         name, separator, agent = pair.rpartition("=")
@@ -202,7 +202,7 @@ def track_results(results: ResultsFolder = Path("results")) -> None:
         folder = results.absolute()
         results = folder.parent
         runs = [folder.name]
-        tables = []
+        tables: list[str] = []
     else:
         runs = [folder.name for folder in run_folders(results)]
         tables = [file.stem for file in sorted(results.glob("tables/*.csv"))]

@@ -1,4 +1,4 @@
-"""Snakemake's command line for a suite, with Hydra overrides of every run."""
+"""Command line of Snakemake for a suite, with Hydra overrides of every run."""
 
 import json
 import re
@@ -40,7 +40,8 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     Args:
         suite: a suite file, or the name of an experiment.
         arguments: Hydra overrides of every run, and arguments of Snakemake, in any order.
-        config_dir: folder of the user's configs, or None for that of the suite.
+        config_dir: folder of the user's configs; None: configs/ beside the suite file, or in the current
+            folder for an experiment.
 
     Raises:
         SuiteError: there is no such suite, experiment or `config_dir`.
@@ -65,7 +66,11 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into Hydra overrides and arguments of Snakemake."""
+    """Split a command line into Hydra overrides and arguments of Snakemake.
+
+    Overrides are recognized by their form. After an option of Snakemake that takes NAME=VALUE, all
+    words up to the next option are its values.
+    """
     overrides: list[str] = []
     snakemake_arguments: list[str] = []
     option = ""
@@ -80,7 +85,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse wrong options here, as Snakemake's own error is preceded by all its options."""
+    """Raise UsageError for wrong options of Snakemake, whose own error begins with the list of all options."""
     from snakemake.cli import get_argument_parser
 
     parser = get_argument_parser()
@@ -93,9 +98,11 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         raise UsageError(f"{message}{_setting_hints(arguments)}") from error
     options = [argument for argument in unknown if argument.startswith("-")]
     if options:
-        all_options = [name for action in parser._actions for name in action.option_strings]
         hints = _setting_hints(options)
         if not hints:
+            all_options: list[str] = []
+            for action in parser._actions:
+                all_options += action.option_strings
             hints = "".join(nearest_hint(option, all_options) for option in options)
         raise UsageError(
             f"unrecognized arguments: {' '.join(options)}{hints}; `mcore-mas run --help` and "
@@ -106,13 +113,13 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _setting_hints(options: Sequence[str]) -> str:
-    """Return how to write the options that are settings of a run."""
+    """Return hints how to write the options that are settings of a run, or ""."""
     hints = [setting_hint(option) for option in options if option.startswith("-")]
     return "".join(dict.fromkeys(hints))
 
 
 def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Add settings to the `--config` of Snakemake, which uses only one such option."""
+    """Add settings to the option `--config`, which Snakemake uses only once."""
     if not settings:
         return list(arguments)
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]

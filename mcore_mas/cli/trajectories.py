@@ -16,17 +16,19 @@ _TRAJECTORIES_PANEL = "Look at trajectories"
 
 
 def trajectory_file(name: Path) -> Path:
-    """Return a file of trajectories: as it was named, or that of the newest step of a named run.
+    """Return the file of the newest step of a run; any other file or folder of trajectories as it is named.
+
+    Args:
+        name: file or folder of trajectories, a run's folder, or a run's name in results/.
 
     Raises:
         UsageError: there is no such file or run, or the run has no trajectories.
+        FolderError: the run is private to another user.
     """
     run_folders = [name, "results" / name]
-    steps = [
-        file
-        for folder in run_folders
-        for file in sorted(folder.glob("train/trajectories/*.parquet"))
-    ]
+    steps: list[Path] = []
+    for folder in run_folders:
+        steps += sorted(folder.glob("train/trajectories/*.parquet"))
     if steps:
         return steps[-1]
 
@@ -108,8 +110,8 @@ def show_trajectory(
     trajectories = read_trajectories(file)
     advantages = find_turn_advantages(file, trajectories)
     console = Console(highlight=False)
-    one_is_chosen = index is not None or trajectory is not None or html is not None
-    if len(trajectories) > 1 and not one_is_chosen:
+    shows_one = index is not None or trajectory is not None or html is not None
+    if len(trajectories) > 1 and not shows_one:
         with _paged(console):
             print_trajectories(trajectories, console, advantages, file)
         return
@@ -149,7 +151,7 @@ def explain_credit(
         typer.Option(help="Option of the estimator as KEY=VALUE; may be repeated."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Print the task with this id only.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are printed.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of tasks to print.")] = 3,
 ) -> None:
     """Print the advantage of every turn, and the turns with which it was compared.
 
