@@ -25,7 +25,8 @@ class AgentSpec:
         system: the system prompt, "" for none.
         parse: takes a reply and returns its value, or None if it is malformed.
         policy: agents with the same policy share weights.
-        settings: keys of `agents.<name>` of a config: max_tokens, temperature, loss_weight, tools.
+        settings: further keys of `agents.<name>` of a config, such as max_tokens, temperature, loss_weight
+            and tools.
     """
 
     name: str

@@ -19,7 +19,7 @@ from rollout.base.error_lines import KEY_SYNONYMS
 from rollout.base.nested import merged
 from rollout.base.text import nearest_hint
 
-# Arguments of `Run` by the names that other trainers give to them.
+# Arguments of `Run`, by the names that other libraries give to them.
 _ARGUMENT_SYNONYMS = {
     "dataset": "tasks",
     "environment": "env",
@@ -30,8 +30,8 @@ _ARGUMENT_SYNONYMS = {
     "reward_funcs": "reward",
     "train_dataset": "tasks",
 }
-# Sections of a config that are arguments of `Run` with the same name.
-_OWN_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")
+# Sections of a config that a setting of `Run` cannot give, because an argument does.
+_SECTIONS_OF_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")
 
 
 def team_sections(
@@ -43,7 +43,8 @@ def team_sections(
 ) -> dict[str, Any]:
     """Return the sections of agents, orchestra, environment and reward.
 
-    A team that ships, which is named by `agents`, brings those that are None.
+    Sections of arguments that are None are left out if `agents` names a team that ships, which has
+    them.
 
     Raises:
         ArgumentError: the agents are not a list of AgentSpec with different names, they have no
@@ -85,7 +86,11 @@ def _check_agents(agents: Any) -> None:
 def policy_sections(
     agents: Sequence[AgentSpec] | str, policies: str | Path | Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the sections of policies: of one model for all, or of a model or section for each.
+    """Return the section `policies`, and `policy_defaults` if one model is given for all policies.
+
+    Args:
+        agents: agents, or the name of a team that ships.
+        policies: a model for all policies, or a model or section for each.
 
     Raises:
         ArgumentError: the policies are neither a model nor a mapping.
@@ -110,7 +115,7 @@ def policy_sections(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Keyword arguments of `Run`: overrides that choose configs of a group, and sections."""
+    """Keyword arguments of `Run`: overrides that choose a config of a group, and sections of the config."""
 
     choices: list[str] = field(default_factory=list)
     sections: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +134,7 @@ def read_settings(arguments: Mapping[str, Any]) -> Settings:
         arguments: names of groups of configs, sections, or keys of the trainer and of policies.
 
     Raises:
-        ArgumentError: there is no such setting.
+        ArgumentError: a name is none of these.
     """
     settings = Settings(
         sections={
@@ -173,7 +178,7 @@ def _expected_setting(key: str) -> str:
             continue
         if name == "agents":
             spellings.append(f"AgentSpec(..., settings={value})")
-        elif name not in _OWN_ARGUMENTS:
+        elif name not in _SECTIONS_OF_ARGUMENTS:
             spellings.append(f"{name}={value}")
     if spellings:
         return f"write {' or '.join(spellings)}"
@@ -183,9 +188,8 @@ def _expected_setting(key: str) -> str:
         *TrainerConfig.model_fields,
         *PolicyConfig.model_fields,
     ]
-    return (
-        nearest_hint(key, settings).removeprefix("; ") or f"expected one of {', '.join(settings)}"
-    )
+    hint = nearest_hint(key, settings).removeprefix("; ")
+    return hint or f"expected one of {', '.join(settings)}"
 
 
 def plain_values(value: Any) -> Any:

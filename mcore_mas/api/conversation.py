@@ -20,7 +20,12 @@ class Conversation(Trajectory):
     def of(
         cls, trajectory: Trajectory, advantages: Mapping[tuple[str, str, int], float]
     ) -> Conversation:
-        """Convert a trajectory to a conversation."""
+        """Convert a trajectory to a conversation.
+
+        Args:
+            trajectory: the trajectory.
+            advantages: advantages of its turns, by trajectory, node and turn number; {} if unknown.
+        """
         values = {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
         return cls(**values, advantages=advantages)
 

@@ -16,22 +16,25 @@ def reference_to(thing: Any, label: str) -> str:
     """Return the reference by which a config names an object.
 
     Args:
-        thing: the name of something that ships, which is returned, or the object.
+        thing: the object; or a text, such as the name of something that ships, which is returned.
         label: name of an object that cannot be imported, such as a lambda or a function of a
             notebook. It is registered in this process as `here:{label}`.
+
+    Returns:
+        `module:name` for an object that can be imported, else `here:{label}`.
     """
     if isinstance(thing, str):
         return thing
     module = getattr(thing, "__module__", None)
     name = getattr(thing, "__qualname__", "")
-    path = _script_module() if module == "__main__" else module
-    is_importable = path and getattr(sys.modules.get(str(module)), name, None) is thing
+    import_name = _script_module() if module == "__main__" else module
+    is_importable = import_name and getattr(sys.modules.get(str(module)), name, None) is thing
     if not is_importable:
         reference = f"here:{label}"
         LOCAL_OBJECTS[reference] = thing
         return reference
 
-    reference = f"{path}:{name}"
+    reference = f"{import_name}:{name}"
     if module == "__main__":
         # This process must not import its own script a second time.
         LOCAL_OBJECTS[reference] = thing

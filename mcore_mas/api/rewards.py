@@ -41,7 +41,12 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
 
 
 def by_trajectory(group: Group, *, reward: str) -> Group:
-    """Allocate the rewards of a group by the function of one trajectory that `reward` names."""
+    """Allocate the rewards of a group by a function of one trajectory.
+
+    Args:
+        group: trajectories of a task.
+        reward: reference to the function, as `reference_to` returns it.
+    """
     return allocator_of(lookup("reward", reward, {}))(group)
 
 
@@ -49,8 +54,8 @@ def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
     """Return an allocator of rewards.
 
     Args:
-        reward: an allocator, whose argument is called `group`, or a function of a trajectory that
-            returns a number or a number for each agent.
+        reward: an allocator, whose first argument is called `group`, or a function of a trajectory
+            that returns a number or a number for each agent.
     """
     if _takes_group(reward):
         return reward

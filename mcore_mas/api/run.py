@@ -56,7 +56,7 @@ class Run:
 
     Nothing starts before `train`, `arun`, iteration, `evaluate` or `chat`. These work in scripts,
     in notebooks and inside a running event loop: the training has a thread and an event loop of
-    its own, and handles no signals. It goes on from its newest checkpoint.
+    its own, and handles no signals. A training continues from the run's newest checkpoint.
 
     Args:
         agents: the agents; or the name of a team that ships (`mcore-mas list teams`), with its
@@ -66,7 +66,7 @@ class Run:
         tasks: tasks, (prompt, answer) pairs or rows with a prompt, an answer and optionally an id,
             such as those of a data set; a file or hub's id, as `load_tasks` takes it; a mapping of
             splits to any of these; or the `data` section of a config, such as a generator. A tenth
-            of train is held out for each of validation and test that is not given.
+            of train is held out for validation, and another for test, unless they are given.
         policies: a model for all policies, or a model or section for each. A model is a folder, or
             the hub's id of a model that was downloaded.
         env: the environment: a function or class that takes a task, or the name of one that ships.
@@ -75,7 +75,7 @@ class Run:
             function of a `group` that returns the group with rewards on its turns; or the name of
             an allocator that ships (`mcore-mas list allocators`). By default that of the team, or
             shared_outcome.
-        folder: folder of the run, which has all of its files.
+        folder: folder of the run, for all of its files; its name is the name of the run.
         settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr,
             1e-6); names of groups of configs (advantage="grpo"); sections
             (engine={"max_length": 256}); which agents share weights in a team that ships
@@ -83,7 +83,7 @@ class Run:
 
     Raises:
         ConfigError: a setting is not valid.
-        ArgumentError: an argument cannot be used, or this machine cannot run it.
+        ArgumentError: an argument cannot be used, or this machine cannot train the run.
     """
 
     def __init__(
@@ -103,22 +103,17 @@ class Run:
         check_given("tasks", tasks)
         check_given("policies", policies)
         self.folder = Path(folder).expanduser()
-        if len(self.folder.name) > MAX_NAME_CHARS:
-            raise ArgumentError(
-                f"folder: {self.folder.name:.80}… has {len(self.folder.name)} characters; the name of "
-                f"a run has at most {MAX_NAME_CHARS}"
-            )
-        for path in (self.folder, *self.folder.parents):
-            if path.exists() and not path.is_dir():
-                raise ArgumentError(f"folder: {path} is a file; name the folder of the run")
+        _check_folder(self.folder)
         name = self.folder.name
-        split: dict[str, list[Task]] = {}
-        data = tasks
-        if not _is_data_section(tasks):
-            split = split_tasks(tasks)
-            data = {split_name: [str(self._task_file(split_name))] for split_name in split}
 
-        tasks_per_step = min(_TASKS_PER_STEP, len(split["train"])) if split else _TASKS_PER_STEP
+        tasks_by_split: dict[str, list[Task]] = {}
+        data = tasks
+        tasks_per_step = _TASKS_PER_STEP
+        if not _is_data_section(tasks):
+            tasks_by_split = split_tasks(tasks)
+            data = {split: [str(self._task_file(split))] for split in tasks_by_split}
+            tasks_per_step = min(_TASKS_PER_STEP, len(tasks_by_split["train"]))
+
         chosen.sections["trainer"].setdefault("tasks_per_step", tasks_per_step)
         sections = {
             "run": name,
@@ -134,10 +129,9 @@ class Run:
 
         self._values = resolve(overrides, sections=plain_values(merged(sections, chosen.sections)))
         default_env = self._values["env"]["name"]
-        self._tasks = {
-            split_name: [replace(task, env=task.env or default_env) for task in split_tasks_]
-            for split_name, split_tasks_ in split.items()
-        }
+        self._tasks: dict[str, list[Task]] = {}
+        for split, given in tasks_by_split.items():
+            self._tasks[split] = [replace(task, env=task.env or default_env) for task in given]
         self.config = RunConfig.from_values(self._values, f"run '{name}'")
         _check_run(self.config, self._tasks.get("train"))
         self._training: TrainingThread | None = None  # that of the newest loop
@@ -173,7 +167,7 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[StepRow]:
-        """Train, and yield the metrics of each step. Leaving the loop saves a checkpoint.
+        """Train, and yield the metrics of each step; leaving the loop saves a checkpoint.
 
         Raises:
             Exception: the error that ended the training, such as a TrainingError.
@@ -198,7 +192,11 @@ class Run:
             await asyncio.to_thread(training.close)
 
     def _start_training(self) -> TrainingThread:
-        """Start from the newest checkpoint, after that of an earlier loop has been saved."""
+        """Write and check the inputs, and start the training; first end that of an earlier loop.
+
+        Raises:
+            ArgumentError: an agent's prompt leaves no room for its reply.
+        """
         if self._training is not None:
             # A `break` out of `async for` does not wait until the generator is closed.
             self._training.close()
@@ -257,11 +255,11 @@ class Run:
     ) -> None:
         """Print the credit that an estimator assigns to the turns of a step.
 
-        Every turn is printed with its advantage, and the turns with which it was compared.
+        The groups that are compared are printed, and every turn's reward, vote and advantage.
 
         Args:
-            advantage: an estimator (`mcore-mas list estimators`), also another than that of the
-                run; by default those of the run's config.
+            advantage: an estimator (`mcore-mas list estimators`), not necessarily one of the run; by
+                default those of the run's config.
             step: step of the training, by default the newest.
             task: the only task to print, by default the first three.
             options: options of the estimator.
@@ -335,7 +333,7 @@ class Run:
     def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:
         """Have the team play prompts as tasks, and return its conversations.
 
-        Without prompts they are read from the terminal, until an empty line or Ctrl-D.
+        If no prompts are given, they are read from the terminal until an empty line or Ctrl-D.
 
         Raises:
             ConfigError: there is no such state.
@@ -359,6 +357,18 @@ class Run:
         curves = key_curves({self.config.run: metrics}) if metrics else ""
         folder = escape(str(self.folder))
         return f"<p>{folder}: {steps} of {self.config.trainer.steps} steps</p>{curves}"
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ArgumentError unless a run can be written to a folder of this name."""
+    if len(folder.name) > MAX_NAME_CHARS:
+        raise ArgumentError(
+            f"folder: {folder.name:.80}… has {len(folder.name)} characters; the name of a run has at "
+            f"most {MAX_NAME_CHARS}"
+        )
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ArgumentError(f"folder: {path} is a file; name the folder of the run")
 
 
 def _is_data_section(tasks: Any) -> bool:
@@ -417,7 +427,8 @@ def _converse_in_thread(
 ) -> list[Conversation]:
     """Queue prompts one by one, and take the trajectory of each from a team in a thread.
 
-    Prompts of a person are read in the caller's thread, which receives Ctrl-C.
+    Without `prompts`, they are read from the terminal. This is done in the caller's thread, because
+    Ctrl-C interrupts that thread.
     """
     conversations: list[Conversation] = []
     is_interactive = not prompts

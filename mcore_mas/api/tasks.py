@@ -25,7 +25,7 @@ from rollout.tasks.files import PLAIN, distinct_tasks, read_task_file
 from rollout.tasks.hub_datasets import located_dataset, not_downloaded
 from rollout.tasks.splits import SPLITS
 
-_LEAST_TASKS = 3  # one for each split
+_MIN_TASKS = 3  # one for each split
 _HELD_OUT = 10  # a tenth of train is held out for each split that is not given
 
 
@@ -41,14 +41,15 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             `id` of a row is the task's. Tasks that name no environment get "".
 
     Raises:
-        ArgumentError: an item is not a task, a task of train is also in validation or test, or a
-            split would be taken from a train split of fewer than three tasks.
+        ArgumentError: an item is not a task, an id is given twice or is not valid, a split has an
+            unknown name, a task of train is also in a split that is taken from train, or train has
+            fewer than three tasks and a split would be taken from it.
     """
     items = _items_by_split(tasks)
     train = items["train"]
-    if len(train) < _LEAST_TASKS and len(items) < len(SPLITS):
+    if len(train) < _MIN_TASKS and len(items) < len(SPLITS):
         raise ArgumentError(
-            f"{len(train)} tasks; expected {_LEAST_TASKS} or more: a tenth is for validation, a "
+            f"{len(train)} tasks; expected {_MIN_TASKS} or more: a tenth is for validation, a "
             "tenth for the test"
         )
 
@@ -64,10 +65,13 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
         for split in SPLITS
     }
     for split in items:
-        # The splits that were taken from train share its ids.
-        taken = missing_splits if split == "train" else ()
-        if split not in missing_splits:
-            _check_ids(split, [task for name in (split, *taken) for task in result[name]])
+        if split in missing_splits:
+            continue
+        given = list(result[split])
+        if split == "train":  # the user gave the tasks of the missing splits as tasks of train
+            for missing in missing_splits:
+                given += result[missing]
+        _check_ids(split, given)
     _check_disjoint(result, missing_splits)
     return result
 
@@ -115,11 +119,11 @@ def _as_rows(items: Iterable[Any]) -> Iterable[Any]:
 
 
 def _check_disjoint(tasks: Mapping[str, Sequence[Task]], missing_splits: Sequence[str]) -> None:
-    """Raise ArgumentError if a task occurs twice, in train and in a split that was taken from train."""
-    trained = {(task.prompt, task.answers) for task in tasks["train"]}
+    """Raise ArgumentError if a task is in train and in a split that was taken from train."""
+    in_train = {(task.prompt, task.answers) for task in tasks["train"]}
     for split in missing_splits:
         for task in tasks[split]:
-            if (task.prompt, task.answers) in trained:
+            if (task.prompt, task.answers) in in_train:
                 raise ArgumentError(
                     f"tasks: {task.prompt!r:.80} comes twice, and would be in train and {split}; "
                     f'take it out once, or give the split: tasks={{"train": ..., "{split}": ...}}'
@@ -183,8 +187,8 @@ def load_tasks(
         limit: largest number of tasks.
 
     Raises:
-        ArgumentError: the data set is not on this machine, or a column is mistyped.
-        RecordError: it has no such subset or split, or a row does not fit the format.
+        ArgumentError: the data set is not on this machine, or an argument is not valid.
+        RecordError: the data set has no such subset or split, or a row does not fit the format.
     """
     rows = None if isinstance(given, str | Path) else _as_rows(given)
     options = {

@@ -22,18 +22,19 @@ class TrainingThread:
 
         self._folder = config.parent
         self._stop = StopSignal(signals=False)
-        # Rows of metrics; at last an error, or None if the training is over.
+        # Rows of metrics; then the error that ended the training, or None if there was none.
         self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
-        self._continue: queue.Queue[bool] = queue.Queue()  # for each row: True to take another step
-        self._awaits_answer = False
+        # For each row: True to take another step, False to stop.
+        self._continue: queue.Queue[bool] = queue.Queue()
+        self._awaits_answer = False  # True while the training waits for the answer to a row
         # A daemon, so that a second Ctrl-C ends the program without waiting for it.
         self._thread = threading.Thread(
             target=self._train, args=(config,), name="training", daemon=True
         )
         self._interrupted = False  # True once Ctrl-C has ended the wait for the thread
         self._thread.start()
-        # A program may end in the middle of its loop. Then the checkpoint must be saved before the
-        # executors of asyncio end, and callbacks of `atexit` run only after that.
+        # A program may end in the middle of its loop. Then the checkpoint must be saved before
+        # asyncio's executors shut down; callbacks of `atexit` would run after that.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]
 
     def next(self) -> StepRow | None:
