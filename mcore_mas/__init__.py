@@ -18,23 +18,27 @@ PACKAGES = ("mcore_mas", "rollout", "retrieval")  # packages of this distributio
 
 
 def package_folders() -> list[Path]:
-    """Return the folders of this distribution's packages, each as its import finds it."""
-    return [Path(str(find_spec(name).origin)).parent for name in PACKAGES]
+    """Return the folders from which this distribution's packages are imported."""
+    folders = []
+    for name in PACKAGES:
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            folders.append(Path(spec.origin).parent)
+    return folders
 
 
 def _check_packages() -> None:
     """Raise ImportError if another folder hides `rollout` or `retrieval`, such as one of the user's project."""
     for name in PACKAGES[1:]:
         spec = find_spec(name)
-        folders = (
-            []
-            if spec is None
-            else [Path(folder) for folder in spec.submodule_search_locations or ()]
-        )
-        if _CHECKOUT / name not in [folder.resolve() for folder in folders]:
-            at = f"{spec.origin or folders[0]}" if spec is not None else "nowhere"
+        folders: list[str] = []
+        found = "nowhere"
+        if spec is not None:
+            folders = list(spec.submodule_search_locations or ())
+            found = spec.origin or folders[0]  # a folder without __init__.py has no origin
+        if _CHECKOUT / name not in [Path(folder).resolve() for folder in folders]:
             raise ImportError(
-                f"mcore_mas needs its own package '{name}' from {_CHECKOUT / name}, and Python finds {at}: "
+                f"mcore_mas needs its own package '{name}' from {_CHECKOUT / name}, and Python finds {found}: "
                 f"rename that folder or file, or start Python in another folder"
             )
 
@@ -49,9 +53,9 @@ if 0 < gc.get_threshold()[0] < 10_000:
 
 
 def resolve_page_paths(text: str) -> str:
-    """Replace names of this distribution's pages, such as docs/tables.md, by their full paths.
+    """Replace names of this distribution's pages and schemas, such as docs/tables.md, by their full paths.
 
-    Names of files in the current folder stay.
+    The name of a file that the current folder has stays.
     """
     import re
 
@@ -90,7 +94,7 @@ def code_commit() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of `mcore_mas.api`, which is imported when the first one is used."""
+    """Return the version, or a public name of `mcore_mas.api`, which is imported when one is first used."""
     if name == "__version__":
         return version("mcore-mas")
     if name.startswith("_"):

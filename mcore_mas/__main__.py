@@ -5,11 +5,11 @@ import sys
 from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
 from rollout.base.processes import say
 
-_STOPPABLE = {"train", "evaluate"}  # commands that go on from what is saved
+_STOPPABLE = {"train", "evaluate"}  # commands that save their state when they are stopped
 
 
 def main() -> None:
-    """Run a command. The stop signals of long commands are handled before the slow imports."""
+    """Run a command; those in `_STOPPABLE` handle stop signals already during the slow imports."""
     try:
         if not _STOPPABLE.isdisjoint(sys.argv):
             stop_at_start()
