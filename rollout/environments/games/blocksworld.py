@@ -37,7 +37,7 @@ class BlocksTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocksworld(Game[BlocksTable]):
-    """Rules with a reward of 1 for the goal and else 0, as in the released code of Stronger-MAS."""
+    """Rules of Blocksworld with the rewards of Stronger-MAS's released code: 1 for the goal, else 0."""
 
     solved_reward: float = 1.0
     fail: float = 0.0
@@ -72,7 +72,8 @@ class Blocksworld(Game[BlocksTable]):
         if not moves or any(len(move) != 2 for move in moves):
             return None
         played = puzzles.one_by_one(self, state, moves, _move)
-        return replace(played, reward=self.solved_reward if self.solved(played.state) else 0.0)
+        reward = self.solved_reward if self.solved(played.state) else 0.0
+        return replace(played, reward=reward)
 
     def solved(self, state: BlocksTable) -> bool:
         return state.now == state.goal
@@ -116,9 +117,13 @@ def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
 
 
 def _move(state: BlocksTable, move: Sequence[str]) -> Played[BlocksTable]:
-    after = dict(_moves(state.now)).get(" ".join(move))
-    moved = replace(state, now=after or state.now, moves=state.moves + 1)
-    return Played(state=moved, reward=0.0, impossible=after is None)
+    """Make one move, which may be impossible."""
+    stacks = dict(_moves(state.now)).get(" ".join(move))
+    if stacks is None:
+        after = replace(state, moves=state.moves + 1)
+        return Played(state=after, reward=0.0, impossible=1)
+    after = replace(state, now=stacks, moves=state.moves + 1)
+    return Played(state=after, reward=0.0)
 
 
 def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:

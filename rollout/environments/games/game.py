@@ -37,7 +37,8 @@ class Played(Generic[_State]):
     """Result of a list of actions.
 
     Attributes:
-        impossible: number of actions that the state did not allow and that changed nothing.
+        impossible: number of actions that the rules did not allow in their state; they changed
+            nothing.
     """
 
     state: _State
@@ -178,7 +179,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         if self._done and not solved:
             reward += game.fail
 
-        # Two teams agree if they leave the same state.
+        # The answer is the state, so two trajectories have the same answer if they reach the same state.
         has_acted = self._turns > self._malformed_actions
         return Step(
             observation=game.show(state) + _note(played),
@@ -253,7 +254,7 @@ def items(text: str) -> list[str]:
 
 
 def letters(text: str, alphabet: str) -> list[str]:
-    """Return the actions of a list of single letters, with or without commas; [] if it is none.
+    """Return the letters of a list of actions, with or without commas; [] if one is not in `alphabet`.
 
     `R, R, D` and `R R D` are equal lists of the alphabet "UDLR".
     """

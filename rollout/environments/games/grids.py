@@ -173,7 +173,7 @@ class PlanPath(_GridGame[Walk]):
             reward += self.goal
             if after.moves == after.fewest_moves:
                 reward += self.shortest
-        return Played(state=after, reward=reward, impossible=not possible)
+        return Played(state=after, reward=reward, impossible=0 if possible else 1)
 
     def solved(self, state: Walk) -> bool:
         return state.position == state.goal_cell
@@ -350,7 +350,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
         if self.solved(after):
             reward += self.win
-        return Played(state=after, reward=reward, impossible=pushed is None)
+        return Played(state=after, reward=reward, impossible=0 if pushed else 1)
 
     def solved(self, state: SokobanRoom) -> bool:
         return state.boxes == state.goals
@@ -360,7 +360,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         return {"progress": len(state.boxes & state.goals) / len(state.boxes)}
 
     def solve(self, state: SokobanRoom) -> str | None:
-        """Return a shortest solution as moves with spaces between them; None if the room cannot be solved any more."""
+        """Return a shortest list of moves; None if the room can no longer be solved."""
 
         def successors(node: _PlayerAndBoxes) -> Iterator[tuple[str, _PlayerAndBoxes]]:
             player, boxes = node

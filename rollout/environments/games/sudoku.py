@@ -40,10 +40,10 @@ class Sudoku(Game[SudokuGrid]):
     One equation holds for whole grids and for single cells:
 
     r = step · n + (solved + efficient · e) if the grid is solved, else
-    r = step · n + progress · Δfilled + constraint · Δkept + broken · b
+    r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b
 
     n is 1 for a whole grid and else the number of cells. e is 1 if no more cells were changed than
-    were empty. filled is the share of cells with a digit. kept sums, over the rows, columns and
+    were empty. filled is the share of cells with a digit. satisfied sums, over the rows, columns and
     boxes without a repeated digit, the number of their digits less one. b is 1 if a digit repeats.
     An action that contradicts a given digit writes nothing and has the reward step · n + broken.
     """
@@ -65,8 +65,8 @@ class Sudoku(Game[SudokuGrid]):
         given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
         if size not in (4, 9) or len(rows[0]) != size or max(given) > size:
             raise puzzles.BadPuzzle(
-                f"Sudoku: {size} rows of {len(rows[0])}; "
-                "expected 4 of 4 or 9 of 9, with digits up to that"
+                f"Sudoku: {size} rows of {len(rows[0])} cells; "
+                "expected 4 rows of 4 with digits up to 4, or 9 rows of 9"
             )
         solution = _solution(given)
         if solution is None:
@@ -86,18 +86,20 @@ class Sudoku(Game[SudokuGrid]):
         contradicted = sum(state.given[index] not in (0, digit) for index, digit in writes)
         if contradicted:
             return Played(state=state, reward=cost + self.broken, impossible=contradicted)
+
         cells = list(state.cells)
         changed = 0
         for index, digit in writes:
             changed += cells[index] != digit
             cells[index] = digit
         after = replace(state, cells=tuple(cells), writes=state.writes + changed)
+
         if self.solved(after):
-            efficient = after.writes <= state.given.count(0)
-            reward = cost + self.solved_reward + (self.efficient if efficient else 0.0)
+            is_efficient = after.writes <= state.given.count(0)
+            reward = cost + self.solved_reward + (self.efficient if is_efficient else 0.0)
         else:
             reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
-            reward += self.constraint * (_kept(after.cells) - _kept(state.cells))
+            reward += self.constraint * (_satisfied(after.cells) - _satisfied(state.cells))
             reward += self.broken if _repeats(after.cells) else 0.0
         return Played(state=after, reward=reward)
 
@@ -162,14 +164,15 @@ def _solution(given: Cells) -> Cells | None:
 
 
 @lru_cache
-def _units(size: int) -> tuple[Cells, ...]:
+def _units(size: int) -> tuple[tuple[int, int, int], ...]:
     """Return the row, column and box of each cell, numbered together from 0 to 3 * size - 1."""
     side = isqrt(size)
-    return tuple(
-        (row, size + column, 2 * size + row // side * side + column // side)
-        for row in range(size)
-        for column in range(size)
-    )
+    units = []
+    for row in range(size):
+        for column in range(size):
+            box = row // side * side + column // side
+            units.append((row, size + column, 2 * size + box))
+    return tuple(units)
 
 
 def _by_unit(cells: Cells) -> list[list[int]]:
@@ -187,8 +190,8 @@ def _repeats(cells: Cells) -> bool:
     return any(len(set(unit)) < len(unit) for unit in _by_unit(cells))
 
 
-def _kept(cells: Cells) -> int:
-    """Sum the digits less one over the rows, columns and boxes without a repeated digit."""
+def _satisfied(cells: Cells) -> int:
+    """Sum the number of digits less one over the rows, columns and boxes without a repeated digit."""
     return sum(max(len(unit) - 1, 0) for unit in _by_unit(cells) if len(set(unit)) == len(unit))
 
 

@@ -271,7 +271,7 @@ def test_no_path_is_shorter_than_the_solution() -> None:
         ("plan_path", "x\nS G ?", r"unknown sign '\?'"),
         ("sokoban", "# # #\n# @ #\n# # #", "1 players, 0 boxes, 0 goals"),
         ("sokoban", "@ $ .", "walls all around"),
-        ("sudoku", "1 . 3\n. . .\n. . .", "3 rows of 3; expected 4 of 4"),
+        ("sudoku", "1 . 3\n. . .\n. . .", "3 rows of 3 cells; expected 4 rows of 4"),
         ("sudoku", "1 1 . .\n. . . .\n. . . .\n. . . .", "no solution"),
         ("blocksworld", "now: A B\ngoal: A", "with the same blocks"),
         ("blocksworld", "A on B", "with the same blocks"),
