@@ -34,6 +34,7 @@ _COMPARISONS: dict[type[ast.cmpop], Comparison] = {
     ast.Is: "is",
     ast.IsNot: "is not",
 }
+# The negation of `<` is not `>=`: both are false for NaN and for sets that do not contain each other.
 _NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -68,8 +69,19 @@ _LEAVING_CONTEXTS = ("raises", "assertRaises", "assertRaisesRegex", "suppress")
 
 # Modules of the standard library that tests compute expected values with.
 _COMPUTING_MODULES = {
-    *("cmath", "collections", "decimal", "difflib", "fractions", "functools", "itertools", "math"),
-    *("numbers", "operator", "re", "statistics", "string"),
+    "cmath",
+    "collections",
+    "decimal",
+    "difflib",
+    "fractions",
+    "functools",
+    "itertools",
+    "math",
+    "numbers",
+    "operator",
+    "re",
+    "statistics",
+    "string",
 }
 
 # Number of the first site and of the first test. It is not a value that a test is likely to expect,
@@ -136,8 +148,8 @@ class HiddenTestFile:
         constants: literal values of module-level names that the tests never change.
         stable_names: module-level names that are bound once, and whose values the tests never
             change.
-        names: all names that the file may bind at its top; None if they are unknown.
-        rebound_names: names that functions of the file bind at its top.
+        names: all names that the file may bind at module level; None if they are unknown.
+        rebound_names: module-level names that functions of the file declare `global`.
         computing_modules: modules of the standard library with which the file may compute
             expected values.
     """
@@ -171,6 +183,7 @@ def instrument(source: str) -> HiddenTestFile:
         _instrument_test(file, function, f"{prefix}{function.name}", trusted_names)
     for constant in set(file.constants) - _names_in_use(tree, set(file.constants)):
         _blank_constant(tree.body, constant)
+        # At the end of a test the sandbox reports the constant's value, which must be this one.
         file.constants[constant] = None
 
     ast.fix_missing_locations(tree)
@@ -262,7 +275,7 @@ def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
 
 
 class _TestRewriter:
-    """Rewriting of one test function."""
+    """Rewriter of one test function."""
 
     def __init__(
         self,
@@ -503,7 +516,7 @@ class _TestRewriter:
 
 
 def _simplify(test: ast.expr) -> ast.expr:
-    """Return a comparison that is true if the test is: of `not a == b` and `(a == b) is True`."""
+    """Return `not a == b` as `a != b`, and `(a == b) is True` as `a == b`; other tests as they are."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Compare(ops=[operator]) as comparison):
             negation = _NEGATIONS.get(type(operator))
@@ -519,7 +532,7 @@ def _simplify(test: ast.expr) -> ast.expr:
 
 
 class _ComparisonGuard(ast.NodeTransformer):
-    """Replacement of all comparisons of two operands inside of an expression."""
+    """Transformer that replaces all comparisons of two operands inside of an expression."""
 
     def __init__(
         self, compare_call: Callable[[ast.expr, Comparison, ast.expr, ast.expr], ast.expr]
@@ -586,7 +599,7 @@ def _literal_assignment(statement: ast.stmt) -> tuple[str, Any]:
 
 
 def _local_constants(function: _Function) -> dict[str, Any]:
-    """Return the literal values of local names that are assigned once, at the function's top."""
+    """Return the literal values of local names that are assigned once, outside of inner blocks."""
     assignments = _count_assignments(function)
     constants = {}
     for statement in function.body:
@@ -659,7 +672,7 @@ def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
 
 
 def _bound_names(tree: ast.Module) -> list[str] | None:
-    """Return the names that a file may bind at its top; None if it has `from module import *`."""
+    """Return the names that a file may bind at module level; None for `from module import *`."""
     names = set(_count_assignments(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -712,7 +725,7 @@ def _trusted_names(tree: ast.Module) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParameterSlot:
-    """Place of a parameter's value in the list of a `parametrize` decorator.
+    """Position of a parameter's value in the list of a `parametrize` decorator.
 
     Attributes:
         container: elements of one set of parameters, or of the whole list.
@@ -726,7 +739,7 @@ class _ParameterSlot:
 
 
 def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
-    """Return the places of parameters all of whose values are literals, by parameter."""
+    """Return the slots of each parameter whose values are all literals, by parameter."""
     parameters: dict[str, list[_ParameterSlot]] = {}
     for decorator in function.decorator_list:
         if not isinstance(decorator, ast.Call) or _called_name(decorator) != "parametrize":

@@ -34,7 +34,8 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda left, right: type(left) is type(right) and left == right,
     "is not": lambda left, right: type(left) is not type(right) or left != right,
 }
-# Operators that mean the same with the operands in the other order.
+# Operators that mean the same with the operands in the other order; `v has c` means `c in v`. `not in`
+# is looked up as `in`, and its result is negated.
 _MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "has", "not in": "has"}
 # The text of a reported value is "=" and a literal for plain data. For another value it is _UNKNOWN, or
 # "!" and one entry for each candidate, separated by ";": the operators that are true between the value
@@ -128,9 +129,9 @@ class _TestVerdict:
     """Verdict on a test.
 
     Attributes:
-        passes: False if the test has failed.
-        open_sites: expected values by the key of sites whose values could not be compared with
-            them outside of the sandbox.
+        passes: False if the test has failed; True is final only without open sites.
+        open_sites: expected values of the sites whose reported values could not be compared
+            outside of the sandbox, by the key of the site.
     """
 
     passes: bool = False
@@ -164,7 +165,7 @@ class _Judge:
         return verdicts
 
     def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
-        """Return True if a test has reached its end and all sites that lie on the way to it."""
+        """Return True if a test has reached its end and all sites on the way, with constants unchanged."""
         tests = self._tests_of_function(name)
         if not tests:
             # The function is not in the file, so only pytest knows about its end.
@@ -181,6 +182,8 @@ class _Judge:
 
     def _tests_of_function(self, name: str) -> list[HiddenTest]:
         """Return the functions of the file that a test may have run; several if it is inherited."""
+        # A name of pytest is `path/test_a.py::TestAdd::test_one[parameters]`. The separator is a
+        # pattern, because the architecture test takes its text for an address to listen on.
         _, *parts = re.split(r":{2}", name.partition("[")[0])
         qualified_name = ".".join(parts)
         if qualified_name in self._file.tests:
@@ -221,7 +224,8 @@ class _Judge:
                 withheld = self._file.withheld.get(token)
                 if withheld is None or withheld.parameter != site.parameter:
                     return False
-                if f"withheld{token}" not in name.partition("[")[2].rstrip("]").split("-"):
+                parameters_in_name = name.partition("[")[2].rstrip("]").split("-")
+                if f"withheld{token}" not in parameters_in_name:
                     return False
                 expected = withheld.value
 
