@@ -33,12 +33,13 @@ _COMPARER = Comparer()
 def compare_answers(given: str, truth: str) -> AnswerComparison:
     """Compare an answer with the truth.
 
-    A given answer that cannot be understood, or that asks for too much before it is read, is
-    different. Undecided are a truth that asks for too much, an answer of which math-verify read a
-    part only, and a comparison that ran into a limit of its process. Four rules are stricter than
-    math-verify: every side of an equation that is a number has to be the truth; of two units of
-    length, mass, time or angle, or powers and quotients of them, both are the same; a set is no
-    tuple; a decimal with fewer than six digits is exact.
+    DIFFERENT is also the result for a given answer that cannot be read, or that is over a limit
+    (`is_refused`). UNDECIDED is the result for a truth over a limit, for an answer of which
+    math-verify read only a part, and if the comparison reached a limit of its process.
+
+    Four rules are stricter than math-verify's. Every side of a given equation that is a number must
+    equal the truth. If both answers have units (math.yaml), these must be the same. A set does not
+    equal a tuple. A decimal with fewer than six digits is exact.
 
     Args:
         given: LaTeX of an answer.
@@ -53,7 +54,7 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
 async def compare_with_any(given: str, truths: Sequence[str]) -> AnswerComparison:
     """Compare an answer with several truths; return the best result.
 
-    Answers whose texts decide are compared at once, others on a thread.
+    Short answers are compared on the event loop if their texts decide, others on a thread.
     """
     with suppress(_NotDecidedByText):
         if len(given) <= _TEXT_ON_LOOP_CHARS:
@@ -107,15 +108,19 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
     truth_unit = _unit_powers(truth)
     if given_unit and truth_unit and given_unit != truth_unit:
         return AnswerComparison.DIFFERENT
+
     given_names = set(_NAME.findall(given.lower()))
     truth_names = set(_NAME.findall(truth.lower()))
-    is_list_of_names = min(len(given_names), len(truth_names)) > 0 and (
-        max(len(given_names), len(truth_names)) > 1
-    )
-    if is_list_of_names and given_names != truth_names:
+    # Lists of values with names, such as `x=1,y=2`, must have the same names.
+    both_name_values = bool(given_names and truth_names)
+    one_names_several = len(given_names) > 1 or len(truth_names) > 1
+    if both_name_values and one_names_several and given_names != truth_names:
         return AnswerComparison.DIFFERENT
-    if given.rpartition("=")[2].startswith("\\{") and _TUPLE.fullmatch(truth):
+
+    given_is_set = given.rpartition("=")[2].startswith("\\{")
+    if given_is_set and _TUPLE.fullmatch(truth):
         return AnswerComparison.DIFFERENT
+
     if "=" not in truth:
         *sides, last_side = _EQUATION.split(given)
         for side in filter(_is_numeric, sides):
@@ -159,15 +164,16 @@ def _raise_not_decided(given: str, truth: str) -> AnswerComparison:
 
 
 _UNIT_NAMES = read_yaml(Path(__file__).with_name("math.yaml"))
-_UNITS: dict[str, str] = {
-    name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *names)
-}
+_UNITS: dict[str, str] = {unit: unit for unit in _UNIT_NAMES}  # unit by name
+for _unit, _names in _UNIT_NAMES.items():
+    _UNITS.update(dict.fromkeys(_names, _unit))
 _MARKED_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
 _DEGREE_SIGN = re.compile(r"\^(?:\\circ ?|\{\\circ ?\})")
 _UNIT_QUOTIENT = re.compile(r"\\frac\{(~[^{}]*)\}\{(~[^{}]*)\}$")
 _UNIT_PARTS = r"(?:[~/]*[a-zA-Z]+(?:\^\{?-?\d\}?)?)+$"
 _UNIT_SUFFIX = re.compile(rf"~{_UNIT_PARTS}|(?<=\d){_UNIT_PARTS}")
 _UNIT_PART = re.compile(r"([~/]*)(square|sq|cubic)?([a-zA-Z]+)(?:\^\{?(-?\d))?")
+_POWER_OF_WORD = {"": 1, "square": 2, "sq": 2, "cubic": 3}
 
 
 def _unit_powers(normalized: str) -> dict[str, int]:
@@ -185,20 +191,22 @@ def _unit_powers(normalized: str) -> dict[str, int]:
         return {}
 
     powers: dict[str, int] = {}
-    for separator, area, name, power in _UNIT_PART.findall(suffix[0]):
-        unit = _known_unit(name, power)
+    for separator, word, name, exponent in _UNIT_PART.findall(suffix[0]):
+        unit = _known_unit(name, exponent)
         if unit is None:
             return {}
-        size = int(power or {"": 1, "cubic": 3}.get(area, 2))
-        powers[unit] = powers.get(unit, 0) + (-size if "/" in separator else size)
+        power = int(exponent) if exponent else _POWER_OF_WORD[word]
+        if "/" in separator:
+            power = -power
+        powers[unit] = powers.get(unit, 0) + power
     return powers
 
 
-def _known_unit(name: str, power: str) -> str | None:
+def _known_unit(name: str, exponent: str) -> str | None:
     """Return the unit of this name, also in the plural; None if it is not known."""
     word = name.lower().replace("metre", "meter")
     if word in _UNITS:
         return _UNITS[word]
-    if power.startswith("-"):
+    if exponent.startswith("-"):
         return None  # the s of `m s^{-1}` makes no plural
     return _UNITS.get(word.removesuffix("s"))

@@ -199,8 +199,10 @@ def _read(text: str) -> Any:
         if all(_RELATION.search(part) for part in parts):
             return _read_junction(text)
         expression = _parse(",".join(parts))
-        is_named = isinstance(expression, sympy.Eq)  # as in `x=5 or 6`
-        if not isinstance(expression.rhs if is_named else expression, sympy.FiniteSet):
+        values = expression
+        if isinstance(expression, sympy.Eq):  # as in `x=5 or 6`
+            values = expression.rhs
+        if not isinstance(values, sympy.FiniteSet):
             return None  # a part was not read, as in `5 or more`
     else:
         expression = _parse(text)
@@ -273,8 +275,10 @@ def _are_equal(guess: Any, gold: Any) -> bool:
         return False
     if _is_number(guess) and _is_number(gold):
         return _numbers_are_equal(guess, gold)
-    if _interval_set(guess) is not None and _interval_set(gold) is not None:
-        return bool(_interval_set(guess) == _interval_set(gold))
+    guess_set = _interval_set(guess)
+    gold_set = _interval_set(gold)
+    if guess_set is not None and gold_set is not None:
+        return bool(guess_set == gold_set)
     equal = verify(
         _exact(gold),
         _exact(guess),
@@ -312,7 +316,8 @@ def _interval_set(expression: Any) -> Any:
     is_inequality = isinstance(expression, sympy.core.relational.Relational) and not isinstance(
         expression, sympy.Eq
     )
-    if (is_inequality or isinstance(expression, sympy.And)) and len(expression.free_symbols) == 1:
+    has_solutions = is_inequality or isinstance(expression, sympy.And)
+    if has_solutions and len(expression.free_symbols) == 1:
         return _exact(expression).as_set()
     return None
 
@@ -372,15 +377,18 @@ def _values_are_equal(guess: Any, gold: Any) -> bool:
         return bool(_exact(guess).doit() == _exact(gold).doit())
     if _are_exact(guess, gold):
         return bool(_exact(guess).doit() == _exact(gold).doit())
+
     difference = abs(guess_value - gold_value)
     size = max(abs(guess_value), abs(gold_value))
     if gold_value == 0 or guess_value == 0:
         return bool(size <= _TINY and sympy.simplify(_exact(guess) - _exact(gold)) == 0)
+
     if tolerance == 0 and not guess.has(sympy.Float) and not gold.has(sympy.Float):
         if difference > size * _TINY:
             return False
         difference = abs(_value(guess, _MANY_DIGITS) - _value(gold, _MANY_DIGITS))
         return bool(difference <= size * sympy.Float(f"1e-{_MANY_DIGITS - 15}"))
+
     if _significant_digits(guess) >= _FLOAT_DIGITS:
         tolerance = max(tolerance, size * _FLOAT_ERROR)
     return bool(difference <= max(tolerance, size * _TINY))

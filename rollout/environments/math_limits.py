@@ -47,7 +47,7 @@ def is_refused(text: str) -> bool:
 
 
 def _estimate_size(text: str) -> int:
-    """Estimate the value of an expression, at most _BEYOND: a sum of products, a letter counts 1."""
+    """Estimate the value of an expression, at most _BEYOND, as a sum of products; a letter counts 1."""
     total = 0
     product = 1
     factor = 1
@@ -58,7 +58,9 @@ def _estimate_size(text: str) -> int:
         position = token.end()
         if token["number"]:
             product *= factor
-            factor = int(token["number"].split(".")[0]) + bool(token["decimals"])
+            factor = int(token["number"].split(".")[0])
+            if token["decimals"]:
+                factor += 1  # rounded up
         elif token["open"]:
             end = _closing_bracket(text, token.start())
             product *= factor

@@ -139,7 +139,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str:
-    """Return an answer in one notation, without blanks: that of math-verify wherever it is known."""
+    """Return an answer without blanks, in the notation that math-verify reads where there is one."""
     text = _rewrite_systems(_unwrap(answer))
     for written, command in _COMMANDS.items():
         text = text.replace(written, command)
@@ -238,9 +238,11 @@ def _rewrite_sets(text: str) -> str:
 
 
 def _write_interval(match: re.Match[str]) -> str:
-    """Return an interval with round brackets for bounds that square ones turn away from."""
+    """Return an interval with round brackets at its open bounds: `(0,1)` for `]0,1[`."""
     opening, low, high, closing = match.groups()
-    return f"{'(' if opening == ']' else '['}{low},{high}{')' if closing == '[' else ']'}"
+    left = "(" if opening == "]" else "["
+    right = ")" if closing == "[" else "]"
+    return f"{left}{low},{high}{right}"
 
 
 def _write_vulgar_fraction(match: re.Match[str]) -> str:
