@@ -25,16 +25,16 @@ async def python_tools(
     tier: Tier = "auto",
     sandbox: Sandbox | None = None,
 ) -> AsyncIterator[list[Tool]]:
-    """Yield a Python tool whose variables stay from call to call, with a folder of its own.
+    """Yield a tool that runs Python in one session, and tools for the files of its folder.
 
-    The session opens with the first call.
+    Variables and files last from call to call. The session opens with the first call.
 
     Args:
-        files: if true, the agent may also read, write and list files of the folder directly.
+        files: if true, there are also tools that read, write and list files of the folder.
         cell_s: seconds of wall time that a program may take.
         memory_mb: memory that a program may use.
         cores: cores that a program and its children share.
-        disk_mb: size of the folder, and of a file in it.
+        disk_mb: largest size of the folder, and of each file in it.
         tier: tier of isolation of programs on this machine.
     """
     limits = RunLimits(
@@ -45,7 +45,7 @@ async def python_tools(
     async with AsyncExitStack() as stack:
 
         async def open_session() -> Session:
-            """Return the session, which the first call opens."""
+            """Return the session; open it at the first call."""
             nonlocal session
             async with opening:
                 if session is None:

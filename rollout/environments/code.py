@@ -22,6 +22,7 @@ from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
 SOLUTION = '{"solution":'  # prefix of an answer that is a program and no test
 _SHOWN_CHARS = 400  # most characters of an input or output in a report to an agent
+# Verdicts on a test in the words of a report.
 VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
 

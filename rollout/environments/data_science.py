@@ -49,7 +49,7 @@ class DataScienceEnv:
     A fenced program in an action runs as a cell: its variables last until `forget`, its files until
     the end. `<submit>` in an action, or the step number `max_turns`, ends the trajectory:
     `submission.csv` is read from the folder and scored outside the sandbox. A missing or malformed
-    submission gets the reward `malformed`. Any other action changes nothing.
+    submission gets the reward `malformed`. An action without either changes nothing.
 
     Metrics: the score under the name of the task's metric, if a submission was scored; `normalised`
     (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission beats
@@ -64,11 +64,11 @@ class DataScienceEnv:
         cell_s: seconds of wall time that a cell may take.
         memory_mb: memory that a cell may use.
         cores: cores of a cell and of the processes that it starts.
-        disk_mb: size of the folder, and of a file in it.
+        disk_mb: largest size of the folder, and of each file in it.
     """
 
     task: Task = field(kw_only=False)
-    sandbox: Sandbox | None = None  # None: this process's own
+    sandbox: Sandbox | None = None  # None: the sandbox that this process shares
     tier: Tier = "auto"
     reward: Literal["normalised", "gap"] = "normalised"
     malformed: float = 0.0

@@ -28,8 +28,8 @@ class FencedBlock:
     Attributes:
         label: first word after the opening fence in lower case, such as "python"; "" without one.
         content: text between the fences, without the indentation of a list or a quotation.
-        first_line: number of the line of the opening fence.
-        end_line: number of the line that follows the closing fence.
+        first_line: index of the line of the opening fence, from 0.
+        end_line: index of the line that follows the closing fence.
     """
 
     label: str
@@ -41,7 +41,7 @@ class FencedBlock:
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """Yield the closed fenced blocks of a Markdown text, also those in lists and quotations.
 
-    The lines of a block are numbered as `_separate_fences` returns them.
+    The lines of a block are counted in the text that `_separate_fences` returns.
     """
     text = _separate_fences(text)
     lines = _lines(text)
@@ -75,12 +75,12 @@ def last_program(text: str) -> str | None:
 
 
 def without_programs(text: str) -> str:
-    """Return a text without its fenced programs."""
+    """Return a text with blank lines in place of its fenced programs."""
     lines = _lines(_separate_fences(text))
     for block in fenced_blocks(text):
         if not block.label or block.label in _PYTHON_LABELS:
-            for number in range(block.first_line, block.end_line):
-                lines[number] = ""
+            for index in range(block.first_line, block.end_line):
+                lines[index] = ""
     return "\n".join(lines)
 
 

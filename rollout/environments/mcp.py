@@ -36,8 +36,8 @@ class McpServer:
     """Command of a server that communicates over its standard input and output.
 
     Attributes:
-        env: environment variables in addition to the search path and home, which are all that the
-            server inherits.
+        env: environment variables in addition to those that the server inherits: HOME, LOGNAME,
+            PATH, SHELL, TERM and USER.
         outside: True if calls act outside the run, so that a restart must not repeat them.
     """
 
@@ -144,7 +144,8 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
     Args:
         session: `mcp.ClientSession` of the server.
         description: `mcp.types.Tool`.
-        record: record of the calls, which a restart must not repeat; None if it may.
+        record: record of the calls, which answers them when a trajectory is replayed after a
+            restart; None if the calls may be repeated.
     """
     name = description.name
 
@@ -174,6 +175,7 @@ def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Too
     )
     hints = description.annotations
     read_only = bool(hints and hints.read_only_hint)
+    # A replay calls `run` again; for a server that acts outside the run it returns recorded results.
     return Tool(schema=schema, run=run, parallel=read_only, repeat_on_replay=True)
 
 
@@ -182,7 +184,7 @@ class McpEnv:
     """A question to be answered with the tools of MCP servers, started for each trajectory.
 
     `<call>` with JSON calls a tool. `<answer>` ends the trajectory, and the answer is scored against
-    the task's; the last of `max_turns` steps ends it too, with the answer "" if it has none.
+    the task's. Step number `max_turns` ends it too, with the answer "" if the text has no `<answer>`.
     Malformed calls, and failures that a tool reports, are observations. Metrics are `calls`,
     `bad_calls`, `tool_errors`, `answered` and `solved`.
 
@@ -317,7 +319,10 @@ def _parse_call(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict
 
 
 def _env_error(failed: str, error: BaseException) -> EnvError:
-    """Return an EnvError of one line, from the first error of a group; an EnvError is returned."""
+    """Return an EnvError of one line for an error, or for the first one of a group.
+
+    An EnvError is returned as it is.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnvError):

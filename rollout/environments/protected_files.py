@@ -1,4 +1,8 @@
-"""Files of a checkout that a patch cannot change: tests, their settings, and names that hide others."""
+"""Files of a checkout that a patch cannot change.
+
+They are tests, settings of pytest and of the interpreter, and new modules that would be imported in
+place of installed ones.
+"""
 
 import re
 import sys
@@ -23,7 +27,7 @@ _SETTINGS = {
 }
 _SETTINGS_SUFFIXES = (".pth", ".pyc", ".so")
 _METADATA_SUFFIXES = (".dist-info", ".egg-info")  # folders that may register plug-ins of pytest
-# Folders of tests, by which SWE-bench tells the patch of the tests from the repair.
+# Folders of tests, by which SWE-bench separates the patch of the tests from the repair.
 _TEST_FOLDERS = {"test", "tests", "testing", "e2e"}
 _TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
 # Folders whose content is imported by its own name.
@@ -84,7 +88,7 @@ def _hides_installed_module(
 
 
 def _top_level_names(files: Mapping[str, str]) -> set[str]:
-    """Return the names of modules that a checkout has at its top or in a source folder."""
+    """Return the names of modules in a checkout's root folder or in a source folder."""
     names = set()
     for path in files:
         parts = PurePosixPath(path).parts

@@ -33,7 +33,7 @@ _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 # Folders and files of a checkout that are left out.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
-# Answers and checkouts of tasks whose tests fail before the repair.
+# Tasks, as their answers and the folder of checkouts, whose tests were seen to fail before the repair.
 _TASKS_WITH_FAILING_TESTS: set[tuple[str | None, ...]] = set()
 # Words of a checkout's code by the permission that they show it to need (see passed_tests).
 _PERMISSION_WORDS = {
@@ -137,7 +137,7 @@ class _Instance:
     @property
     def test_names(self) -> list[str]:
         """Names of all tests."""
-        return [*chain(*self.tests.values())]
+        return list(chain.from_iterable(self.tests.values()))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -157,7 +157,8 @@ class RepositoryEnv(SandboxedEnv):
         reward: `all`, 1 if every test passes, else 0; or `rate`, the share of tests that pass.
             Only the last step has a reward.
         checkouts: folder of repositories by instance, for tasks that name an instance.
-        cpu_s: CPU seconds that a run of the tests may take; its limit of wall time is three times as long.
+        cpu_s: CPU seconds that a run of the tests may take; it may take three times as long in wall
+            time.
     """
 
     max_turns: PositiveInt = 1
@@ -230,7 +231,7 @@ class RepositoryEnv(SandboxedEnv):
                 return await self._run_pytest(instance, files)
             return await self._run_checks(instance, files)
         except (OSError, ValueError) as error:
-            # A path is not a file name, or it is a folder of another path.
+            # A path is no file name, or is also the folder of another path.
             raise BadPatch("The patched files cannot be written.") from error
 
     async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
@@ -301,7 +302,7 @@ class RepositoryEnv(SandboxedEnv):
 
 
 def _render_files(instance: _Instance) -> str:
-    """List the paths of files, and then the files that agents read with their content."""
+    """Return the paths of the other files, and then the files that agents read with their content."""
     paths = sorted(path for path in instance.sources if path not in instance.shown)
     parts = ["\n".join(paths)] if paths else []
     for path in instance.shown:

@@ -60,8 +60,9 @@ class SearchEnv:
 
     Args:
         top_k: number of passages of a search.
-        style: format of a passage in the observation: a number and the title before the text (Search-R1's `search_r1`,
-            or `verl`); the `text` alone; or the `id`, the title and the text, for agents with the tool `passages`.
+        style: format of a passage in the observation: a number and the title before the text
+            (Search-R1's `search_r1`, or `verl`); the `text` alone; or the `id`, the title and the
+            text, for agents with the tool `passages`.
         reward: score of an answer that is the outcome.
     """
 
@@ -149,7 +150,7 @@ class SearchEnv:
             return None
         except NoRetriever as error:
             raise Unusable(
-                f"{error}; start it, and the run again, which goes on where it was"
+                f"{error}; start the retriever, then start the run again, which resumes"
             ) from error
         except RetrievalError as error:
             raise EnvError(f"the retriever failed: {error}") from error

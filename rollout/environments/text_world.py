@@ -102,7 +102,7 @@ class WorldEnv:
         self._scene = None
         try:
             if env is not None:
-                # If closing fails, the resources of the world are freed with its process.
+                # If closing fails, the world's resources are freed when this process ends.
                 with suppress(EnvError):
                     await self._call(env.close)
         finally:
@@ -154,8 +154,8 @@ class WorldEnv:
         """Call a function of the world in its thread, within the deadline.
 
         Raises:
-            AgentMistake: as the function.
-            EnvError: any other error of the function, or the deadline has passed.
+            AgentMistake: the function raised it.
+            EnvError: the function raised any other error, or the deadline has passed.
         """
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         try:
