@@ -27,7 +27,14 @@ from rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping
 ALLOCATORS: dict[str, Callable[..., Group]] = {
     allocator.__name__: allocator
     for allocator in (
-        *(shared_outcome, shares, discounts, majority),
-        *(turn_difference, shaping, local_team, tree_shaping, coach),
+        shared_outcome,
+        shares,
+        discounts,
+        majority,
+        turn_difference,
+        shaping,
+        local_team,
+        tree_shaping,
+        coach,
     )
 }

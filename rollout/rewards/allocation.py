@@ -39,16 +39,15 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
         if trajectory.status is not Status.COMPLETED:
             return trajectory
         pairs = zip(trajectory.turns, rewards(trajectory), strict=True)
-        return replace(
-            trajectory, turns=tuple(_reward(trajectory, turn, reward) for turn, reward in pairs)
-        )
+        turns = tuple(_with_reward(trajectory, turn, reward) for turn, reward in pairs)
+        return replace(trajectory, turns=turns)
 
     return replace(
         group, trajectories=tuple(rewarded(trajectory) for trajectory in group.trajectories)
     )
 
 
-def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
+def _with_reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
     if turn.masked or reward is None:
         return replace(turn, reward=None, masked=True)
     try:
@@ -124,7 +123,12 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
 
     An agent is judged by its turns with a score `local` or `undecided`, and by the trajectories in
     which it spoke last. If more than `max_share` of them are undecided, its undecided turns get the
-    score `local` 0, and its undecided trajectories are completed with outcome 0.
+    score `local` 0, and its undecided trajectories are completed with outcome 0; their turns get the
+    score `team` 0 unless they have one.
+
+    Args:
+        groups: groups of one step.
+        max_share: largest share of undecided turns and trajectories, from 0 to 1, that is accepted.
     """
     judged: Counter[str] = Counter()
     undecided: Counter[str] = Counter()
@@ -133,10 +137,14 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
         if trajectory.turns and (is_completed or "undecided" in trajectory.metrics):
             last_agent = trajectory.turns[-1].agent
             judged[last_agent] += 1
-            undecided[last_agent] += not is_completed
+            if not is_completed:
+                undecided[last_agent] += 1
         for turn in trajectory.turns:
-            judged[turn.agent] += bool({"local", "undecided"} & turn.scores.keys())
-            undecided[turn.agent] += "undecided" in turn.scores
+            if "undecided" in turn.scores:
+                undecided[turn.agent] += 1
+            if "undecided" in turn.scores or "local" in turn.scores:
+                judged[turn.agent] += 1
+
     agents = {agent for agent, count in undecided.items() if count > max_share * judged[agent]}
     if not agents:
         return list(groups)
@@ -167,12 +175,19 @@ def _with_local_zero(turn: Turn) -> Turn:
 
 
 def shared_outcome(group: Group) -> Group:
-    """Reward every turn with the outcome of its trajectory, and an alternative with that of its replay."""
+    """Reward every turn with the outcome of its trajectory, or with that of its replay.
+
+    A turn with the score `replay_outcome` is an alternative: a reply that was sampled in place of a
+    reply of the trajectory, after which the trajectory was replayed.
+    """
 
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     def rewards(trajectory: Trajectory) -> list[float]:
-        facts = [turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores]
-        team_outcome = outcome(replace(trajectory, turns=tuple(facts)))
+        # Alternatives have nodes, but do not make the trajectory a tree.
+        first_replies = tuple(
+            turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores
+        )
+        team_outcome = outcome(replace(trajectory, turns=first_replies))
         return [turn.scores.get(REPLAY_OUTCOME, team_outcome) for turn in trajectory.turns]
 
     return allocate(group, rewards)

@@ -49,7 +49,7 @@ class Coach:
     A turn that cannot be judged gets no score, or the configured `fallback`.
 
     Attributes:
-        last_failure: message of the last turn that was not judged, "" if there is none.
+        last_failure: reason why the last failed turn could not be judged, "" if none has failed.
     """
 
     def __init__(self, config: CoachConfig, cache_folder: Path) -> None:
@@ -90,10 +90,10 @@ class Coach:
                         tasks[position] = asyncio.create_task(judgement)
 
         judgements = await self._wait_for_judgements(tasks)
-        scores = {
-            position: self._record(agents[position], judgement)
-            for position, judgement in judgements.items()
-        }
+        scores: dict[_TurnPosition, dict[str, float]] = {}
+        for position, judgement in judgements.items():
+            scores[position] = self._record(agents[position], judgement)
+
         failures = [value for value in judgements.values() if isinstance(value, Unscored)]
         for failure in failures:
             if failure.kind == "budget" and self._config.when_exhausted == "stop":

@@ -78,7 +78,8 @@ def turn_difference(
         for i, turn in enumerate(allocation.require_no_tree(trajectory).turns):
             if turn.agent in scored:
                 value = allocation.score_of(trajectory, turn, metric)
-                for member in trajectory.turns[len(result) : i + 1]:
+                turns_of_round = trajectory.turns[len(result) : i + 1]
+                for member in turns_of_round:
                     if member.scores.get(metric, value) != value:
                         raise RewardError(
                             f"{describe_position(trajectory, member)}: '{metric}' is {member.scores[metric]}, but turn "
