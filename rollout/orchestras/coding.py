@@ -181,6 +181,7 @@ async def tool_coder(
     await env.step(program)
 
 
+# Files that each agent of `dsbench` must write, by default.
 ARTEFACTS: Mapping[str, Sequence[str]] = {
     "engineer": ("X_train.pkl", "y_train.pkl", "X_test.pkl"),
     "modeler": ("model.pkl",),

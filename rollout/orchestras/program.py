@@ -65,21 +65,20 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a command; clients read all but the last two by themselves.
+        """Environment variables of a command: those that clients of an API read, TASK and TASK_ID.
 
-        TASK is "" if the problem is too long for a variable, or has a null character.
+        TASK is the problem, or "" if it is too long for a variable or has a null character.
         """
+        variables = dict.fromkeys(_OPENAI_URL_VARIABLES, self.openai_url)
+        variables["OPENAI_HOST"] = self.openai_url.removesuffix("/v1")
+        variables["OPENAI_API_KEY"] = self.key
+        variables |= dict.fromkeys(_ANTHROPIC_URL_VARIABLES, self.anthropic_url)
+        variables["ANTHROPIC_HOST"] = self.anthropic_url
+        variables["ANTHROPIC_API_KEY"] = self.key
         fits_variable = len(self.problem) < _MAX_VARIABLE_CHARS and "\0" not in self.problem
-        return {
-            **dict.fromkeys(_OPENAI_URL_VARIABLES, self.openai_url),
-            "OPENAI_HOST": self.openai_url.removesuffix("/v1"),
-            "OPENAI_API_KEY": self.key,
-            **dict.fromkeys(_ANTHROPIC_URL_VARIABLES, self.anthropic_url),
-            "ANTHROPIC_HOST": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "TASK": self.problem if fits_variable else "",
-            "TASK_ID": self.task.id,
-        }
+        variables["TASK"] = self.problem if fits_variable else ""
+        variables["TASK_ID"] = self.task.id
+        return variables
 
 
 _Program = Callable[[Job], Awaitable[str]]
@@ -190,7 +189,8 @@ async def program(
         ValueError: the options are not valid; see `check_program`.
         ProgramFailed: the program failed before its first answered call, or `rules.crash` is
             `fail`.
-        PromptTooLong: the program failed after a prompt that left no room for a reply.
+        PromptTooLong: in place of ProgramFailed or Unasked, if a prompt of the program left no room
+            for a reply.
         Unasked: the program ended, and no trained agent was asked.
         LateTool: the program took longer than its deadline.
     """

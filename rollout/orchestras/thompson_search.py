@@ -95,7 +95,7 @@ class TreeSearch:
         return node, self._highest_draw(self.scores, random)
 
     def add(self, parent: SearchNode, agent: str, score: float) -> SearchNode:
-        """Add and return the child that `agent` made, and tell its score to all nodes above."""
+        """Add and return the child that `agent` made; add its score to the posteriors above it."""
         index = len(parent.children)
         name = f"{parent.name}.{index}" if parent.name else str(index)
         node = SearchNode(name=name, parent=parent, score=score, subtree_scores=[score])
