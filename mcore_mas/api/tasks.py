@@ -22,7 +22,7 @@ from rollout.config.tasks import located_tasks
 from rollout.records.files import task_id_problem
 from rollout.records.trajectory import Task
 from rollout.tasks.files import PLAIN, distinct_tasks, read_task_file
-from rollout.tasks.hub_datasets import located_dataset, not_downloaded
+from rollout.tasks.hub_datasets import locate_dataset, missing_data_hint
 from rollout.tasks.splits import SPLITS
 
 _MIN_TASKS = 3  # one for each split
@@ -192,7 +192,7 @@ def load_tasks(
     """
     rows = None if isinstance(given, str | Path) else _as_rows(given)
     options = {
-        "path": located_dataset(str(given)) if rows is None else "rows",
+        "path": locate_dataset(str(given)) if rows is None else "rows",
         "subset": subset,
         "columns": dict(columns),
         "format": format,
@@ -208,5 +208,5 @@ def load_tasks(
     elif file.path.exists():
         tasks = located_tasks(file, split, format)
     else:
-        raise ArgumentError(f"{given}: not here; {not_downloaded(str(given))}")
+        raise ArgumentError(f"{given}: not here; {missing_data_hint(str(given))}")
     return list(islice(distinct_tasks(tasks, {}, drop=True), limit))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.tasks.hub_datasets import located_dataset
+from rollout.tasks.hub_datasets import locate_dataset
 from rollout.tasks.splits import SPLITS
 
 
@@ -51,5 +51,5 @@ def _with_dataset_folder(source: Any) -> Any:
     if isinstance(source, list):
         return [_with_dataset_folder(entry) for entry in source]
     if isinstance(source, dict) and isinstance(source.get("path"), str):
-        return {**source, "path": located_dataset(source["path"])}
-    return located_dataset(source) if isinstance(source, str) else source
+        return {**source, "path": locate_dataset(source["path"])}
+    return locate_dataset(source) if isinstance(source, str) else source

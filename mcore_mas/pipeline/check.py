@@ -36,7 +36,7 @@ from rollout.models.chat_template import chat_template_problem, has_chat_templat
 from rollout.models.tensor_files import open_tensors, tensor_files
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Task
-from rollout.tasks.hub_datasets import dataset_files, not_downloaded
+from rollout.tasks.hub_datasets import dataset_files, missing_data_hint
 from rollout.tasks.splits import SPLITS
 
 # Data files up to this size are read by the check; larger ones are read when the tasks are made.
@@ -216,7 +216,7 @@ def _file_problems(suite: Suite, run: str) -> Iterator[str]:
             continue
         hint = _suite_folder_hint(suite.folder, path)
         if not hint:
-            hint = _download_hint(path) if path in load_sources() else not_downloaded(path)
+            hint = _download_hint(path) if path in load_sources() else missing_data_hint(path)
         yield f"{key}: {path} does not exist; {hint}"
 
 

@@ -34,11 +34,9 @@ FORMATS: dict[str, Format] = {
     "swe_bench": ProgramFormat(
         read=swe_bench, env="repository", error="is not an instance of SWE-bench"
     ),
-    **{
-        name: ProgramFormat(read=partial(tested_problem, read))
-        for name, read in READERS_OF_TESTS.items()
-    },
 }
+for _name, _read in READERS_OF_TESTS.items():
+    FORMATS[_name] = ProgramFormat(read=partial(tested_problem, _read))
 
 # Name of the format of `rollout.records.files.write_tasks`.
 TASKS_FORMAT = "tasks"
@@ -105,9 +103,7 @@ def read_task_file(
     row_format = lookup("data format", format, FORMATS)
     if columns:
         if not isinstance(row_format, Fields):
-            raise RecordError(
-                f"{path}: rows of format {format} are programs with tests; leave columns out"
-            )
+            raise RecordError(f"{path}: format {format} reads fixed columns; leave columns out")
         changes: dict[str, Any] = {
             _FIELD_OF_COLUMN[key]: (column.lower(),) for key, column in columns.items()
         }

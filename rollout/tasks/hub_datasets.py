@@ -22,13 +22,12 @@ _SPLIT_ALIASES = {
 _MAX_NAMED_FILES = 9
 
 
-def located_dataset(path: str) -> str:
-    """Return the folder of a data set that was downloaded from the hub, for its id.
-
-    Any other path is returned as it is, with "~" expanded.
+def locate_dataset(path: str) -> str:
+    """Return the path of a data set, with "~" expanded.
 
     Args:
-        path: path of a file or folder, or the id of a data set on the hub.
+        path: path of a file or folder, or the id of a data set on the hub. If a data set with this
+            id was downloaded, its folder is returned; otherwise the id itself.
     """
     if path.startswith("~/"):
         path = str(Path(path).expanduser())
@@ -44,8 +43,8 @@ def located_dataset(path: str) -> str:
         return path
 
 
-def not_downloaded(path: str) -> str:
-    """Return what a user can do about a data file or a data set that is missing."""
+def missing_data_hint(path: str) -> str:
+    """Return advice for the error that a data file or a data set is missing."""
     if _is_hub_id(path):
         return (
             "nor is it in the hub's cache on this machine: "
@@ -74,7 +73,7 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
         split: name of the split.
 
     Raises:
-        RecordError: there are no such files, or the folder has several subsets and no such one.
+        RecordError: there are no such files, or `subset` does not say which of the subsets.
     """
     subsets = _subsets_in_card(folder)
     if subsets:
@@ -114,7 +113,7 @@ def _subsets_in_card(folder: Path) -> list[dict[str, Any]]:
         return [subset for subset in subsets if subset.get("data_files")]
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise RecordError(
-            f"{card}: its head cannot be read ({str(error).splitlines()[0]})"
+            f"{card}: its YAML metadata cannot be read ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -127,7 +126,8 @@ def _choose_subset(folder: Path, subsets: list[dict[str, Any]], name: str | None
     ]
     if len(matching) != 1:
         names = ", ".join(subset.get("config_name", "default") for subset in subsets)
-        raise RecordError(f"{folder}: subset {name}; expected one of {names}")
+        problem = "has several subsets" if name is None else f"has no subset '{name}'"
+        raise RecordError(f"{folder}: {problem}; set subset to one of {names}")
     return matching[0]
 
 

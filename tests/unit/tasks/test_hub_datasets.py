@@ -20,7 +20,7 @@ from rollout.config.tasks import make_tasks
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Task
 from rollout.tasks.files import read_task_file
-from rollout.tasks.hub_datasets import dataset_files, located_dataset
+from rollout.tasks.hub_datasets import dataset_files, locate_dataset
 from tests.support.hub import FakeHub, running
 
 CARD = """---
@@ -100,14 +100,16 @@ def test_a_data_set_that_the_hubs_client_downloaded_is_read_without_the_hub(
 
 
 def test_a_card_names_the_files_of_a_subset_and_split(hub_folder: Path) -> None:
-    assert located_dataset("me/sums") == str(hub_folder)
+    assert locate_dataset("me/sums") == str(hub_folder)
     assert stems(dataset_files(hub_folder, "main", "train")) == [
         "train-00000-of-00002",
         "train-00001-of-00002",
     ]
     assert stems(dataset_files(hub_folder, "main", "test")) == ["a", "b"]
     assert stems(dataset_files(hub_folder, "socratic", "train")) == ["x"]
-    with pytest.raises(RecordError, match="subset None; expected one of main, socratic"):
+    with pytest.raises(
+        RecordError, match="has several subsets; set subset to one of main, socratic"
+    ):
         dataset_files(hub_folder, None, "train")
     with pytest.raises(RecordError, match="no files of split validation; there are train, test"):
         dataset_files(hub_folder, "main", "validation")
@@ -116,8 +118,8 @@ def test_a_card_names_the_files_of_a_subset_and_split(hub_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("configs: [", "its head cannot be read"),
-        ("configs: 3", "its head cannot be read"),
+        ("configs: [", "its YAML metadata cannot be read"),
+        ("configs: 3", "its YAML metadata cannot be read"),
         (
             "configs: [{data_files: {train: ../../secret.jsonl}}]",
             "no files of split train; there are train",
@@ -140,7 +142,7 @@ def test_an_unusable_card_is_reported_in_one_line(tmp_path: Path, head: str, mes
 
 @pytest.mark.parametrize("path", ["../none", "a--b/c", "data/x.parquet", "x"])
 def test_a_path_that_cannot_be_an_id_is_returned(path: str) -> None:
-    assert located_dataset(path) == path
+    assert locate_dataset(path) == path
 
 
 def test_without_a_card_the_names_of_files_tell_their_split(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ class TestLoadTasks:
 
     def test_programs_have_no_columns_to_name(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "x.parquet", {"a": 1})
-        message = r"rows of format apps are programs with tests; leave columns out"
+        message = "format apps reads fixed columns; leave columns out"
         with pytest.raises(RecordError, match=message):
             list(read_task_file(path, format="apps", split="test", columns={"prompt": "a"}))
 
