@@ -14,7 +14,7 @@ from rollout.records.trajectory import Task
 from rollout.sandbox.judge import StdinTest, Test
 
 # "id": equal ids. "text": equal prompts. "similar": many common word sequences. "tests": a program
-# is scored by a test that it is shown.
+# is scored by a test that agents are shown.
 LeakKind = Literal["id", "text", "similar", "tests"]
 
 _LATEX_SPACING = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right)(?![a-zA-Z])|\$|\{\}")
@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:[.,]\d+)*|[^\w\s]|_")
 # Environments whose prompts are sentences. In games every sign is part of a board.
 _PROSE_ENVS = frozenset({"math", "search", "code"})
 
-# Shingles that more than ten texts of a split share, and more than every twentieth, are part of the
+# Shingles in more than ten texts of the later split, and in more than every twentieth, are part of the
 # wording of all its tasks.
 _WORDING_TEXTS = 10
 _WORDING_EVERY = 20
@@ -89,8 +89,8 @@ def find_leaks(
     stop or question mark of prose and, in math, the delimiters and the spacing of LaTeX.
 
     Two other texts are similar if the Jaccard index of their shingles is at least the threshold. A
-    shingle is a sequence of `words` tokens. Shingles that more than a twentieth of the texts in a
-    split share, and more than ten of them, do not count.
+    shingle is a sequence of `words` tokens. Shingles in more than a twentieth of the later split's
+    texts, and in more than ten of them, do not count.
 
     Args:
         splits: tasks by name of the split, in order.
@@ -128,17 +128,23 @@ def find_leaks(
                     matches=_task_matches(splits[earlier], splits[split], kind_matches),
                 )
             )
+    return leaks + _leaks_of_tests(splits)
+
+
+def _leaks_of_tests(splits: Mapping[str, Sequence[Task]]) -> list[Leak]:
+    """Return the programming tasks of each split that are scored by a visible test."""
+    leaks = []
     for split, tasks in splits.items():
         programs = [task for task in tasks if task.env == "code"]
         if programs:
-            shown = [task for task in programs if shows_its_score(task)]
+            scored_by_visible = [task for task in programs if is_scored_by_visible_test(task)]
             leaks.append(
                 Leak(
                     kind="tests",
                     earlier=split,
                     split=split,
                     tasks=len(programs),
-                    matches=tuple(Match(task=task, earlier=task) for task in shown),
+                    matches=tuple(Match(task=task, earlier=task) for task in scored_by_visible),
                 )
             )
     return leaks
@@ -170,8 +176,8 @@ def tokenise(task: Task) -> list[str]:
     return tokens
 
 
-def shows_its_score(task: Task) -> bool:
-    """Return True if a program is scored by a test that it is shown.
+def is_scored_by_visible_test(task: Task) -> bool:
+    """Return True if a programming task is scored by a test that agents are shown.
 
     Either a test is both visible and hidden, or there are no hidden tests.
     """

@@ -11,7 +11,14 @@ import pytest
 from rollout.environments.code import pack_solution, pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.leaks import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
+from rollout.tasks.leaks import (
+    Leak,
+    LeakKind,
+    find_leaks,
+    is_scored_by_visible_test,
+    shingles,
+    tokenise,
+)
 
 
 def make_task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:
@@ -117,8 +124,8 @@ class TestPrograms:
     def test_calls_are_compared_by_function_and_arguments(self) -> None:
         same = (call_test(([1, 2],), True), call_test(([1, 2],), False))
         different = (call_test(([1, 2],), True), call_test(([2, 1],), False))
-        assert shows_its_score(make_task("a", "A", "code", same))
-        assert not shows_its_score(make_task("a", "A", "code", different))
+        assert is_scored_by_visible_test(make_task("a", "A", "code", same))
+        assert not is_scored_by_visible_test(make_task("a", "A", "code", different))
 
 
 def make_words(start: int, count: int = 20) -> str:
