@@ -45,7 +45,7 @@ class Sum:
 
 
 def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """Draw sizes[split] different tasks for each split, as many of each data source.
+    """Draw sizes[split] different tasks for each split, in equal numbers from each data source.
 
     No sum is in two splits, whatever its order or wording. The id of a task names its numbers, and
     does not depend on the seed.

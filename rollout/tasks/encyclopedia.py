@@ -50,7 +50,7 @@ class _Question:
     sibling: str
 
 
-# By fact.
+# Questions by the fact that they ask for.
 _QUESTIONS = {
     "trade": _Question("one_hop", "What is the trade of {name}?", "home"),
     "home": _Question("one_hop", "Which town is the home of {name}?", "trade"),
@@ -129,8 +129,9 @@ def encyclopedia_demonstrations(
     orchestra and environment are played, so that every prompt is the prompt of a rollout. If the
     verifier slips, it gives the wrong verdict; the searcher asks by surname only, or asks again for
     the person; the answerer tells the other fact of the passage. A policy that imitates this team
-    perfectly is legal but far from right for every seed: by default it answers a one-hop question
-    with probability 0.55 and a two-hop question with 0.3. The rest is for reinforcement learning.
+    perfectly writes well-formed replies, but is far from always right: by default it answers a
+    one-hop question with probability 0.55 and a two-hop question with 0.3. The rest is for
+    reinforcement learning.
 
     Args:
         seed: seed of the run.

@@ -180,7 +180,7 @@ def _first_value(row: DataRow, paths: Sequence[str]) -> Any:
 
 
 def _value_at(row: DataRow, path: str) -> Any:
-    """Return the value at a path; None if it is missing, blank, an empty list or not a number.
+    """Return the value at a path; None if it is missing, blank, an empty list or NaN.
 
     Arrays and numbers of NumPy are returned as lists and numbers of Python.
     """

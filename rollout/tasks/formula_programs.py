@@ -25,10 +25,10 @@ from rollout.teams.roles import Agent
 
 @dataclass(frozen=True, slots=True)
 class WordedFormula:
-    """Value of two numbers that a program prints.
+    """Formula of two numbers whose value a program prints.
 
     Attributes:
-        value: function of the numbers.
+        value: computes the formula.
         wordings: wordings that tasks use for the value.
     """
 
@@ -36,7 +36,7 @@ class WordedFormula:
     wordings: tuple[str, ...]
 
 
-# By the expression in Python.
+# Formulas by their expression in Python.
 FORMULAS: Mapping[str, WordedFormula] = {
     "a + b": WordedFormula(operator.add, ("their sum", "the total", "what they make together")),
     "a - b": WordedFormula(

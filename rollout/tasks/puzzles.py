@@ -75,8 +75,9 @@ def puzzle_demonstrations(
 
     Roles `tool` and `planner` play the orchestra `game_team`, a role `player` plays `single`. If
     the tool agent or the player slips, it makes one mistake in a right list of actions; if the
-    planner slips, it passes a proposal on unread. A policy that imitates them perfectly is legal
-    but far from right: by default half of the proposals are wrong, and half of those are taken.
+    planner slips, it passes a proposal on unread. A policy that imitates them perfectly writes
+    well-formed replies, but is often wrong: by default half of the proposals are wrong, and half of
+    those are taken.
 
     Args:
         make_source: makes the source of puzzles from the options.

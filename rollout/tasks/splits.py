@@ -17,7 +17,7 @@ _MAX_MISSES = 20_000
 def split_of(key: str) -> str:
     """Return the split that a key belongs to, for every seed.
 
-    80 % of all keys belong to train, 10 % to validation and 10 % to test.
+    About 80 % of all keys belong to train, 10 % to validation and 10 % to test.
     """
     first_byte = hashlib.blake2b(key.encode(), digest_size=8).digest()[0]
     bucket = first_byte % 10

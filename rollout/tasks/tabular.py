@@ -41,7 +41,7 @@ _METRICS: dict[TableKind, tuple[str, ...]] = {
 }
 _COLUMNS = ("length", "width", "age", "dose", "speed", "load")
 _LEVELS = ("low", "middle", "high")
-_MISSING_SHARE = 0.05  # share of the numeric cells that agents see
+_MISSING_SHARE = 0.05  # share of the numeric cells that are empty in the tables that agents see
 _TEXTS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
@@ -126,11 +126,14 @@ def _draw_model(random: Random, kind: TableKind, features: int) -> TableModel:
     if features > 1:
         weights[random.randrange(features)] = 0
     effects = random.sample((-6, -4, 0, 4, 6), 3)
+    metric = random.choice(_METRICS[kind])
+    # With -effects[0], both labels of a classification are equally likely in rows of level low.
+    intercept = random.randint(-4, 4) if kind == "regression" else -effects[0]
     return TableModel(
         kind=kind,
-        metric=random.choice(_METRICS[kind]),
+        metric=metric,
         weights=tuple(weights),
-        intercept=random.randint(-4, 4) if kind == "regression" else -effects[0],
+        intercept=intercept,
         effects=(effects[0], effects[1], effects[2]),
     )
 
@@ -288,7 +291,9 @@ def dsbench_tasks(
             f"dsbench: {count} tasks asked for, but {folder} has {len(tasks)} that can be scored"
         )
     drawn = Random(derive_seed(seed, "dsbench")).sample(tasks, count)
-    splits = [split for split, size in sizes.items() for _ in range(size)]
+    splits: list[str] = []
+    for split, size in sizes.items():
+        splits += [split] * size
     return [replace(task, split=split) for task, split in zip(drawn, splits, strict=True)]
 
 

@@ -25,7 +25,7 @@ Teacher = Callable[[str, Sequence[Message]], str]
 
 
 class TeachingSession(TeamSession):
-    """Session of a team that knows what to say, slips now and then, and records what it says.
+    """Session of a team with scripted replies, which makes mistakes now and then.
 
     Attributes:
         demonstrations: all replies so far, with their prompts.
@@ -74,7 +74,7 @@ class TeachingSession(TeamSession):
 
 @dataclass(frozen=True, slots=True)
 class _TaughtPolicy:
-    """Policy that repeats a teacher, and stores each chat as it stands.
+    """Policy that replies as a teacher does, and stores each chat with its latest reply.
 
     Attributes:
         agent: agent that the teacher speaks for.
@@ -104,7 +104,9 @@ def chat_demonstrations(
     orchestra: Orchestra,
     n: int,
 ) -> Iterator[Demonstration]:
-    """Yield `n` whole chats of the team that is taught; the chats of all lessons repeat.
+    """Yield `n` whole chats in which a teacher speaks for the team.
+
+    The chats of all lessons are yielded in order, and again once all were yielded.
 
     Args:
         lessons: tasks with their teachers.
