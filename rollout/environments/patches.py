@@ -11,6 +11,8 @@ from pathlib import PurePosixPath
 from rollout.environments.protocol import after_thought
 
 _HUNK_HEADER = re.compile(r"^@@ -(\d{1,9})(?:,\d+)? \+\d+(?:,\d+)? @@")
+# Lines that name a file, down to the header of its first hunk.
+_FILE_HEADER = re.compile(r"(?:--- .*\n)?\+\+\+ .*\n@@ -")
 _BLOCK = re.compile(
     r"^(?P<path>[^\s`<>*#][^\n`<>]*?)[ \t]*\n(?:```[^\n]*\n)?<{5,9} SEARCH[ \t]*\n"
     r"(?P<old>.*?)^={5,9}[ \t]*\n(?P<new>.*?)^>{5,9} REPLACE[ \t]*$",
@@ -29,16 +31,18 @@ class Edit:
 
     Attributes:
         path: path within the repository.
-        old: lines to replace, without line ends; () to put `new` into a new or empty file.
+        old: lines to replace, without line ends; () to insert `new`.
         new: lines to put in their place.
-        line: number of the first old line, from 1; 0 if the patch does not say it. If the lines are
-            not there, they must be in the file exactly once.
+        line: number of the first old line, from 1, or of the line after which `new` is inserted, 0
+            for the beginning; None if the patch does not say it. Old lines that are not there must
+            be in the file exactly once. Without a line, `new` is inserted into a new or empty file
+            only.
     """
 
     path: str
     old: tuple[str, ...]
     new: tuple[str, ...]
-    line: int = 0
+    line: int | None = None
 
 
 def parse_patch(text: str) -> list[Edit]:
@@ -69,7 +73,8 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
     """Return the files after all edits, which are made one after the other.
 
     Raises:
-        BadPatch: the lines that an edit replaces are not in its file, or more than once.
+        BadPatch: an edit's file does not exist, or has the lines to replace not at all or more than
+            once.
     """
     patched = dict(files)
     # Lines that earlier edits have added to a file: line numbers are those of the original file.
@@ -87,16 +92,16 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
 
 
 def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
-    """Return the index of the first line that an edit replaces.
+    """Return the index of the first line that an edit replaces, or at which it inserts.
 
     The edit's line number counts if the old lines are there; otherwise they must occur once.
     """
     if not edit.old:
-        if not edit.line:
-            if lines:
-                raise BadPatch(f"{edit.path} is not empty; say which lines are to be replaced.")
-            return 0
-        return min(edit.line + offset, len(lines))
+        if edit.line is not None:
+            return min(edit.line + offset, len(lines))
+        if lines:
+            raise BadPatch(f"{edit.path} is not empty; say which lines are to be replaced.")
+        return 0
 
     count = len(edit.old)
     starts = [
@@ -104,9 +109,10 @@ def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
         for start in range(len(lines) - count + 1)
         if tuple(lines[start : start + count]) == edit.old
     ]
-    expected_start = edit.line - 1 + offset
-    if edit.line and expected_start in starts:
-        return expected_start
+    if edit.line is not None:
+        expected_start = max(edit.line, 1) - 1 + offset
+        if expected_start in starts:
+            return expected_start
     if len(starts) != 1:
         problem = f"stand there {len(starts)} times" if starts else "are not there"
         raise BadPatch(f"{edit.path}: the lines to replace, from {edit.old[0]!r} on, {problem}.")
@@ -121,24 +127,29 @@ def _parse_diff(text: str) -> list[Edit]:
     """
     edits: list[Edit] = []
     path = ""
-    line = 0  # first line of the current hunk; 0 outside of hunks
+    line: int | None = None  # line in the header of the current hunk; None outside of hunks
     hunk: list[str] = []
-    for row in text.splitlines():
+    rows = text.splitlines()
+    for index, row in enumerate(rows):
+        in_hunk = line is not None
         header = _HUNK_HEADER.match(row)
         names_file = row.startswith(("--- ", "+++ "))
+        if in_hunk and names_file:
+            # The row may also be the removed line `-- ...` or the added line `++ ...`.
+            names_file = _FILE_HEADER.match("\n".join(rows[index : index + 3])) is not None
         has_sign = not row or row[0] in "+- \\"
-        if line and has_sign and not header and not names_file:
+        if in_hunk and has_sign and not header and not names_file:
             if not row.startswith("\\"):  # "\ No newline at end of file" is no line
                 hunk.append(row or " ")
             continue
 
         edits += _edit_of_hunk(hunk, path, line)
         hunk = []
-        line = 0
+        line = None
         if header:
             if not path:
                 raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
-            line = max(int(header.group(1)), 1)
+            line = int(header.group(1))
         elif names_file:
             name = row[4:].split("\t")[0].strip()
             if name != "/dev/null":  # the other side of a file that is created or removed
@@ -147,7 +158,7 @@ def _parse_diff(text: str) -> list[Edit]:
     return edits
 
 
-def _edit_of_hunk(hunk: Sequence[str], path: str, line: int) -> list[Edit]:
+def _edit_of_hunk(hunk: Sequence[str], path: str, line: int | None) -> list[Edit]:
     """Return the edit of a hunk's rows; [] if there are none."""
     rows = list(hunk)
     # Blank rows at the end are the space between the diff and the text after it.

@@ -62,6 +62,24 @@ def test_a_hunk_with_a_wrong_line_number_replaces_lines_that_occur_once() -> Non
     assert patched(gone)["b.txt"] == ""
 
 
+def test_lines_are_inserted_at_the_beginning_of_a_file() -> None:
+    # as `git diff -U0` writes it
+    insert = "--- a/b.txt\n+++ b/b.txt\n@@ -0,0 +1 @@\n+w\n"
+    assert patched(insert)["b.txt"] == "w\nx\n"
+    two_hunks = "--- a/pkg/a.py\n+++ b/pkg/a.py\n@@ -0,0 +1 @@\n+zero\n@@ -3 +4 @@\n-three\n+3\n"
+    assert patched(two_hunks)["pkg/a.py"] == "zero\none\ntwo\n3\ntwo\nfive\n"
+
+
+def test_changed_lines_that_look_like_names_of_files_are_part_of_a_hunk() -> None:
+    files = {"q.sql": "-- old\nselect 1\n"}
+    comment = (
+        "--- a/q.sql\n+++ b/q.sql\n@@ -1,2 +1,3 @@\n--- old\n+-- new\n select 1\n+++ 2\n"
+        "--- /dev/null\n+++ b/new.sql\n@@ -0,0 +1 @@\n+-- only\n"
+    )
+    changed = apply_patch(files, parse_patch(comment))
+    assert changed == {"q.sql": "-- new\nselect 1\n++ 2\n", "new.sql": "-- only\n"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
