@@ -321,8 +321,11 @@ def unpack_private(text: str) -> str:
     """
     if text.lstrip().startswith("["):
         return text
-    unpacker = zlib.decompressobj()
-    data = unpacker.decompress(base64.b64decode(text, validate=True), _MAX_DECODED_BYTES)
+    compressed = base64.b64decode(text, validate=True)
+    try:
+        data = zlib.decompressobj().decompress(compressed, _MAX_DECODED_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"private_test_cases are not compressed by zlib ({error})") from error
     operations = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(data)]
     other_opcodes = {name for name, _ in operations} - _TEXT_OPCODES
     texts = [argument for _, argument in operations if isinstance(argument, str)]

@@ -173,6 +173,8 @@ def test_a_pickle_is_read_and_not_executed(tmp_path: Path) -> None:
     assert not marker.exists()
     with pytest.raises(ValueError, match="more than one text"):
         unpack_private(base64.b64encode(zlib.compress(b"\x80\x04N.")).decode())
+    with pytest.raises(ValueError, match="are not compressed by zlib"):
+        unpack_private(base64.b64encode(b"not compressed").decode())
     assert unpack_private(base64.b64encode(zlib.compress(pickled("[é]"))).decode()) == "[é]"
 
 
