@@ -30,7 +30,7 @@ _METADATA_SUFFIXES = (".dist-info", ".egg-info")  # folders that may register pl
 # Folders of tests, by which SWE-bench separates the patch of the tests from the repair.
 _TEST_FOLDERS = {"test", "tests", "testing", "e2e"}
 _TEST_FILE = re.compile(r"test_.*\.py|.*_test\.py|tests?\.py")
-# Folders whose content is imported by its own name.
+# Folders of a checkout that are on the import path; "" is its root.
 _IMPORT_FOLDERS = {"", "src", "lib"}
 
 

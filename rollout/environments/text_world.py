@@ -185,8 +185,8 @@ class GymnasiumEnv(WorldEnv):
         make: keyword arguments of `gymnasium.make`; with `render_mode: ansi` agents see the
             rendered text.
         actions: names of a discrete environment's actions; numbers are understood as well.
-        goal: least return of a game that counts as solved when it ends; null: the environment's
-            `reward_threshold`, or any return above 0 without one.
+        goal: least return with which a game that terminates counts as solved; null: the
+            environment's `reward_threshold`, or any return above 0 without one.
     """
 
     id: str

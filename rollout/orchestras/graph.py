@@ -203,10 +203,10 @@ async def graph(
 
     The first wave is the nodes in `start`. All nodes of a wave use the values from before it. First
     the agents are asked at the same time, then the actions step the environment one after the
-    other, in the order of the nodes. Then the edges are taken that leave a node of the wave and
-    whose condition holds. The next wave is the nodes with a taken edge into them; with `wait: all`,
-    those into which all edges were taken since they last ran. The task ends if the environment is
-    done or a wave is empty.
+    other, in the order of `nodes` (in the first wave, of `start`). Then the edges are taken that
+    leave a node of the wave and whose condition holds. The next wave is the nodes with a taken edge
+    into them; with `wait: all`, those into which all edges were taken since they last ran. The task
+    ends if the environment is done or a wave is empty.
 
     Templates and conditions may use these names: `problem`, the result of `reset`; `history`, every
     action with its observation; `<node>`, the latest value of a node, at first "": the parsed reply

@@ -107,7 +107,7 @@ def apply_penalties(
     """Run the allocator, then add the sum of the penalties to the reward of each turn.
 
     If a penalty is None the turn is masked. It keeps its reward, which counts in the mean of its
-    peers, because DAPO masks only the loss. The score `penalty` of a turn is the sum.
+    peers, because DAPO masks only the loss. The score `penalty` of a turn is the sum, unless it is 0.
 
     Raises:
         RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one

@@ -84,7 +84,7 @@ def _draw_split(seed: int, split: str, size: int) -> list[Task]:
     tasks: list[Task] = []
     for source, count in (("one_hop", size - two_hop), ("two_hop", two_hop)):
         facts = [fact for fact, question in _QUESTIONS.items() if question.source == source]
-        pool = [(person, fact) for person in people for fact in facts]
+        pool = list(itertools.product(people, facts))
         generator = random.Random(derive_seed("encyclopedia tasks", seed, split, source))
         drawn = draw_listed(f"encyclopedia, {source}", split, count, pool, generator)
         tasks += [_make_task(person, fact) for person, fact in drawn]

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from retrieval.client import Passage
@@ -70,7 +71,7 @@ def make_encyclopedia(seed: int) -> Encyclopedia:
 
     def draw_names(first: str, last: str, count: int) -> list[str]:
         """Draw different names from two lists of words."""
-        all_names = [f"{word} {other}" for word in words[first] for other in words[last]]
+        all_names = [f"{word} {other}" for word, other in product(words[first], words[last])]
         return generator.sample(all_names, count)
 
     towns = []

@@ -45,12 +45,11 @@ def repository_tasks(
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "repositories", split))
-        bugs = [
-            (family, name)
-            for family in FUNCTIONS_WITH_BUGS
-            for name in family.bugs
-            if split_of(f"{family.correct.__name__}/{name}") == split
-        ]
+        bugs = []
+        for family in FUNCTIONS_WITH_BUGS:
+            for name in family.bugs:
+                if split_of(f"{family.correct.__name__}/{name}") == split:
+                    bugs.append((family, name))
         draw = partial(_draw_task, random, bugs, split, modules)
         tasks += draw_different("repositories", split, size, draw)
     return tasks

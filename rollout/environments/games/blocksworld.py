@@ -84,8 +84,8 @@ class Blocksworld(Game[BlocksTable]):
         Progress is the share of the blocks that stand as in the goal, with all blocks below them.
         Optimal is 1 if the puzzle is solved in the fewest moves.
         """
-        targets = {stack[: i + 1] for stack in state.goal for i in range(len(stack))}
-        standing = [stack[: i + 1] for stack in state.now for i in range(len(stack))]
+        targets = set(_bottom_parts(state.goal))
+        standing = _bottom_parts(state.now)  # one for each block
         optimal = self.solved(state) and state.moves == state.fewest_moves
         return {
             "progress": sum(part in targets for part in standing) / len(standing),
@@ -101,10 +101,19 @@ def show_stacks(stacks: Stacks) -> str:
     return " | ".join(" ".join(stack) for stack in sorted(stacks))
 
 
+def _bottom_parts(stacks: Stacks) -> list[tuple[str, ...]]:
+    """Return, for every block, the part of its stack from the table up to the block."""
+    parts = []
+    for stack in stacks:
+        parts += [stack[: height + 1] for height in range(len(stack))]
+    return parts
+
+
 def _parse_stacks(text: str) -> Stacks:
     """Return the stacks of a line; no stacks if a stack is empty or a block is not a letter."""
     stacks = [tuple(stack.split()) for stack in text.split("|")]
-    legal = all(stack and all(_BLOCK.fullmatch(block) for block in stack) for stack in stacks)
+    blocks = list(chain(*stacks))
+    legal = all(stacks) and all(_BLOCK.fullmatch(block) for block in blocks)
     return frozenset(stacks) if legal else frozenset()
 
 

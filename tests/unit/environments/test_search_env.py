@@ -107,7 +107,9 @@ def test_a_query_that_holds_another_tag_is_a_query() -> None:
 
 
 def test_a_run_ends_if_no_retriever_answers() -> None:
-    with pytest.raises(Unusable, match="nobody answers; start it, and the run again"):
+    with pytest.raises(
+        Unusable, match="nobody answers; start the retriever, then start the run again"
+    ):
         play(
             SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))),
             "<search> alpha </search>",
