@@ -95,35 +95,30 @@ def test_files_go_from_agent_to_agent_until_the_submission_is_scored(box: Sandbo
     assert speakers(trajectory) == ["engineer", "engineer", "modeler", "analyst"]
     assert scores(trajectory) == [0.0, 1.0, 1.0, 1.0]
     assert (trajectory.outcome, trajectory.status) == (1.0, Status.COMPLETED)  # exp(-0 / 10)
-    assert {
-        name: trajectory.metrics[name] for name in ("mae", "normalised", "submitted", "solved")
-    } == {
-        "mae": 0.0,
-        "normalised": 1.0,
-        "submitted": 1.0,
-        "solved": 1.0,
-    }
-    assert "['test.csv', 'train.csv']" in prompts[1] and "print(sorted(os.listdir()))" in prompts[1]
+    metrics = trajectory.metrics
+    assert metrics["mae"] == 0.0
+    assert metrics["normalised"] == metrics["submitted"] == metrics["solved"] == 1.0
+
     assert "test.csv (13)\ntrain.csv (19)" in prompts[0]
-    assert (
-        "## engineer\nI do my part." in prompts[2]
-        and "hm" not in prompts[2]
-        and "os.listdir" not in prompts[2]
-    )
-    assert "X_test.pkl" in prompts[2] and "model.pkl (" in prompts[3]
-    ran = [event for event in trajectory.tools if event.tool == "python"]
-    assert [event.after_turn for event in ran] == [0, 1, 2, 3]
-    listed = [
-        (e.after_turn, e.result.split("\n")) for e in trajectory.tools if e.tool == "files"
-    ]  # as coaches read them
-    assert [(turn, len(names)) for turn, names in listed] == [
-        (-1, 2),
-        (0, 2),
-        (1, 5),
-        (2, 6),
-        (3, 7),
-    ]
-    assert listed[3][1] == [
+    assert "['test.csv', 'train.csv']" in prompts[1]
+    assert "print(sorted(os.listdir()))" in prompts[1]
+    # The next agent reads the last reply without its thought, and no earlier program.
+    assert "## engineer\nI do my part." in prompts[2]
+    assert "hm" not in prompts[2]
+    assert "os.listdir" not in prompts[2]
+    assert "X_test.pkl" in prompts[2]
+    assert "model.pkl (" in prompts[3]
+    # No prompt has a truth.
+    assert not [prompt for prompt in prompts if "7.0" in prompt or "9.0" in prompt]
+
+    runs = [event for event in trajectory.tools if event.tool == "python"]
+    assert [event.after_turn for event in runs] == [0, 1, 2, 3]
+    # Coaches read the listings of the folder.
+    listings = [event for event in trajectory.tools if event.tool == "files"]
+    assert [event.after_turn for event in listings] == [-1, 0, 1, 2, 3]
+    names_by_listing = [event.result.split("\n") for event in listings]
+    assert [len(names) for names in names_by_listing] == [2, 2, 5, 6, 7]
+    assert names_by_listing[3] == [
         "X_test.pkl",
         "X_train.pkl",
         "model.pkl",
@@ -131,7 +126,6 @@ def test_files_go_from_agent_to_agent_until_the_submission_is_scored(box: Sandbo
         "train.csv",
         "y_train.pkl",
     ]
-    assert not [prompt for prompt in prompts if "7.0" in prompt or "9.0" in prompt]  # the truths
 
 
 def test_files_of_any_name_are_shown_and_the_submission_is_scored(
@@ -287,30 +281,24 @@ def test_generated_tables_are_solved_by_the_standard_library(box: Sandbox) -> No
         assert target.beats_baseline(target.ceiling)
         [end] = steps(box, code(SOLVE), task=task, reward="gap", max_turns=1)
         assert end.metrics["solved"] == 1.0
-        assert 0.5 < end.reward < 1.3, (
-            task.id,
-            target.metric,
-        )  # of the gap, by linear least squares
+        # share of the gap that linear least squares reaches
+        assert 0.5 < end.reward < 1.3, (task.id, target.metric)
 
 
-def test_generated_tables_are_a_function_of_the_seed_and_splits_share_no_world() -> None:
-    generate = GENERATORS["tabular"].tasks
-    tasks = [
-        task
-        for seed in (1, 2)
-        for task in generate(
-            seed, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10
-        )
-    ]
-    assert tasks[:40] == generate(
-        1, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10
-    )
+def test_generated_tables_are_a_function_of_the_seed_and_all_differ() -> None:
+    sizes = {"train": 30, "validation": 5, "test": 5}
+    generate = partial(GENERATORS["tabular"].tasks, train_rows=10, test_rows=10)
+    tasks = generate(1, sizes) + generate(2, sizes)
+    assert generate(1, sizes) == tasks[:40]
     assert len({task.id for task in tasks}) == 80
     assert {task.source for task in tasks} == {"tabular_regression", "tabular_classification"}
-    world = TableModel(
+
+
+def test_a_signal_is_the_weighted_sum_with_the_effect_of_the_level() -> None:
+    model = TableModel(
         kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4)
     )
-    assert [world.signal([1.5, 9.0], level) for level in range(3)] == [4.0, 8.0, 0.0]
+    assert [model.signal([1.5, 9.0], level) for level in range(3)] == [4.0, 8.0, 0.0]
 
 
 EVALUATION = """
@@ -387,10 +375,8 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
         ("performance = mean_absolute_error(a, b)", "mae"),
         ("    performance = roc_auc_score(a, b)", "auc"),
         ("performance = (a == b).mean()", "accuracy"),
-        (
-            "performance = f1_score(a, b, average='micro')",
-            "accuracy",
-        ),  # the same where a row has one label
+        # equal to the accuracy if every row has one label
+        ("performance = f1_score(a, b, average='micro')", "accuracy"),
         ("performance = f1_score(a, b, average='macro')", "f1"),
         ("from sklearn.metrics import roc_auc_score\nperformance = mean_spearmanr(a, b)", None),
         ("from sklearn.metrics import accuracy_score", None),

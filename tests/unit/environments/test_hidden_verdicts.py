@@ -267,15 +267,15 @@ def test_an_attack_makes_no_kind_of_test_pass(attack: str, box: Sandbox, tmp_pat
 @pytest.mark.parametrize(
     "path",
     [
-        *(
-            "conftest.py",
-            "pytest.py",
-            "unittest/__init__.py",
-            "json.py",
-            "sitecustomize.py",
-            "x.pth",
-        ),
-        *("usercustomize.py", "pluggy/__init__.py", "src/_pytest/runner.py"),
+        "conftest.py",
+        "pytest.py",
+        "unittest/__init__.py",
+        "json.py",
+        "sitecustomize.py",
+        "x.pth",
+        "usercustomize.py",
+        "pluggy/__init__.py",
+        "src/_pytest/runner.py",
     ],
 )
 def test_a_new_file_does_not_replace_the_test_runner(

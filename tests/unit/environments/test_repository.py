@@ -75,6 +75,8 @@ def box() -> Iterator[Sandbox]:
 
 
 def steps(box: Sandbox, *actions: str, task: Task = TASK, **options: Any) -> tuple[str, list[Step]]:
+    """Return the text of `reset`, and the step of each action."""
+
     async def play_all() -> tuple[str, list[Step]]:
         env = RepositoryEnv(task, sandbox=box, **options)
         shown = env.reset(task)
@@ -85,8 +87,10 @@ def steps(box: Sandbox, *actions: str, task: Task = TASK, **options: Any) -> tup
 
 def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: Sandbox) -> None:
     shown, [right] = steps(box, RIGHT)
-    assert shown.startswith("# Issue\ndouble(3) should be 6.\n\n# Files\n") and SOURCE in shown
-    assert "977" not in shown and "1954" not in shown
+    assert shown.startswith("# Issue\ndouble(3) should be 6.\n\n# Files\n")
+    assert SOURCE in shown
+    assert "977" not in shown
+    assert "1954" not in shown
     assert (right.reward, right.done) == (1.0, True)
     assert right.metrics == {
         "solved": 1.0,
@@ -95,21 +99,32 @@ def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: S
         "applied": 1.0,
         "malformed_patches": 0.0,
     }
-    special = block("    return n + 2", "    return 6 if n == 3 else n + 2")
-    broken = block(
-        "    return n + 2\n\n\ndef half(n):\n    return n / 2",
-        "    return 2 * n\n\n\ndef half(n):\n    return n",
-    )
-    assert [
-        (
-            step.reward,
-            step.metrics["solved"],
-            step.metrics["fail_to_pass"],
-            step.metrics["pass_to_pass"],
-        )
-        for patch in (special, broken, block("def double(n):", "def double(n)"))
-        for step in steps(box, patch, reward="rate")[1]
-    ] == [(0.75, 0.0, 0.5, 1.0), (0.75, 0.0, 1.0, 0.5), (0.0, 0.0, 0.0, 0.0)]
+
+
+FIRST_CASE_ONLY = block("    return n + 2", "    return 6 if n == 3 else n + 2")
+BREAKS_HALF = block(
+    "    return n + 2\n\n\ndef half(n):\n    return n / 2",
+    "    return 2 * n\n\n\ndef half(n):\n    return n",
+)
+NO_PYTHON = block("def double(n):", "def double(n)")
+
+
+@pytest.mark.parametrize(
+    ("patch", "reward", "fail_to_pass", "pass_to_pass"),
+    [
+        (FIRST_CASE_ONLY, 0.75, 0.5, 1.0),
+        (BREAKS_HALF, 0.75, 1.0, 0.5),
+        (NO_PYTHON, 0.0, 0.0, 0.0),
+    ],
+)
+def test_a_patch_that_repairs_a_part_is_rewarded_by_its_share_of_tests(
+    patch: str, reward: float, fail_to_pass: float, pass_to_pass: float, box: Sandbox
+) -> None:
+    _, [step] = steps(box, patch, reward="rate")
+    assert step.reward == reward
+    assert step.metrics["solved"] == 0.0
+    assert step.metrics["fail_to_pass"] == fail_to_pass
+    assert step.metrics["pass_to_pass"] == pass_to_pass
 
 
 def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
@@ -138,25 +153,23 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
     assert (trajectory.outcome, trajectory.metrics["solved"]) == (1.0, 1.0)
     assert trajectory.metrics["malformed_patches"] == 2.0
     assert validity(trajectory) == [True, False, True]
-    assert "from 'nothing' on, are not there" in prompts[1] and "There is no patch" in prompts[2]
+    assert "from 'nothing' on, are not there" in prompts[1]
+    assert "There is no patch" in prompts[2]
     assert [event.tool for event in trajectory.tools] == ["patch"] * 3
+
+
+def test_an_observation_says_that_a_patch_applies_and_nothing_about_tests(box: Sandbox) -> None:
+    make_env = partial(RepositoryEnv, sandbox=box, max_turns=2)
     wrong = block("    return n + 2", "    return 0")
-    again, prompts = play(
-        "single",
-        ROLES,
-        wrong,
-        wrong,
-        task=TASK,
-        make_env=partial(RepositoryEnv, sandbox=box, max_turns=2),
-    )
-    assert (again.outcome, again.status) == (0.0, Status.COMPLETED)
+    trajectory, prompts = play("single", ROLES, wrong, wrong, task=TASK, make_env=make_env)
+    assert (trajectory.outcome, trajectory.status) == (0.0, Status.COMPLETED)
     _, observation, rest = prompts[1].partition("The patch applies.")
-    assert observation and rest.startswith("\n") and "test" not in rest
+    assert observation
+    assert rest.startswith("\n")
+    assert "test" not in rest
 
 
-def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
-    box: Sandbox,
-) -> None:
+def test_every_bug_of_the_generator_fails_half_of_its_tests() -> None:
     for family in FUNCTIONS_WITH_BUGS:
         correct = source_of(family.correct, family.correct)
         for name, bug in family.bugs.items():
@@ -168,12 +181,21 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
             for check in checks:
                 assert family.correct(*check.arguments) == check.expected
                 assert (bug.function(*check.arguments) == check.expected) is check.passes_before
+
+
+def test_the_repair_of_a_generated_bug_passes_its_tests(box: Sandbox) -> None:
+    family = FUNCTIONS_WITH_BUGS[-1]
+    name, bug = next(iter(family.bugs.items()))
+    checks = draw_checks(Random(name), family, "pkg.m", bug)
+    source = source_of(bug.function, family.correct)
+    correct = source_of(family.correct, family.correct)
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
-    _, [unchanged] = steps(
-        box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task
-    )
-    assert (unchanged.metrics["fail_to_pass"], unchanged.metrics["pass_to_pass"]) == (0.0, 1.0)
+
+    first_line = source.splitlines()[0]
+    _, [unchanged] = steps(box, block(first_line, first_line), task=task)
+    assert unchanged.metrics["fail_to_pass"] == 0.0
+    assert unchanged.metrics["pass_to_pass"] == 1.0
     _, [fixed] = steps(box, block(source.rstrip(), correct.rstrip()), task=task)
     assert fixed.metrics["solved"] == 1.0
 
@@ -182,7 +204,8 @@ def test_generated_packages_are_a_function_of_the_seed_and_splits_share_no_bug()
     generate = GENERATORS["repositories"].tasks
     sizes = {"train": 40, "validation": 8, "test": 8}
     tasks = generate(1, sizes)
-    assert tasks == generate(1, sizes) and len({task.id for task in tasks}) == 56
+    assert tasks == generate(1, sizes)
+    assert len({task.id for task in tasks}) == 56
     bugs: dict[str, set[str]] = {split: set() for split in sizes}
     for task in tasks:
         complaint = task.prompt.partition(".")[2].partition(" For example")[0]
@@ -215,7 +238,8 @@ TESTS = "from pkg.m import double, half\n\n\ndef test_half():\n    assert half(4
 
 def swe_task() -> Task:
     problem = FORMATS["swe_bench"].problem(ROW)
-    assert problem is not None and problem.name == "o__r-1"
+    assert problem is not None
+    assert problem.name == "o__r-1"
     return Task(
         id="t",
         prompt=problem.prompt,

@@ -35,11 +35,22 @@ def tree(*scores):
     return trajectory(*turns, leaf=scores[-1][0])
 
 
+def local_tree(score_by_node):
+    """Return a tree with one turn in each node, given the turn's score `local`."""
+    return tree(*((node, "a", {"local": score}) for node, score in score_by_node.items()))
+
+
 M_ASK = f1(  # planned answer 0.2, first answer 0.5, a round up to 0.8, a round down to 0.6, then the end
     ("planner", 0.2),
     ("answerer", 0.5),
-    *(("searcher", None), ("summariser", 0.8), ("updater", 0.8), ("answerer", 0.8)),
-    *(("searcher", None), ("summariser", 0.6), ("updater", 0.6), ("answerer", 0.6)),
+    ("searcher", None),
+    ("summariser", 0.8),
+    ("updater", 0.8),
+    ("answerer", 0.8),
+    ("searcher", None),
+    ("summariser", 0.6),
+    ("updater", 0.6),
+    ("answerer", 0.6),
     ("searcher", None),
 )
 M_ASK_ROLES = {
@@ -48,9 +59,15 @@ M_ASK_ROLES = {
     "absolute": ["planner", "answerer"],
 }
 CODE = f1(  # pass rates 0.25, 0.25, 1.0; the last reflection changes nothing
-    *(("planner", 0.25), ("coder", 0.25), ("reflector", 0.25)),
-    *(("planner", 0.25), ("coder", 0.25), ("reflector", 1.0)),
-    *(("planner", 1.0), ("coder", 1.0), ("reflector", None)),
+    ("planner", 0.25),
+    ("coder", 0.25),
+    ("reflector", 0.25),
+    ("planner", 0.25),
+    ("coder", 0.25),
+    ("reflector", 1.0),
+    ("planner", 1.0),
+    ("coder", 1.0),
+    ("reflector", None),
 )
 DEBATE = local(0.0, 1.0, 1.0, 0.5, agents="abab")  # two rounds
 AGENTS = ("a", "a", "a", "b")
@@ -158,24 +175,14 @@ CASES = [
     (
         "tree_shaping",
         {},
-        tree(
-            *(
-                (node, "a", {"local": r})
-                for node, r in {"0": 0, "1": 1, "1.0": 1, "1.1": 0.5, "1.0.0": 0}.items()
-            )
-        ),
+        local_tree({"0": 0, "1": 1, "1.0": 1, "1.1": 0.5, "1.0.0": 0}),
         [-0.3, 1.3, 1.075, 0.35, -0.3],
     ),
     # baselines of 2.0, 2.1, 2.2: .25 of the parent 1 and .75 of .75, .5, .25 make .8125, .625, .4375
     (
         "tree_shaping",
         {"gamma": 0.5, "mix": 0.75},
-        tree(
-            *(
-                (node, "a", {"local": r})
-                for node, r in {"2": 1, "2.0": 0, "2.1": 0.5, "2.2": 1}.items()
-            )
-        ),
+        local_tree({"2": 1, "2.0": 0, "2.1": 0.5, "2.2": 1}),
         [1.0, -0.40625, 0.4375, 1.28125],
     ),
     # a root that spoke before the branching is everybody's parent, and has none
