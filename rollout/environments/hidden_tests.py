@@ -409,6 +409,7 @@ class _TestRewriter:
         if method in _METHODS_WITH_NONE:
             none = ast.Constant(None)
             return self._withhold(_METHODS_WITH_NONE[method], call.args[0], none, is_required)
+
         if method in _TRUTH_METHODS:
             value = call.args[0]
             is_true = method == "assertTrue"
@@ -417,14 +418,15 @@ class _TestRewriter:
                 return self._rewrite_assert(ast.Assert(test), is_required)[0]
             call.args[0] = self._guard_comparisons(value)
             return None
+
         if len(call.args) < 2:
             return None
-
         left, right, *others = call.args
         comparison = _COMPARING_METHODS.get(method)
         if comparison is None:
             call.args = [ast.Starred(_call(GUARD, left, right), ast.Load()), *others]
             return None
+
         check = self._withhold(comparison, left, right, is_required)
         if check is None and comparison == "==":
             site = self._add_site(Site(comparison="is", expected=True), is_required)
@@ -636,26 +638,14 @@ def _names_only_compared(function: _Function) -> set[str]:
 
 def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
     """Set the fields of a file that describe its module-level names."""
-    assigned = _count_assignments(tree)
-    changed: set[str] = set()
-    modules: set[str] = set()
     for node in ast.walk(tree):
-        # A method, an item, an argument or another name may change the value.
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
-            changed.add(node.value.id)
-        elif isinstance(node, ast.Call):
-            changed.update(name.id for name in node.args if isinstance(name, ast.Name))
-        elif isinstance(node, ast.keyword | ast.Starred | ast.Assign | ast.Return):
-            if isinstance(node.value, ast.Name):  # another name for the value
-                changed.add(node.value.id)
-        elif isinstance(node, ast.Global):
+        if isinstance(node, ast.Global):
             file.rebound_names += node.names
-        elif isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules.add(node.module or "")
-    changed.update(file.rebound_names)
+    file.names = _bound_names(tree)
+    file.computing_modules = sorted(_imported_modules(tree) & _COMPUTING_MODULES)
 
+    assigned = _count_assignments(tree)
+    changed = _names_that_may_change(tree) | set(file.rebound_names)
     for statement in tree.body:
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
@@ -667,8 +657,33 @@ def _describe_names(file: HiddenTestFile, tree: ast.Module) -> None:
             value = _literal(statement.value)
             if value is not _NO_LITERAL:
                 file.constants[target.id] = value
-    file.names = _bound_names(tree)
-    file.computing_modules = sorted(modules & _COMPUTING_MODULES)
+
+
+_ALIASING = ast.keyword | ast.Starred | ast.Assign | ast.Return  # may give a value another name
+
+
+def _names_that_may_change(tree: ast.Module) -> set[str]:
+    """Return the names whose value a method, an item, an argument or another name may change."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
+            names.add(node.value.id)
+        elif isinstance(node, ast.Call):
+            names.update(name.id for name in node.args if isinstance(name, ast.Name))
+        elif isinstance(node, _ALIASING) and isinstance(node.value, ast.Name):
+            names.add(node.value.id)
+    return names
+
+
+def _imported_modules(tree: ast.Module) -> set[str]:
+    """Return the modules that a file imports, or imports names from, by absolute imports."""
+    modules: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(node.module or "")
+    return modules
 
 
 def _bound_names(tree: ast.Module) -> list[str] | None:
