@@ -68,7 +68,7 @@ class Blocksworld(Game[BlocksTable]):
 
     def play(self, state: BlocksTable, actions: str) -> Played[BlocksTable] | None:
         """Move blocks until the goal is reached."""
-        moves = [action.split() for action in puzzles.items(actions)]
+        moves = [action.split() for action in puzzles.parse_actions(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
         played = puzzles.one_by_one(self, state, moves, _move)

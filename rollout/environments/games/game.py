@@ -231,7 +231,7 @@ _SPELLINGS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
 _MAX_CHARS = 2000  # a longer list is a failed generation
 
 
-def items(text: str) -> list[str]:
+def parse_actions(text: str) -> list[str]:
     """Return the actions of a list; [] if the text is not a list.
 
     Actions are separated by commas, and the words of an action by spaces: `R, R, D` and `1 2 4,
@@ -253,12 +253,12 @@ def items(text: str) -> list[str]:
     return actions if all(actions) else []
 
 
-def letters(text: str, alphabet: str) -> list[str]:
+def parse_letters(text: str, alphabet: str) -> list[str]:
     """Return the letters of a list of actions, with or without commas; [] if one is not in `alphabet`.
 
     `R, R, D` and `R R D` are equal lists of the alphabet "UDLR".
     """
-    words = " ".join(items(text)).split()
+    words = " ".join(parse_actions(text)).split()
     if all(len(word) == 1 and word in alphabet for word in words):
         return words
     return []

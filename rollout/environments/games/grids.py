@@ -49,7 +49,7 @@ class _GridGame(Game[_Grid]):
     max_moves: int
 
     def play(self, state: _Grid, actions: str) -> Played[_Grid] | None:
-        moves = puzzles.letters(actions, "UDLR")
+        moves = puzzles.parse_letters(actions, "UDLR")
         return puzzles.one_by_one(self, state, moves, self._move) if moves else None
 
     def _move(self, state: _Grid, move: str) -> Played[_Grid]:

@@ -78,7 +78,7 @@ class Sudoku(Game[SudokuGrid]):
         return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
 
     def play(self, state: SudokuGrid, actions: str) -> Played[SudokuGrid] | None:
-        parsed = _parse_writes(puzzles.items(actions), state.size)
+        parsed = _parse_writes(puzzles.parse_actions(actions), state.size)
         if parsed is None:
             return None
         step_count, writes = parsed

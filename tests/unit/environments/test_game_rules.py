@@ -12,7 +12,7 @@ from mcore_mas.reports.game_pictures import draw_boards
 from rollout.base.errors import EnvError
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
-from rollout.environments.games.game import BadPuzzle, items, letters
+from rollout.environments.games.game import BadPuzzle, parse_actions, parse_letters
 from rollout.environments.games.sudoku import solutions
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Task
@@ -79,14 +79,14 @@ def last_reward(
     ],
 )
 def test_a_list_of_actions_may_be_written_in_several_ways(text: str, expected: list[str]) -> None:
-    assert items(text) == expected
+    assert parse_actions(text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("R R, D", ["R", "R", "D"]), ("RRD", []), ("R, X", []), ("r", [])]
 )
 def test_letters_need_no_commas(text: str, expected: list[str]) -> None:
-    assert letters(text, "UDLR") == expected
+    assert parse_letters(text, "UDLR") == expected
 
 
 def test_plan_path_pays_the_shortest_path() -> None:
