@@ -44,10 +44,10 @@ def arithmetic_demonstrations(
         if random.random() < slips:
             attempt, _ = work_out_wrongly(random, problem.operation, problem.numbers, ("carry",))
 
-        kind = random.random()
-        if kind < _FIRST_ATTEMPTS:
+        draw = random.random()
+        if draw < _FIRST_ATTEMPTS:
             yield _demonstrate(roles, problem, [], "solver", attempt)
-        elif kind < _FIRST_ATTEMPTS + _VERDICTS:
+        elif draw < _FIRST_ATTEMPTS + _VERDICTS:
             solution, mistake = random.choice(((right, None), (wrong, slip)))
             verdict = review(problem.numbers, mistake)
             yield _demonstrate(roles, problem, [("solver", solution)], "verifier", verdict)

@@ -180,19 +180,9 @@ def _make_task(
     )
 
     feature_names = [*_COLUMNS[: len(model.weights)], "level"]
-    train_table = [["id", *feature_names, column]]
-    for row in train:
-        cells = _feature_cells(random, row)
-        train_table.append([str(row.id), *cells, _target_cell(row.target, model.kind)])
-    test_table = [["id", *feature_names]]
-    for row in test:
-        test_table.append([str(row.id), *_feature_cells(random, row)])
     sample_submission = [["id", column], *([str(row.id), constant] for row in test)]
-    files = [
-        pack_file("train.csv", _csv_text(train_table)),
-        pack_file("test.csv", _csv_text(test_table)),
-        pack_file("sample_submission.csv", _csv_text(sample_submission)),
-    ]
+    files = _pack_tables(random, model, feature_names, train, test)
+    files.append(pack_file("sample_submission.csv", _csv_text(sample_submission)))
 
     prompt = _TEXTS["prompt"].format(
         column=column,
@@ -213,6 +203,27 @@ def _make_task(
         source=source,
         split=split,
     )
+
+
+def _pack_tables(
+    random: Random,
+    model: TableModel,
+    feature_names: Sequence[str],
+    train: Sequence[_Row],
+    test: Sequence[_Row],
+) -> list[str]:
+    """Encode train.csv, and test.csv without the target, as two of a task's `answers`."""
+    train_table = [["id", *feature_names, model.target_column]]
+    for row in train:
+        cells = _feature_cells(random, row)
+        train_table.append([str(row.id), *cells, _target_cell(row.target, model.kind)])
+    test_table = [["id", *feature_names]]
+    for row in test:
+        test_table.append([str(row.id), *_feature_cells(random, row)])
+    return [
+        pack_file("train.csv", _csv_text(train_table)),
+        pack_file("test.csv", _csv_text(test_table)),
+    ]
 
 
 def _is_constant(rows: Sequence[_Row]) -> bool:
