@@ -85,9 +85,9 @@ class Coach:
                         position = (group_index, trajectory_index, turn_index)
                         messages = coach_messages(group.task, trajectory, turn, self._config)
                         answer_first = answers_first(turn, self._config)
-                        judgement = self._judge(turn.agent, messages, answer_first=answer_first)
+                        judging = self._judge(turn.agent, messages, answer_first=answer_first)
                         agents[position] = turn.agent
-                        tasks[position] = asyncio.create_task(judgement)
+                        tasks[position] = asyncio.create_task(judging)
 
         judgements = await self._wait_for_judgements(tasks)
         scores: dict[_TurnPosition, dict[str, float]] = {}
