@@ -49,16 +49,19 @@ def steps(*actions: str, servers: Any = SMALL, **options: Any) -> tuple[str, lis
 
 @pytest.mark.slow
 def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajectory() -> None:
-    shown, results = steps(
-        call("add", a=40, b=2),
-        call("divide", a=1, b=0),
-        call("add", a='"x"', b=2),
-        call("multiply", a=1),
+    malformed_calls = [
         "<call>add 40 and 2</call>",
         '<call>{"tool": ["add"]}</call>',
         '<call>{"tool": "add", "arguments": [40, 2]}</call>',
         f"<call>{'[' * 100_000}</call>",
         '<call>{"tool": "add", "arguments": {"a": "\\ud800"}}</call>',
+    ]
+    shown, results = steps(
+        call("add", a=40, b=2),
+        call("divide", a=1, b=0),
+        call("add", a='"x"', b=2),
+        call("multiply", a=1),
+        *malformed_calls,
         call("pid"),
         "<answer> 42. </answer>",
         max_turns=99,
@@ -66,28 +69,30 @@ def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajec
     assert shown.startswith(
         "How much is 40 + 2?\n\nTools:\n- add: Add two numbers.\n  arguments: {"
     )
-    assert '"required": ["a", "b"]' in shown and "<call>" in shown
-    assert (results[0].observation, results[0].done, results[0].tools[0].failed) == (
-        "42",
-        False,
-        False,
-    )
-    # The tool reports its failure itself.
-    assert "Error executing tool divide" in results[1].observation and results[1].tools[0].failed
-    assert (
-        "add: a: 'x' is not of type 'integer'" in results[2].observation and results[2].tools == ()
-    )
-    assert results[3].observation.startswith("There is no tool 'multiply'; tools: add, divide")
-    assert all(step.observation.startswith("This is no call.") for step in results[4:9])
-    assert (results[-1].reward, results[-1].done, results[-1].answer) == (1.0, True, "42")
-    assert results[-1].metrics == {
+    assert '"required": ["a", "b"]' in shown
+    assert "<call>" in shown
+
+    total, failure, wrong_type, unknown, *malformed, pid, answer = results
+    assert total.observation == "42"
+    assert not total.done
+    assert not total.tools[0].failed
+    assert "Error executing tool divide" in failure.observation  # as the tool reports it
+    assert failure.tools[0].failed
+    assert "add: a: 'x' is not of type 'integer'" in wrong_type.observation
+    assert wrong_type.tools == ()
+    assert unknown.observation.startswith("There is no tool 'multiply'; tools: add, divide")
+    assert len(malformed) == 5
+    assert all(step.observation.startswith("This is no call.") for step in malformed)
+
+    assert (answer.reward, answer.done, answer.answer) == (1.0, True, "42")
+    assert answer.metrics == {
         "calls": 3.0,
         "bad_calls": 7.0,
         "tool_errors": 1.0,
         "answered": 1.0,
         "solved": 1.0,
     }
-    assert not psutil.pid_exists(int(results[-2].observation))
+    assert not psutil.pid_exists(int(pid.observation))
 
 
 def test_one_agent_calls_and_answers() -> None:
@@ -97,7 +102,8 @@ def test_one_agent_calls_and_answers() -> None:
     )
     assert (trajectory.outcome, trajectory.answer) == (1.0, "42")
     assert validity(trajectory) == [True, False, True]
-    assert f"{call('add', a=40, b=2)}\n42\n" in prompts[1] and "This is no call." in prompts[2]
+    assert f"{call('add', a=40, b=2)}\n42\n" in prompts[1]
+    assert "This is no call." in prompts[2]
     assert [(event.tool, event.result) for event in trajectory.tools] == [("add", "42")]
 
 

@@ -97,7 +97,7 @@ CASES = [
         line(*AGENTS, outcome=0.6),
         [0.2, 0.2, 0.2, 0.0],
     ),
-    # rounds of a, b, a are 0, 0, 1
+    # the hops of a, b, a are 0, 1, 2, and their turns 0, 0, 1
     ("discounts", {"mode": "hop_weighted"}, line("a", "b", "a"), [0.1, 0.2, 0.3]),
     ("discounts", {"mode": "hop_weighted", "max_hops": 2}, line("a", "b", "a"), [0.5, 1.0, 1.0]),
     (
@@ -323,23 +323,18 @@ BAD = [
     ),
     ("tree_shaping", {}, line(("a", {"local": 1.0})), "trajectory 0/t/0: not a tree"),
     ("coach", {"outcome_weight": 1.0}, TREE, "trajectory 0/t/0: sampled as a tree"),
-    *(
-        (
-            name,
-            options,
-            TREE,
-            "trajectory 0/t/0: sampled as a tree, whose turns off the path have no outcome",
-        )
-        for name, options in {
-            "shared_outcome": {},
-            "shares": {},
-            "discounts": {"mode": "binary"},
-            "majority": {},
-            "turn_difference": {"metric": "f1", "scored": ["a"]},
-            "shaping": {},
-        }.items()
-    ),
 ]
+OPTIONS_OF_ALLOCATORS_WITHOUT_TREES = {
+    "shared_outcome": {},
+    "shares": {},
+    "discounts": {"mode": "binary"},
+    "majority": {},
+    "turn_difference": {"metric": "f1", "scored": ["a"]},
+    "shaping": {},
+}
+TREE_ERROR = "trajectory 0/t/0: sampled as a tree, whose turns off the path have no outcome"
+for allocator_name, allocator_options in OPTIONS_OF_ALLOCATORS_WITHOUT_TREES.items():
+    BAD.append((allocator_name, allocator_options, TREE, TREE_ERROR))
 
 
 @pytest.mark.parametrize(("name", "options", "played", "message"), BAD)
