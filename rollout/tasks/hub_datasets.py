@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub: their folder on this machine, and the files of a split."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ def _is_hub_id(path: str) -> bool:
 def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     """Return the files of a split in a data set's folder.
 
-    They are those that the card of the data set names or, if it names none, those whose name has
-    the name of the split.
+    They are those that the card of the data set names or, if it names none, those whose path has
+    a name of the split.
 
     Args:
         folder: folder of the data set.
@@ -78,28 +78,35 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     subsets = _subsets_in_card(folder)
     if subsets:
         patterns = _patterns_by_split(_choose_subset(folder, subsets, subset)["data_files"])
-        files = []
-        for pattern in patterns.get(split, ()):
-            leaves_folder = ".." in pattern or pattern.startswith("/")
-            if not leaves_folder:
-                files += sorted(folder.glob(pattern))
+        files = _matching_files(folder, patterns.get(split, ()))
         existing = list(patterns)
     else:
         subset_folder = folder / subset if subset else folder
         all_files = sorted(file for file in subset_folder.rglob("*") if file.suffix in READERS)
-        words = "|".join((split, *_SPLIT_ALIASES.get(split, ())))
-        split_name = re.compile(rf"(?<![a-zA-Z0-9])({words})(?![a-zA-Z0-9])")
-        files = [
-            file
-            for file in all_files
-            if split_name.search(file.relative_to(subset_folder).as_posix())
-        ]
+        files = _files_named_after(split, subset_folder, all_files)
         existing = [file.relative_to(folder).as_posix() for file in all_files[:_MAX_NAMED_FILES]]
     if not files:
         raise RecordError(
             f"{folder}: no files of split {split}; there are {', '.join(existing) or 'none'}"
         )
     return files
+
+
+def _matching_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return the files that match patterns of a card; a pattern that leaves the folder has none."""
+    files = []
+    for pattern in patterns:
+        leaves_folder = ".." in pattern or pattern.startswith("/")
+        if not leaves_folder:
+            files += sorted(folder.glob(pattern))
+    return files
+
+
+def _files_named_after(split: str, folder: Path, files: Iterable[Path]) -> list[Path]:
+    """Return the files in a folder whose path has a name of the split as a word."""
+    names = "|".join((split, *_SPLIT_ALIASES.get(split, ())))
+    split_name = re.compile(rf"(?<![a-zA-Z0-9])({names})(?![a-zA-Z0-9])")
+    return [file for file in files if split_name.search(file.relative_to(folder).as_posix())]
 
 
 def _subsets_in_card(folder: Path) -> list[dict[str, Any]]:
