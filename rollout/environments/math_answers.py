@@ -91,11 +91,7 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
         return _verdict(equal=int(given.replace(",", "")) == int(truth.replace(",", "")))
     if _WORD.fullmatch(given) and _WORD.fullmatch(truth):
-        # Words with the same letters are equal for math-verify, which multiplies the letters.
-        is_anagram = sorted(given.lower()) == sorted(truth.lower())
-        if is_anagram and given.lower() != truth.lower():
-            return AnswerComparison.UNDECIDED
-        return _verdict(equal=is_anagram)
+        return _compare_words(given.lower(), truth.lower())
     if has_base(given) or has_base(truth):
         return _verdict(equal=number_with_base(given) == number_with_base(truth))
 
@@ -130,6 +126,15 @@ def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) ->
         if sides and all(map(_is_numeric, sides)):
             return _compare(last_side, truth, compare_mathematics)
     return compare_mathematics(given, truth)
+
+
+def _compare_words(given: str, truth: str) -> AnswerComparison:
+    """Compare two words of four letters or more, which may also be products of their letters."""
+    if given == truth:
+        return AnswerComparison.EQUAL
+    if sorted(given) == sorted(truth):
+        return AnswerComparison.UNDECIDED
+    return AnswerComparison.DIFFERENT
 
 
 def _clock_time(clock: re.Match[str]) -> tuple[int, int, str]:
