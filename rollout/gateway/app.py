@@ -94,8 +94,7 @@ class GatewayHandlers:
         max_calls: number of calls that are answered concurrently.
         calls_in_progress: number of calls that are answered now.
         has_refused_calls: True once a call was refused because there were too many. From then on a
-            retry may be that of a refused call, and is not taken for the repetition of a call that
-            is in progress or answered.
+            retry may repeat a refused call, so it does not get the reply of an equal answered call.
     """
 
     find_backend: Callable[[Request], ChatBackend]
@@ -226,7 +225,7 @@ async def _wait_for_replies(
     """
     disconnected = asyncio.create_task(_wait_for_disconnect(http_request))
     awaited = calls[0].has_output.wait() if stream else _wait_until_done(calls)
-    ready = asyncio.create_task(awaited)
+    ready: asyncio.Task[object] = asyncio.create_task(awaited)
     has_reply = False
     try:
         await asyncio.wait({ready, disconnected}, return_when=asyncio.FIRST_COMPLETED)
@@ -241,9 +240,8 @@ async def _wait_for_replies(
     return has_reply
 
 
-async def _wait_until_done(calls: Sequence[GatewayCall]) -> bool:
+async def _wait_until_done(calls: Sequence[GatewayCall]) -> None:
     await asyncio.wait([call.task for call in calls])
-    return True
 
 
 async def _wait_for_disconnect(http_request: Request) -> None:

@@ -63,7 +63,12 @@ class GatewayCall:
         return not self.is_aborted
 
     def result(self) -> ChatReply:
-        """Return the complete reply of a finished task; raise GatewayError if it was cancelled."""
+        """Return the complete reply of the finished task.
+
+        Raises:
+            GatewayError: the task was cancelled.
+            Exception: any error with which the task failed.
+        """
         if self.task.cancelled():
             raise GatewayError(503, "the trajectory has ended")
         return self.task.result()
@@ -72,7 +77,8 @@ class GatewayCall:
         """Yield the reply whenever it has grown, and at last the complete reply.
 
         Raises:
-            GatewayError: the trajectory has ended.
+            GatewayError: the task was cancelled.
+            Exception: any error with which the task failed.
         """
         while not self.task.done():
             self._has_grown.clear()

@@ -25,9 +25,21 @@ MAX_TOP_LOGPROBS = 20  # as in OpenAI's APIs
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 # Fields of requests that change nothing in a reply.
 _FIELDS_WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "include", "truncation", "background"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
-    *("client_metadata", "cache_control", "inference_geo", "betas"),
+    "background",
+    "betas",
+    "cache_control",
+    "client_metadata",
+    "include",
+    "inference_geo",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "truncation",
+    "user",
 }
 
 
@@ -49,7 +61,7 @@ class ChatRequest:
         reply_format: JSON format that the reply should have.
         choices: number of replies.
         logprobs: True if the reply should have the log-probabilities of its tokens.
-        top_logprobs: number of the likeliest tokens that are reported for each of them.
+        top_logprobs: number of likeliest tokens to report at the position of each token.
         seed: seed of the sampling, or None.
         unheeded: names of fields and tools of the call that the gateway ignores.
     """
@@ -97,7 +109,7 @@ class ChatRequest:
         return ReplyConstraint.of(schema, tools, parallel_calls=self.parallel_calls)
 
     def cut_at_stop(self, text: str) -> tuple[str, str | None]:
-        """Return the text before the first stop, and that stop; the whole text and None without."""
+        """Return the text before its first stop, and the stop; or the whole text and None."""
         first_end = len(text)
         first_stop = None
         for stop in sorted(self.stop):
@@ -450,7 +462,7 @@ def order_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _unknown_call(call_id: str, earlier_ids: Iterable[str]) -> str:
-    """Return the error text of a tool result that belongs to no call."""
+    """Return the error message for a tool result that belongs to no call."""
     if not call_id:
         return "a tool result has no id of its call; send the id with which the call came"
     calls = ", ".join(f"'{earlier_id}'" for earlier_id in earlier_ids) or "none"

@@ -77,7 +77,8 @@ class RequestTools:
         schemas: tools that the agent may call.
         text_tools: names of those that take free text.
         namespaces: namespace by the name of a tool that is in one; the name begins with it.
-        unheeded: types of tools that the vendor's servers run, which are left out.
+        unheeded: parts that the gateway ignores, as `ChatRequest.unheeded` names them: `tool.TYPE` of
+            each hosted tool, which only the vendor's servers can run, and `allowed_tools`.
         must_call, parallel_calls: see `ChatRequest`.
     """
 
@@ -94,7 +95,7 @@ class RequestTools:
         self.text_tools.add(spec.name)
 
     def leave_out(self, kind: str) -> None:
-        """Leave out a tool of this type."""
+        """Record that a hosted tool of this type is left out."""
         self.unheeded.append(f"tool.{field_name(kind)}")
 
     def choose(self, mode: str, name: str = "") -> None:
