@@ -129,7 +129,13 @@ def _parse(body: bytes) -> ChatRequest:
     choices = parsed.n or 1
     if choices > 1 and parsed.stream:
         raise GatewayError(400, "n: a stream has one choice; send the call without `stream`")
-    unheeded = ["top_logprobs"] if parsed.top_logprobs and not parsed.logprobs else []
+
+    unheeded: list[str] = []
+    top_logprobs = parsed.top_logprobs or 0
+    if top_logprobs and not parsed.logprobs:
+        unheeded.append("top_logprobs")
+        top_logprobs = 0
+    response_format = parsed.response_format
     return parsed.chat_request(
         [_parse_message(message, unheeded) for message in parsed.messages],
         _parse_tools(parsed),
@@ -137,10 +143,10 @@ def _parse(body: bytes) -> ChatRequest:
         max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
         stop=tuple(stop for stop in stops if stop),
         include_usage=bool(include_usage),
-        reply_format=parsed.response_format and parsed.response_format.reply_format(),
+        reply_format=None if response_format is None else response_format.reply_format(),
         choices=choices,
         logprobs=bool(parsed.logprobs),
-        top_logprobs=parsed.top_logprobs or 0 if parsed.logprobs else 0,
+        top_logprobs=top_logprobs,
         seed=parsed.seed,
     )
 

@@ -126,12 +126,13 @@ def _parse_as(model: type[_CountBody], body: bytes) -> ChatRequest:
         messages += _parse_message(message, unheeded)
     if parsed.output_config is not None and parsed.output_config.model_extra:
         unheeded += [f"output_config.{name}" for name in parsed.output_config.model_extra]
+    format_spec = parsed.format_spec
     return parsed.chat_request(
         messages,
         _parse_tools(parsed),
         system=dialects.content_text(parsed.system),
         unheeded=map(field_name, unheeded),
-        reply_format=parsed.format_spec and parsed.format_spec.reply_format(),
+        reply_format=None if format_spec is None else format_spec.reply_format(),
         max_tokens=parsed.max_tokens,
         stop=tuple(stop for stop in parsed.stop_sequences or () if stop),
     )
@@ -161,7 +162,7 @@ def _parse_message(message: _Message, unheeded: list[str]) -> list[Message]:
         blocks = [_Block(type="text", text=blocks)]
     if message.role == "user":
         return _parse_user_blocks(blocks, unheeded)
-    return _parse_model_blocks(message.role, blocks)
+    return _parse_other_blocks(message.role, blocks)
 
 
 def _parse_user_blocks(blocks: list[_Block], unheeded: list[str]) -> list[Message]:
@@ -180,11 +181,10 @@ def _parse_user_blocks(blocks: list[_Block], unheeded: list[str]) -> list[Messag
     return messages
 
 
-def _parse_model_blocks(role: str, blocks: list[_Block]) -> list[Message]:
-    """Return one message with the text, the thoughts and the tool calls of these blocks.
+def _parse_other_blocks(role: str, blocks: list[_Block]) -> list[Message]:
+    """Return one message of the assistant or of the system, with its text, thoughts and tool calls.
 
-    A system message that has no text and no calls is left out; an empty reply of the assistant is
-    not.
+    An empty message of the system is left out; an empty reply of the assistant is not.
     """
     text_blocks: list[ContentPart] = []
     thoughts = []

@@ -134,16 +134,20 @@ def _parse(body: bytes) -> ChatRequest:
     parsed = dialects.parse_body(_ResponsesBody, body)
     items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
     has_logprobs = _LOGPROBS in (parsed.include or ())
-    unheeded = ["top_logprobs"] if parsed.top_logprobs and not has_logprobs else []
+    unheeded: list[str] = []
+    top_logprobs = parsed.top_logprobs or 0
+    if top_logprobs and not has_logprobs:
+        unheeded.append("top_logprobs")
+        top_logprobs = 0
     text_format = parsed.text.format if parsed.text is not None else None
     return parsed.chat_request(
         _parse_items(items, unheeded),
         _parse_tools(parsed, items),
         system=parsed.instructions,
         unheeded=unheeded,
-        reply_format=text_format and text_format.reply_format(),
+        reply_format=None if text_format is None else text_format.reply_format(),
         logprobs=has_logprobs,
-        top_logprobs=parsed.top_logprobs or 0 if has_logprobs else 0,
+        top_logprobs=top_logprobs,
         max_tokens=parsed.max_output_tokens,
         store=parsed.store is not False,
         previous_id=(parsed.previous_response_id or "").removeprefix("resp_"),
@@ -187,7 +191,7 @@ def _add_tool(tools: RequestTools, tool: _Tool, namespace: str) -> None:
 def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
     """Convert input items to messages.
 
-    An assistant's thoughts, one text and the calls behind it become one message. Thoughts without a
+    An assistant's thoughts, one text and the calls after it become one message. Thoughts without a
     text or a call are dropped.
 
     Args:

@@ -54,7 +54,7 @@ class _KnownReply:
     """A reply that an agent has given in this session."""
 
     chat: Chat  # as it was after the reply; it is copied and never continued itself
-    reply_format: ReplyFormat | None  # latest format that the chat was told
+    reply_format: ReplyFormat | None  # latest format whose instruction is in the chat
     has_successor: bool = False  # True if a later reply of the same chat follows
 
 
@@ -70,7 +70,7 @@ class _StoredReply:
 class _Match:
     """Result of comparing a call's conversation with the replies of its session."""
 
-    key: bytes  # digest of everything that the call asks
+    key: bytes  # digest of the conversation and the settings of the reply; a seed does not count
     reply: _KnownReply | None  # latest reply that the conversation continues
     known_messages: int  # number of messages up to that reply, including it
 
@@ -106,7 +106,7 @@ class GatewaySession:
         self.last_refusal = ""
         self._agents = {agent.name: agent for agent in self.team.agents}
         self._id = secrets.token_hex(6)  # prefix of the replies' ids
-        # by digest of the conversation up to the reply, as the program repeats it
+        # by digest of the conversation that ends with the reply, as the program repeats it
         self._known_replies: dict[bytes, _KnownReply] = {}
         self._stored_replies: dict[str, _StoredReply] = {}  # by id
         self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of the request
@@ -139,9 +139,9 @@ class GatewaySession:
     async def start_call(self, request: ChatRequest) -> GatewayCall:
         """Start the reply of an agent, or return an equal earlier call whose reply nobody has read.
 
-        A retry also gets the reply of the earlier call, if there was only one. If there were
-        several, as for several samples, it is not known whose answer was lost, so a retry is a
-        new sample.
+        A retry also gets the complete reply of the equal earlier call, if there was only one. If
+        there were several, as for several samples, it is not known whose answer was lost, so a
+        retry is a new sample.
 
         A reply is sampled to its end and recorded even if the program stops waiting for it. Only
         the sampling of a stream ends when its reader leaves.
@@ -334,18 +334,19 @@ class GatewaySession:
         if reply.stop_sequence is None:  # a text without its stop cannot stand for the tokens
             answered = replace(request, messages=conversation)
             digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
-            told_format = request.reply_format
-            if told_format is None and known_reply is not None:
-                told_format = known_reply.reply_format
-            self._known_replies[digests[-1]] = _KnownReply(chat, told_format)
+            reply_format = request.reply_format
+            if reply_format is None and known_reply is not None:
+                reply_format = known_reply.reply_format
+            self._known_replies[digests[-1]] = _KnownReply(chat, reply_format)
         return reply
 
     def _scores(self, request: ChatRequest, reply: ChatReply, agent: Agent) -> dict[str, float]:
         """Return the scores of a reply's turn.
 
         Returns:
-            `unheeded/FIELD`: 1.0 for each field of the request that was ignored. `off_schema`, if the
-            request has a schema and the reply calls no tools: 1.0 if the reply does not fit it, else 0.
+            `unheeded/PART`: 1.0 for each part of the request that was ignored. `off_schema`, if the
+            request asks for JSON and the reply calls no tools: 1.0 if the reply does not have the
+            requested format, else 0.0.
         """
         unheeded = [*request.unheeded]
         if not self.honor_sampling:
@@ -360,12 +361,11 @@ class GatewaySession:
             unheeded.append("logprobs")  # the model is behind an API that returns no tokens
 
         called = [call.name for call in reply.calls]
-        must_call = request.must_call
-        if (
-            must_call is not None
-            and must_call not in called
-            and (must_call != ANY_TOOL or not called)
-        ):
+        if request.must_call == ANY_TOOL:
+            is_call_missing = not called
+        else:
+            is_call_missing = request.must_call is not None and request.must_call not in called
+        if is_call_missing:
             unheeded.append("tool_choice")
         if len(called) > 1 and not request.parallel_calls:
             unheeded.append("parallel_tool_calls")
@@ -380,37 +380,43 @@ class GatewaySession:
         """Return the sampled tokens of a turn; a token that ends the reply has no text.
 
         Args:
-            candidates: of each token; empty if the call asks for none, or the engine has none.
+            candidates: likeliest tokens at each position; empty if the call asks for none, or the
+                engine reports none.
         """
         texts = self.team.token_texts(turn)
-        by_position = candidates or [()] * len(texts)
-        return tuple(
-            TokenLogprob(text, logprob, tuple(self.team.candidate_texts(turn, tokens)))
-            for text, logprob, tokens in zip(texts, turn.logprobs, by_position, strict=True)
-        )
+        candidates = candidates or [()] * len(texts)
+        tokens = []
+        for text, logprob, others in zip(texts, turn.logprobs, candidates, strict=True):
+            other_texts = self.team.candidate_texts(turn, others)
+            tokens.append(TokenLogprob(text, logprob, tuple(other_texts)))
+        return tuple(tokens)
 
     def _open_chat(
         self, request: ChatRequest, agent: Agent, match: _Match, chat_id: str
     ) -> tuple[Chat, list[Message]]:
         """Return a chat that continues from the known reply, and the messages that follow it."""
-        limits: dict[str, Any] = dict(request.sampling) if self.honor_sampling else {}
+        sampling: dict[str, Any] = dict(request.sampling) if self.honor_sampling else {}
         if request.max_tokens is not None:
-            limits["max_tokens"] = min(request.max_tokens, agent.sampling.max_tokens)
-        agent = replace(agent, sampling=replace(agent.sampling, **limits))
-        tools = [Tool(schema=schema, run=_run_nowhere) for schema in request.tools]
+            sampling["max_tokens"] = min(request.max_tokens, agent.sampling.max_tokens)
+        agent = replace(agent, sampling=replace(agent.sampling, **sampling))
+
         has_system = request.messages[0].role == "system"
-        chat = Chat(self.team, agent, chat_id, "" if has_system else agent.role.system, tools)
+        system = "" if has_system else agent.role.system
+        tools = [Tool(schema=schema, run=_run_nowhere) for schema in request.tools]
+        chat = Chat(self.team, agent, chat_id, system, tools)
 
         new_messages = list(request.messages[match.known_messages :])
-        told_format = match.reply.reply_format if match.reply is not None else None
-        if request.reply_format is not None and request.reply_format != told_format:
+        known_format = match.reply.reply_format if match.reply is not None else None
+        if request.reply_format is not None and request.reply_format != known_format:
             last = new_messages[-1]
             text = f"{last.content}\n\n{request.reply_format.instruction}"
             new_messages[-1] = replace(last, content=text)
         if match.reply is None:
             return chat, new_messages
+
         chat.take_over(match.reply.chat)
         program_calls = request.messages[match.known_messages - 1].calls
+        # The program does not get calls without a name, which could not be read.
         chat_calls = [call for call in match.reply.chat.messages[-1].calls if call.name]
         return chat, _with_chat_ids(new_messages, program_calls, chat_calls)
 
