@@ -39,13 +39,13 @@ class Passage:
 
     @property
     def title(self) -> str:
-        """First line, without the double quotes around it."""
+        """First line of the contents, without the double quotes around it."""
         line = self.contents.partition("\n")[0].strip()
         return line[1:-1] if len(line) >= 2 and line[0] == line[-1] == '"' else line
 
     @property
     def text(self) -> str:
-        """All lines after the first."""
+        """All lines of the contents after the first."""
         return self.contents.partition("\n")[2]
 
 
@@ -112,15 +112,17 @@ class Corpus:
     def row_of(self, id: str) -> int | None:
         """Return the row of a passage, or None if no passage has this id.
 
-        If ids are not row numbers, the first call makes a table of all ids, of 16 bytes per
-        passage.
+        If ids are not row numbers, the first call makes a table of all ids, of 16 bytes per passage.
         """
-        if id.isdecimal() and len(id) < 19:
-            number = int(id)
-            if number < len(self) and self[number].id == id:
-                return number
+        number = int(id) if id.isdecimal() and len(id) < 19 else -1
+        is_row_number = 0 <= number < len(self) and str(number) == id
+        if is_row_number and self[number].id == id:
+            return number
         with self._id_table_lock:
             if self._id_table is None:
+                # If the row of this number has another id, ids are not row numbers.
+                if not is_row_number and self._seems_to_have_row_numbers():
+                    return None
                 self._id_table = self._hash_ids()
         hashes, rows = self._id_table
         first = int(hashes.searchsorted(hash(id), "left"))
@@ -130,12 +132,15 @@ class Corpus:
                 return int(row)
         return None
 
+    def _seems_to_have_row_numbers(self) -> bool:
+        """Return True if the first and the last id are row numbers."""
+        last_row = len(self) - 1
+        return self[0].id == "0" and self[last_row].id == str(last_row)
+
     def _hash_ids(self) -> tuple[Any, Any]:
         """Return the sorted hashes of all ids and their rows, int64 `[rows]` each."""
         import numpy as np  # the client, which needs no table, loads without it
 
-        if self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1):
-            return np.empty(0, np.int64), np.empty(0, np.int64)  # ids are row numbers
         hashes = np.fromiter((hash(passage.id) for passage in self), np.int64)
         order = hashes.argsort(kind="stable")
         return hashes[order], order

@@ -114,6 +114,12 @@ def test_neighbours_are_of_the_same_document(tmp_path: Path, prefix: str) -> Non
     assert corpus.row_of("y1") is None
 
 
+def test_numbers_that_are_ids_of_other_rows_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    write_corpus(path, (Passage(id, f"passage {id}") for id in ("0", "2", "1", "3")))
+    assert [Corpus(path).row_of(id) for id in ("0", "1", "2", "3", "4")] == [0, 2, 1, 3, None]
+
+
 def test_the_table_of_ids_is_made_once_for_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
