@@ -42,11 +42,17 @@ class Counts:
 
 
 class Histogram:
-    """Number of values up to each of some bounds, in the form that Prometheus reads."""
+    """Counts of values between bounds, and their sum.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending; a value that equals a bound is below it.
+        counts: number of values in each bucket, and last of those above all bounds; not cumulative.
+        total: sum of the values.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last entry counts values above all bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def add(self, value: float) -> None:
@@ -73,7 +79,7 @@ class Batcher:
         max_batch: most queries that are searched together.
         max_wait_s: time that the first query of a batch waits for others.
         max_queue: waiting queries above which requests are turned away.
-        cache_mb: approximate size of the cache of answers.
+        cache_mb: approximate size of the cache of answers, in MB.
         deadline_s: time after which a request is given up.
     """
 
@@ -89,7 +95,7 @@ class Batcher:
     def __post_init__(self) -> None:
         self.counts = Counts()
         self.latency_s = Histogram(LATENCY_BOUNDS_S)  # of answered requests
-        self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
+        self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)  # pairs of each search
 
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
         self._cache_bytes = 0
@@ -108,12 +114,12 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        """Number of pairs that wait for a search."""
+        """Number of pairs that wait to be encoded or searched."""
         return sum(map(len, self._to_encode)) + len(self._to_search)
 
     @property
     def cache_bytes(self) -> int:
-        """Approximate size of the cached answers."""
+        """Approximate size of the cached answers in bytes."""
         return self._cache_bytes
 
     async def submit(

@@ -41,7 +41,7 @@ PQ_DIMENSIONS = 8  # dimensions of a vector that share one code of product quant
 
 
 def cells_of(n: int) -> int:
-    """Return the number of IVF cells for n passages, which are enough to learn each cell from."""
+    """Return the number of IVF cells for n passages, so few that each cell can be learned."""
     return max(1, min(4 * isqrt(n), min(n, MAX_TRAINING_ROWS) // MIN_ROWS_PER_CENTROID))
 
 
@@ -70,7 +70,7 @@ class IndexType:
 
 
 def _ivf_bytes(n: int, dim: int) -> float:
-    """Return bytes per passage of its row number and of the centroids."""
+    """Return the bytes per passage of row numbers and centroids in an IVF index."""
     return 8 + 4 * dim * cells_of(n) / n
 
 
@@ -156,6 +156,7 @@ def encode_shard(
         return path
 
     with partial.open("ab") as file:
+        # An earlier attempt may have ended inside of a chunk.
         encoded_earlier = file.tell() // row_bytes // CHUNK_ROWS * CHUNK_ROWS
         file.truncate(encoded_earlier * row_bytes)
         done = encoded_earlier
@@ -216,13 +217,13 @@ def build_index(
         lexical_sha256=bm25_sha256(out),
     )
     write_manifest(out, manifest)
-    if shards == 1:  # several shards are outputs of other jobs, which own them
+    if shards == 1:  # several shards are files of other jobs, which still need them
         shutil.rmtree(out / "shards", ignore_errors=True)
     return manifest
 
 
 def write_vectors(corpus: Corpus, out: Path, encoder: Encoder, kind: str, shards: int) -> None:
-    """Write the FAISS index of all shards."""
+    """Encode the shards that are missing, and write the FAISS index of all."""
     dim = encoder.identity.dim
     total = len(corpus)
     parts: list[np.ndarray] = []

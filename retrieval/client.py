@@ -39,7 +39,7 @@ SKIP_S = 10.0  # time for which a server that could not be reached is skipped, i
 POLL_S = 2.0  # pause between two rounds of /health while no server answers
 HEALTH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
-MAX_CONNECTIONS = 100  # requests under way at each server
+MAX_CONNECTIONS = 100  # concurrent requests at each server
 MAX_POST_QUERIES = 256  # queries in one request; more are sent in several requests
 MAX_POST_BYTES = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
 SHOWN_CHARS = 200  # length of a shown error message of a server
@@ -70,7 +70,7 @@ class _Endpoint:
     """Server of the client, which is skipped for a while after it could not be reached."""
 
     url: str
-    skipped_until: float = 0.0  # time.monotonic()
+    skipped_until: float = 0.0  # on the clock time.monotonic()
 
     @property
     def is_skipped(self) -> bool:
@@ -86,7 +86,7 @@ class _LoopState:
     slots: dict[_Endpoint, asyncio.Semaphore]
     waiting: dict[_Query, list[asyncio.Future[list[Passage]]]] = field(default_factory=dict)
     outage: asyncio.Lock = field(default_factory=asyncio.Lock)
-    given_up: int = 0  # outages that outlasted the patience of the client
+    given_up: int = 0  # number of outages that outlasted the patience of the client
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -119,8 +119,9 @@ class RetrievalClient:
 
         Args:
             urls: base URLs of the servers.
-            timeout_s: deadline of one request including its repetitions. It does not count the time
-                without any server, or until fewer than MAX_CONNECTIONS requests are under way.
+            timeout_s: deadline of one request including its repetitions. Time without any server does
+                not count. A request that waits because MAX_CONNECTIONS others are under way at its
+                server is not cut off, but is not repeated either once the deadline has passed.
             patience_s: time to wait for a server when none answers.
             token_file: file with the bearer token of the servers, if they have one.
             revive: called repeatedly while no server answers; it may restart one.
@@ -145,7 +146,8 @@ class RetrievalClient:
         """Return the `min(k, corpus size)` best passages with their scores, best first.
 
         Raises:
-            BadRequest: the query is empty or longer than 2000 characters, or k is not in 1..100.
+            BadRequest: the query is empty or longer than 2000 characters, or k is not in 0..100; 0
+                stands for DEFAULT_TOPK.
             RetrievalUnavailable: there was no usable answer in time.
         """
         key = (wire.check_query(query), wire.check_topk(k))
@@ -157,7 +159,7 @@ class RetrievalClient:
         return await future
 
     async def passages(self, id: str, around: int = 0) -> list[Passage]:
-        """Return the passage with this id and up to `around` neighbours on each side.
+        """Return the passage with this id and up to `around` neighbours on each side, at most 5.
 
         Neighbours have the same title. The list is empty if no passage has this id. Only servers of
         this package know passages by id.
@@ -268,11 +270,10 @@ class RetrievalClient:
         """
         endpoint = self._next_endpoint()
         state = self._state()
+        # A server that hangs leaves time to ask each of the others.
+        timeout_s = self.timeout_s / len(self._endpoints)
         try:
-            async with (
-                state.slots[endpoint],
-                asyncio.timeout(self.timeout_s / len(self._endpoints)),
-            ):
+            async with state.slots[endpoint], asyncio.timeout(timeout_s):
                 self.posts += 1
                 reply = await state.http.request(method, endpoint.url + path, json=body)
         except (httpx.RequestError, TimeoutError) as error:

@@ -139,6 +139,7 @@ class Encoder:
 
     @cached_property
     def _model64(self) -> torch.nn.Module:
+        """Copy of the model in float64, which encodes queries."""
         model: torch.nn.Module = copy.deepcopy(self._model).double()
         return model
 

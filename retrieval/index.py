@@ -137,7 +137,7 @@ class Index:
         return not isinstance(self.vectors, faiss.IndexIVF | faiss.IndexHNSW)
 
     def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `K = min(k, ntotal)` best rows that the index finds for each query, best first.
+        """Find the `K = min(k, ntotal)` best rows for each query; return them best first with their scores.
 
         Scores are inner products in float64, rounded to SCORE_DECIMALS; ties are broken by row number. The
         answer to a query does not depend on the other queries, and up to MAX_TOPK a smaller k gives

@@ -41,14 +41,13 @@ class Manifest:
     corpus_sha256: str
     index_sha256: str  # of the FAISS file `vectors`; "" if the index has no vectors
     vectors: str = VECTORS  # name of the FAISS file in the index folder
-    tolerance: float = (
-        TOLERANCE_FLOAT32  # largest relative error of a stored vector for `check_canary`
-    )
+    # Largest relative error of a stored vector that `check_canary` accepts.
+    tolerance: float = TOLERANCE_FLOAT32
     lexical_sha256: str = ""  # of the BM25 index, "" if there is none
 
 
 def write_manifest(index_dir: Path, manifest: Manifest) -> None:
-    """Write `index.json`, with a digest of its own contents."""
+    """Write `index.json` with a digest of the other keys."""
     values = json.loads(json.dumps(asdict(manifest)))
     write_json_file(index_dir / MANIFEST, {**values, "sha256": _values_sha256(values)})
 
@@ -81,7 +80,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
 
 
 def check_equal(where: Path | str, name: str, value: object, expected: object) -> None:
-    """Raise RetrievalError if a property of an index differs from its manifest."""
+    """Raise RetrievalError if a property of an index or a corpus has another value than expected."""
     if value != expected:
         raise RetrievalError(
             f"{where}: {name} is {value!r}, expected {expected!r}; "

@@ -69,8 +69,9 @@ class RetrieverSidecar:
                 f"retriever.python: no interpreter at {python}; "
                 "create one from retrieval/environment.yml"
             )
-        self._command = [str(python.absolute() if python else sys.executable), "-m"]
-        self._command += ["retrieval.server", "--index", str(self.index_dir), *extra_args]
+        interpreter = str(python.absolute()) if python else sys.executable
+        self._command = [interpreter, "-m", "retrieval.server", "--index", str(self.index_dir)]
+        self._command += extra_args
         if encoder_folder:
             self._command += ["--encoder-folder", str(Path(encoder_folder).resolve())]
         if gpus:
@@ -82,7 +83,8 @@ class RetrieverSidecar:
         self._may_restart = may_restart
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._outage_began = 0.0  # time.monotonic() of the first and the last call of `revive`
+        # Times of the first and the latest call of `revive` in an outage, on the clock time.monotonic().
+        self._outage_began = 0.0
         self._last_report = 0.0
 
     @property
@@ -114,7 +116,10 @@ class RetrieverSidecar:
             _stop(self._process)
         if self._folder is not None:
             self._folder.cleanup()
-        self._process = self._folder = self.url = self.pid = None
+        self._process = None
+        self._folder = None
+        self.url = None
+        self.pid = None
 
     def revive(self) -> None:
         """Restart a server that died, at the same port, if `may_restart` agrees; do not wait.

@@ -130,12 +130,17 @@ def check_topk(topk: int | None) -> int:
 
 @contextmanager
 def _bad_request(name: str) -> Iterator[None]:
-    """Raise the first error of a validation as BadRequest in one line."""
+    """Raise the first error of a validation as BadRequest in one line.
+
+    Args:
+        name: name of the validated value, "" for a whole body.
+    """
     try:
         yield
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join([*([name] if name else []), *map(str, first["loc"])])
+        keys = [name, *map(str, first["loc"])]
+        key = ".".join(filter(None, keys))
         raise BadRequest(f"{key}: {first['msg']}" if key else first["msg"]) from None
 
 
@@ -152,7 +157,10 @@ def openapi() -> dict[str, Any]:
 
 
 def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:
-    """Return `{"result": [[...] per query]}`, with documents or with documents and scores."""
+    """Return the body of an answer: in `result` a list of passages for each query or id.
+
+    A passage is its document; with `return_scores`, an object with `document` and `score`.
+    """
 
     def render(passage: Passage) -> dict[str, Any]:
         document = {"id": passage.id, "contents": passage.contents}
