@@ -38,7 +38,7 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MKL_NUM_THREADS": "1",
     "MPLBACKEND": "agg",
 }
-_READY_S = 60.0  # numerical packages take seconds to import on a busy machine
+_READY_S = 60.0  # within which the zygote must start, also on a busy machine
 
 
 class JailPool:
@@ -125,7 +125,7 @@ class JailPool:
         """Return a context with a jail for one job, which ends with the context.
 
         Raises:
-            SandboxError: the zygote is gone.
+            SandboxError: the zygote is gone, or cannot be cloned.
         """
         # a jail that was cloned ahead may outlive the zygote for a moment
         if not self.is_alive:

@@ -17,7 +17,7 @@ class Verdict(enum.StrEnum):
     RE = "RE"  # another exit status, an exception or a signal
     TLE = "TLE"  # out of CPU time or wall time
     MLE = "MLE"  # out of memory
-    OLE = "OLE"  # too much output, or too many or too large files
+    OLE = "OLE"  # too much output; without the tier "namespaces", also too many files or bytes on disk
     # The sandbox failed and nothing is known about the program. It is raised as a SandboxError and
     # never scored.
     SE = "SE"
@@ -41,12 +41,13 @@ class RunLimits:
         wall_s: wall time in seconds. It is generous, because CPU time is the fair measure on a busy
             machine.
         cpu_s: CPU time in seconds of one process.
-        memory_mb: address space of one process, in addition to the interpreter's.
+        memory_mb: address space in MiB of one process, in addition to the interpreter's. In the tier
+            "namespaces", the memory that all processes of the program use together is limited too.
         cores: cores that the program and its children share.
         processes: processes and threads at the same time.
-        output_kb: size of stdout, and of stderr.
-        file_mb: size of one file.
-        disk_mb: size of all files together.
+        output_kb: size in KiB of stdout, and of stderr.
+        file_mb: size in MiB of one file.
+        disk_mb: size in MiB of all files together.
         files: number of files and folders at the same time.
         open_files: open files of one process.
     """
@@ -91,8 +92,9 @@ class RunResult:
         stdout: first `output_kb` of the output, with bytes that are not UTF-8 replaced.
         stderr: first `output_kb` of the standard error, in the same way.
         exit_code: exit status; negative if a signal of this number ended the program.
-        cpu_s: CPU time of all processes of the program.
-        memory_mb: peak resident memory of its largest process.
+        wall_s: wall time in seconds.
+        cpu_s: CPU time in seconds of all processes of the program; 0 for a cell of a session.
+        memory_mb: peak resident memory in MiB of its largest process; 0 for a cell of a session.
         fresh: True if the process had no state of an earlier cell, as always outside of a session.
     """
 
@@ -112,9 +114,11 @@ class JobReport:
 
     Attributes:
         exit_code: exit status; negative if a signal of this number ended the job.
-        kill_reason: limit for which the warden ended the job, such as "wall" or "disk", or "".
-        cpu_s: CPU time of all its processes.
-        memory_bytes: peak resident memory of its largest process.
+        kill_reason: limit for which the warden ended the job ("wall", "disk", "threads" or "memory"),
+            "asked" if the host has asked for it, "" if the job ended without the warden.
+        cpu_s: CPU time in seconds of all its processes.
+        memory_bytes: peak resident memory of its largest process, or of that of an earlier job of
+            the jail if that was larger.
         out_of_memory: True if the kernel killed one of its processes because its control group had
             no memory left.
     """
@@ -127,7 +131,11 @@ class JobReport:
 
 
 def truncate_middle(text: str, max_chars: int) -> str:
-    """Return the text; of a longer one the first and the last half of `max_chars` characters."""
+    """Return the text; if it is longer than `max_chars`, replace its middle by a note.
+
+    Args:
+        max_chars: number of characters to retain, half of them at each end; at least 2.
+    """
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

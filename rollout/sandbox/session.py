@@ -27,7 +27,8 @@ _REPORT_S = 5.0  # within which a warden must report the end of a job
 _MAX_DROPPED = 1000  # answers of earlier cells that are dropped while one cell runs
 _INTERRUPT_S = 1.0  # within which a cell must react to an interrupt before its process is killed
 
-# verdicts on jobs that a warden has ended, by its reason; any other reason is a time limit
+# Verdicts on jobs that a warden has ended, by its reason (see `JobReport`). The other reasons stand
+# for a time limit: "wall", and "asked" for a cell that does not react to an interrupt.
 _KILL_VERDICTS = {
     "disk": Verdict.OLE,
     "memory": Verdict.MLE,

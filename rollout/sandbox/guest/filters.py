@@ -213,9 +213,9 @@ def install_filter(*, allow_processes: bool, own_pid: int, allow_tcp: bool = Fal
 
     Args:
         allow_processes: True if the process may start others, signal them and change attributes of
-            files, because it has a separate process namespace and root file system. Otherwise
-            it may have threads and signal itself, and changes of attributes do nothing.
-        own_pid: id of the process.
+            files, because namespaces or Landlock separate it from other processes. Otherwise it may
+            have threads and signal itself, and changes of attributes do nothing.
+        own_pid: id of the process; it is not used if `allow_processes` is True.
         allow_tcp: True if the process may open TCP connections. It then stays in its process group,
             and changes of attributes do nothing.
     """

@@ -134,7 +134,7 @@ class Warden:
         return max(0, int(timeout_s * 1000) + 1)
 
     def _exceeded_limit(self) -> str:
-        """Return the limit that the job exceeds, or ""."""
+        """Return the limit that the job exceeds ("wall", "disk", "threads" or "memory"), or ""."""
         limits = self._limits
         if time.monotonic() >= self._deadline_s:
             return "wall"
@@ -163,7 +163,7 @@ class Warden:
 
         Args:
             files: descriptors that came with the command; this command has none.
-            limits: limits of the job, as `Limits` names them.
+            limits: limits of the job, as `rollout.sandbox.RunLimits` names them.
             cores: numbers of the cores that the job may use.
         """
         self._limits = limits
@@ -247,7 +247,7 @@ class Warden:
         """Confine this process, and run the program or the cells in it."""
         try:
             _keep_job_files(kind, files, error_pipe)
-            error_pipe = _JOB_FILES
+            error_pipe = _JOB_FILES  # the number behind those of the job's files
             self._confine(kind)
             os.close(error_pipe)
         except BaseException as error:
@@ -334,18 +334,18 @@ def _keep_job_files(kind: str, files: list[int], error_pipe: int) -> None:
     """
     if kind == "program":
         source, stdin, stdout, stderr = files
-        kept_files = [stdin, stdout, stderr, source, error_pipe]
+        job_files = [stdin, stdout, stderr, source, error_pipe]
     else:
         null = os.open("/dev/null", os.O_RDWR)
-        kept_files = [null, null, null, files[0], error_pipe]
+        job_files = [null, null, null, files[0], error_pipe]
 
     # The files are duplicated above all targets first, since a target may be one of them.
-    duplicates = [os.dup(file) for file in kept_files]
-    while min(duplicates) < len(kept_files):
+    duplicates = [os.dup(file) for file in job_files]
+    while min(duplicates) < len(job_files):
         duplicates = [os.dup(file) for file in duplicates]
     for target, file in enumerate(duplicates):
         os.dup2(file, target, inheritable=target < 3)
-    os.closerange(len(kept_files), _MAX_FILES)
+    os.closerange(len(job_files), _MAX_FILES)
 
 
 def _set_limits(
@@ -382,9 +382,9 @@ def _set_limits(
 def main() -> None:
     """Run the zygote, which serves the host and is cloned for every job.
 
-    The zygote is inside of the isolation and has imported everything. It never sees a program, its
-    input or its output: these are open files that go directly to the job, so that no job finds
-    traces of another one in the memory that it inherits.
+    The zygote is inside of the isolation, and has imported the modules of this package. It never
+    sees a program, its input or its output: these are open files that go directly to the job, so
+    that no job finds traces of another one in the memory that it inherits.
 
     The first command line argument is the descriptor of the host's channel. The second one has the
     settings as JSON: `tier`, `parent` (process id of the host), `readable` (paths) and `packages`
