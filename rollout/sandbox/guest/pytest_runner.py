@@ -40,16 +40,60 @@ _UNKNOWN = "?"  # text of a value that is not plain data
 _GUARDED_MODULES = ("_pytest", "pytest", "pluggy", "unittest.case", "unittest.result")
 # Modules whose classes patched code cannot change. Plug-ins of pytest change those of others.
 _FROZEN_MODULES = (
-    *("_pytest.outcomes", "_pytest.python_api", "_pytest.raises", "_pytest.recwarn"),
-    *("_pytest.reports", "_pytest.runner", "_pytest.unittest", "_pytest._code.code"),
-    *("pluggy._hooks", "pluggy._manager", "pluggy._result"),
-    *("unittest.case", "unittest.result"),
+    "_pytest._code.code",
+    "_pytest.outcomes",
+    "_pytest.python_api",
+    "_pytest.raises",
+    "_pytest.recwarn",
+    "_pytest.reports",
+    "_pytest.runner",
+    "_pytest.unittest",
+    "pluggy._hooks",
+    "pluggy._manager",
+    "pluggy._result",
+    "unittest.case",
+    "unittest.result",
 )
 _GUARDED_BUILTINS = (
-    *("abs", "all", "any", "getattr", "hasattr", "hash", "id", "isinstance", "issubclass", "iter"),
-    *("len", "max", "min", "next", "repr", "round", "sorted", "sum", "AssertionError", "Exception"),
-    *("bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "range", "reversed"),
-    *("set", "str", "super", "tuple", "type", "zip", "enumerate", "map", "BaseException"),
+    "abs",
+    "all",
+    "any",
+    "AssertionError",
+    "BaseException",
+    "bool",
+    "bytes",
+    "dict",
+    "enumerate",
+    "Exception",
+    "float",
+    "frozenset",
+    "getattr",
+    "hasattr",
+    "hash",
+    "id",
+    "int",
+    "isinstance",
+    "issubclass",
+    "iter",
+    "len",
+    "list",
+    "map",
+    "max",
+    "min",
+    "next",
+    "object",
+    "range",
+    "repr",
+    "reversed",
+    "round",
+    "set",
+    "sorted",
+    "str",
+    "sum",
+    "super",
+    "tuple",
+    "type",
+    "zip",
 )
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _FLAGS_OFFSET = 168  # of tp_flags in a type object on 64-bit machines
@@ -73,7 +117,9 @@ _get_thread = threading.get_ident
 _get_handler = signal.getsignal
 _set_handler = signal.signal
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-_is_collecting, _stop_collecting, _start_collecting = gc.isenabled, gc.disable, gc.enable
+_is_collecting = gc.isenabled
+_stop_collecting = gc.disable
+_start_collecting = gc.enable
 _shuffle = random.SystemRandom().shuffle
 _encode_string = json.encoder.encode_basestring_ascii
 _mro_of = type.__dict__["__mro__"].__get__
@@ -119,7 +165,7 @@ class _Withheld:
 
 
 class _NotPlain(Exception):
-    """A value is not plain data."""
+    """Error of a value that is not plain data."""
 
 
 def _main() -> None:
@@ -500,9 +546,10 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     choices = {}
     for key, texts in candidates.items():
         choices[key] = [ast.literal_eval(text) for text in texts]
-    kept_texts: dict[str, str] = {}  # values by name as they were bound
+    bound_texts: dict[str, str] = {}  # value at its binding, by name
 
     def check(site: int, value: object, token: object) -> None:
+        """Report a value; if it has an equality of its own, report how it compares with candidates."""
         number = token.number if type(token) is _Withheld else -1
         text = _describe(value)
         key = f"{site}/{number}"
@@ -511,14 +558,20 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
         send(("site", site, number, text))
 
     def keep(name: str, value: object) -> None:
-        kept_texts[name] = _describe(value)
+        """Remember the value of a name at its binding."""
+        bound_texts[name] = _describe(value)
 
     def is_trustworthy(
         operator: str, left: object, right: object, left_origin: Origin, right_origin: Origin
     ) -> bool:
+        """Return False if a comparison is true only because the code under test has arranged it.
+
+        That is so if a name has lost the value of its binding, or if an operand that may come from
+        the code under test also compares with objects with which it cannot.
+        """
         for origin, value in ((left_origin, left), (right_origin, right)):
-            kept_text = kept_texts.get(origin) if type(origin) is str else None
-            if kept_text is not None and kept_text != _describe(value):
+            bound_text = bound_texts.get(origin) if type(origin) is str else None
+            if bound_text is not None and bound_text != _describe(value):
                 return False
         if left_origin is not True and not _tells_apart(operator, left, right, is_left=True):
             return False
@@ -532,6 +585,10 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
         left_origin: Origin,
         right_origin: Origin,
     ) -> object:
+        """Return the result of a comparison, and report it if it is true and has a site.
+
+        Equality, order and membership that are not trustworthy count as false.
+        """
         result = _OPERATORS[operator](left, right)
         is_negation = operator in _NEGATIONS
         try:
@@ -554,6 +611,7 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
         left_origin: Origin,
         right_origin: Origin,
     ) -> tuple[object, object]:
+        """Return the operands of assertEqual, or unequal ones if their equality is not trustworthy."""
         if left == right:
             if not is_trustworthy(operator, left, right, left_origin, right_origin):
                 return 0, 1
@@ -561,11 +619,13 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
         return left, right
 
     def guard(*values: object) -> tuple[object, ...]:
+        """Return the values, or different numbers if one of them claims to equal everything."""
         if any(_equals_everything(value) for value in values):
             return tuple(range(len(values)))
         return values
 
     def end(number: int) -> None:
+        """Report that a test function has reached its end."""
         send(("end", number))
 
     scope: Any = builtins
