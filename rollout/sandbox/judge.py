@@ -69,7 +69,7 @@ async def judge(
         ValueError: the path of a file leads out of the folder.
     """
     if isinstance(test, StdinTest):
-        limits = _with_room_for(test.expected, limits or runner.limits)
+        limits = _allow_output(test.expected, limits or runner.limits)
         result = await runner.run(source, stdin=test.stdin, limits=limits, files=files)
         is_right = COMPARES[compare](result.stdout, test.expected)
     else:
@@ -82,8 +82,8 @@ async def judge(
     return result
 
 
-def _with_room_for(expected: str, limits: RunLimits) -> RunLimits:
-    """Return the limits with twice the size of the expected output, if that is more."""
+def _allow_output(expected: str, limits: RunLimits) -> RunLimits:
+    """Return the limits, raised to twice the size of the expected output if that is more."""
     needed_kb = 2 * len(expected.encode(errors="replace")) // 1024
     if needed_kb <= limits.output_kb:
         return limits
@@ -152,10 +152,7 @@ def same_value(answer: str, expected: Any) -> bool:
     """
     try:
         return _same(json.loads(answer), json.loads(json.dumps(expected)))
-    except (
-        ValueError,
-        RecursionError,
-    ):  # no JSON, a number with too many digits, or nested too deep
+    except (ValueError, RecursionError):  # not JSON, a number that is too long, or too deep lists
         return False
 
 

@@ -128,10 +128,9 @@ def _build_root(readable: list[str]) -> None:
     with suppress(PermissionError):  # in a container that covers parts of /proc, it stays empty
         linux.mount("proc", f"{_STAGE}/proc", "proc", _NO_PROGRAMS)
     for name, target in _LINKS.items():
-        if not os.path.lexists(
-            f"{_STAGE}/{name}"
-        ):  # an interpreter below /tmp has made it a folder
-            os.symlink(target, f"{_STAGE}/{name}")
+        link = f"{_STAGE}/{name}"
+        if not os.path.lexists(link):  # /tmp is a folder already if an interpreter lies below it
+            os.symlink(target, link)
 
     os.chdir(_STAGE)
     linux.call("pivot_root", b".", b".")
