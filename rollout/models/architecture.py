@@ -66,6 +66,8 @@ class Experts:
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> Experts:
         """Read the experts from the config.json of a Qwen3-MoE, as transformers 4 or 5 writes it.
 
+        The sizes that every model has (`SizesConfig`) must have been checked before.
+
         Raises:
             ModelError: a setting is missing, has another type or is out of bounds.
         """

@@ -77,7 +77,9 @@ def _template_texts(model: Path) -> Iterator[str]:
         config = read_json(model / name) if (model / name).exists() else {}
         templates = config.get("chat_template") if isinstance(config, dict) else None
         # Some folders have several templates, each an object with a name.
-        for template in templates if isinstance(templates, list) else [templates]:
+        if not isinstance(templates, list):
+            templates = [templates]
+        for template in templates:
             text = template.get("template") if isinstance(template, dict) else template
             if isinstance(text, str):
                 yield text
@@ -226,9 +228,9 @@ class Renderer:
             (*messages[:turn_length], reply, *messages[turn_length + 1 :]),
             tools,
         )
-        reply_text, mark, rest = text[len(earlier_text) :].partition(_TEXT_MARK)
         if not text.startswith(earlier_text):
             return None
+        reply_text, mark, rest = text[len(earlier_text) :].partition(_TEXT_MARK)
         if (reply_text + mark).split() != placeholder.split():
             return None
 
@@ -363,9 +365,11 @@ class Renderer:
         """
         stream = DecodeStream(skip_special_tokens=False)
         backend = self._tokenizer.backend_tokenizer
-        return [
-            "" if token in self.stop else stream.step(backend, token) or "" for token in token_ids
-        ]
+        texts = []
+        for token in token_ids:
+            text = None if token in self.stop else stream.step(backend, token)
+            texts.append(text or "")
+        return texts
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         """Return the template's text of a chat, from the cache if it has no tools."""

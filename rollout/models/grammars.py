@@ -51,7 +51,7 @@ _CALL_TEXTS: Mapping[ToolFormat, tuple[str, str, str, str]] = {
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled, or does not allow the tokens of a reply."""
+    """Error of a grammar that cannot be compiled, or that does not allow the tokens of a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Grammars:
         """Return the mask at each token of a reply.
 
         Raises:
-            GrammarError: the grammar does not allow one of the tokens.
+            GrammarError: the grammar cannot be compiled, or does not allow one of the tokens.
         """
         matcher = self.matcher(grammar)
         masks = []

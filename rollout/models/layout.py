@@ -18,7 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Number of ranks of each kind of parallelism."""
+    """Degree of each kind of parallelism of a trainer."""
 
     tp: int = 1  # tensor parallelism
     pp: int = 1  # pipeline parallelism

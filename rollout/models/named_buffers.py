@@ -40,7 +40,7 @@ class NamedBuffers:
 
     Attributes:
         buffers: buffers by the name of the tensor.
-        elements: float32 numbers that their storage takes.
+        elements: number of float32 elements of their storage.
     """
 
     buffers: Mapping[str, NamedBuffer]
@@ -89,7 +89,7 @@ class BufferAllocator:
     """Divider of one storage into consecutive, aligned buffers.
 
     Attributes:
-        used: elements of the storage that have been given away.
+        used: number of elements of the storage that buffers have, including padding.
     """
 
     def __init__(self, storage: Tensor) -> None:

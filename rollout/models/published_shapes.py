@@ -38,6 +38,7 @@ def planned_architecture(folder: str) -> Architecture:
     if row is None:
         published_names = ", ".join([*table["models"], *table["like"]])
         raise ModelError(
-            f"{folder}: no config.json here, and no published model of this name; published models: {published_names}"
+            f"{folder}: no config.json here, and no published model of this name; published models: "
+            f"{published_names}"
         )
     return parse_architecture(dict(zip(table["columns"], row, strict=True)), folder)

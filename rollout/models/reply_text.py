@@ -81,5 +81,5 @@ class ReplyText:
         if self._calls:
             split = CALL_SPLITTERS[self._renderer.tool_format]
             text, _ = split(text)
-            text = text.lstrip()
+            text = text.lstrip()  # the text of the complete reply is stripped too
         return any(stop in text for stop in self._stops)

@@ -247,25 +247,25 @@ def _is_in_call(raw: str, position: int) -> bool:
     return False
 
 
-def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
+def parse_reply(raw: str, tool_format: ToolFormat, id_prefix: str) -> ParsedReply:
     """Parse a complete reply. If its thoughts never end, it has no text and no calls.
 
     Args:
         raw: reply with thoughts and special tokens, without the token that ends it.
-        form: format of the calls.
-        prefix: beginning of the calls' ids, which are numbered from 0.
+        tool_format: format of the calls.
+        id_prefix: beginning of the calls' ids, which are numbered from 0.
     """
     thoughts, end_mark, answer = _partition_thoughts(raw)
     if not end_mark and raw.lstrip().startswith("<think>"):
         thoughts = raw
         answer = ""
-    split = CALL_SPLITTERS[form]
+    split = CALL_SPLITTERS[tool_format]
     text, call_texts = split(answer)
     calls = []
     problems = {}
     for number, call_text in enumerate(call_texts):
         name, arguments = _read_call(call_text)
-        call = ToolUse(id=f"{prefix}{number}", name=name, arguments=arguments)
+        call = ToolUse(id=f"{id_prefix}{number}", name=name, arguments=arguments)
         calls.append(call)
         if not name:
             problems[call.id] = _UNREADABLE
