@@ -49,9 +49,9 @@ class ChatHost(Protocol):
 class Chat:
     """A conversation with one agent, opened by `TeamSession.chat`.
 
-    Every reply is a turn. Its prompt is the earlier turn's own tokens and the new text; a template
-    that rewrites earlier messages begins anew (score `root`). When a prompt leaves no room for its
-    reply, the agent's `when_full` decides:
+    Every reply is a turn. Its prompt is the earlier turn's tokens and the new text. If the template
+    rewrites earlier messages, all of them are tokenized anew, and the turn's score `root` is 1. When
+    a prompt leaves no room for its reply, the agent's `when_full` decides:
 
     - `stop`: the chat is `full`; it takes no more messages, and the latest reply stays the last.
       The turn's score `full` is 1.
@@ -60,14 +60,21 @@ class Chat:
     - `drop_oldest_results`: the older half of the tool results is left out. The next turn's score
       `dropped_results` is their number.
 
-    If that is not enough, or the agent has not replied yet, `PromptTooLong` is raised; if there is
-    no reply for another reason, an EngineError.
+    If that makes no room, the chat is full as with `stop`. If the agent has not replied yet,
+    `PromptTooLong` is raised instead. If there is no reply for another reason, an EngineError is
+    raised.
+
+    Attributes:
+        id: id of the chat in its trajectory.
+        messages: the conversation so far.
+        latest: the agent's latest reply, None before the first.
+        full: True if there is no room for another reply.
     """
 
     def __init__(
         self, host: ChatHost, agent: Agent, id: str, system: str, tools: Sequence[Tool]
     ) -> None:
-        self.id = id  # in the trajectory
+        self.id = id
         self.messages = [Message(role="system", content=system)] if system else []
         self.latest: AgentReply | None = None
         self.full = False
@@ -107,7 +114,7 @@ class Chat:
         return None if self._open_calls else await self._reply()
 
     def take_over(self, other: Chat) -> None:
-        """Continue from where another chat is; the other one does not change."""
+        """Continue from another chat's messages and latest turn; the other chat does not change."""
         self.messages = list(other.messages)
         self.latest = other.latest
         self._state = replace(self._state, before=other._state.before)
@@ -180,21 +187,23 @@ class Chat:
 
     def fold(self, summary: str) -> None:
         """Replace the conversation by a summary; keep system prompt, question and new messages."""
-        replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
-        new_messages = self.messages[replies[-1] + 1 :] if replies else self.messages
-        head = self.messages[:2]
-        system = [message for message in head if message.role == "system"]
-        question = [
-            message.content
-            for message in head
-            if message.role == "user" and message not in new_messages
-        ]
-        parts = [
-            *question,
-            f"What has happened since:\n{summary}",
-            *(message.content for message in new_messages),
-        ]
-        self.messages = [*system, Message(role="user", content="\n\n".join(parts))]
+        first_new = 0  # index behind the latest reply
+        for index, message in enumerate(self.messages, start=1):
+            if message.role == "assistant":
+                first_new = index
+        new_messages = self.messages[first_new:]
+
+        folded = []
+        parts = []
+        for message in self.messages[:2]:
+            if message.role == "system":
+                folded.append(message)
+            elif message.role == "user" and message not in new_messages:
+                parts.append(message.content)
+        parts.append(f"What has happened since:\n{summary}")
+        parts += [message.content for message in new_messages]
+        folded.append(Message(role="user", content="\n\n".join(parts)))
+        self.messages = folded
 
     def _add_result(self, call: ToolUse, result: str) -> None:
         self.messages.append(Message(role="tool", content=result, answers=call.id))
@@ -259,7 +268,7 @@ class Chat:
         return call.name in self._tools and self._tools[call.name].parallel
 
     def _refusal(self, number: int, call: ToolUse, reply: AgentReply) -> str:
-        """Return why a call is not made; "" if it is made, and counts."""
+        """Return the reason why a call is not made, or ""; count the agent's calls."""
         rules = self._agent.chats
         if call.id in reply.problems:
             return reply.problems[call.id]
@@ -291,9 +300,10 @@ class Chat:
 
     async def drop_results(self) -> bool:
         """Drop the older half of the remaining tool results; return False if there are none."""
-        numbers = [
-            i for i, m in enumerate(self.messages) if m.role == "tool" and m.content != _DROPPED
-        ]
+        numbers = []
+        for number, message in enumerate(self.messages):
+            if message.role == "tool" and message.content != _DROPPED:
+                numbers.append(number)
         dropped = numbers[: (len(numbers) + 1) // 2]
         for number in dropped:
             self.messages[number] = replace(self.messages[number], content=_DROPPED)

@@ -86,7 +86,7 @@ class Episode:
         """Open the environment if it has `open` and `close`."""
         env = cast(ResourceEnv, self._env)
         if hasattr(env, "open") and hasattr(env, "close"):
-            opened.push_async_callback(env.close)
+            opened.push_async_callback(env.close)  # is called even if `open` fails
             opening: Callable[..., Awaitable[None]] = env.open
             await self._call_env("open", partial(opening, **self._supplied(opening)), self._task)
 

@@ -179,6 +179,7 @@ def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str | None]:
     """Count how often each name is bound: as a parameter, a variable, a function or an import."""
     bindings: Counter[str | None] = Counter()
     for node in nodes:
+        # Nodes without a context, such as parameters, functions and imports, bind their names.
         context = getattr(node, "ctx", ast.Store())
         if not isinstance(node, ast.keyword) and isinstance(context, ast.Store | ast.Del):
             bindings.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
@@ -188,9 +189,9 @@ def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str | None]:
 def _missing_attribute(
     nodes: Sequence[ast.AST], name: str, used: Sequence[ast.Attribute], kind: type
 ) -> str:
-    """Describe the first attribute that `kind` lacks.
+    """Describe the first attribute that `kind` lacks; return "" if there is none.
 
-    An attribute may exist that the function sets itself, or names in a text as for `hasattr`.
+    Attributes that the function sets itself, or names in a string as for `hasattr`, count as existing.
     """
     # co_names has the attributes that __init__ sets
     existing = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
@@ -212,7 +213,15 @@ def _missing_await(
     kind: type,
     bindings: Mapping[str | None, int],
 ) -> str:
-    """Describe the first coroutine that is dropped, or used as if it had been awaited."""
+    """Describe the first coroutine that is dropped, or used as if it had been awaited.
+
+    Args:
+        nodes: all nodes of the function.
+        used: attributes of the checked parameter.
+        kind: class of the checked parameter.
+        bindings: number of times that each name is bound.
+    """
+    # Variables whose attributes are read, which a coroutine does not have.
     read = {
         node.value.id
         for node in nodes

@@ -35,7 +35,7 @@ class Call:
     agent: Agent
     messages: tuple[Message, ...]
     state_key: str  # digest of the messages
-    anchor: str = ""  # digest of the environment's state, "" where it names none
+    anchor: str = ""  # digest of the environment's state, "" if the environment reports none
     chat: ChatState | None = None  # None: a single question
 
     def __str__(self) -> str:
@@ -62,7 +62,8 @@ class Team:
         """Return the team's session of one trajectory.
 
         Args:
-            seed_path: place of the trajectory in the run, from which its seeds are derived.
+            seed_path: keys of the trajectory, such as seed, step, task and sample, from which its
+                seeds are derived.
             calls: record of the trajectory's calls that must not be repeated.
         """
         return TeamSession(self, seed_path, calls)
@@ -89,8 +90,8 @@ class TeamSession:
     ) -> None:
         self.calls = calls or CallRecord()  # of tools and environments that act outside the run
         self.replies: dict[int, RecordedReply] = {}  # of policies, by the seed of the call
-        self.scores: dict[int, dict[str, float]] = {}  # by turn
-        self.state = ""  # of the environment, where it names one
+        self.scores: dict[int, dict[str, float]] = {}  # scores by name, by turn
+        self.state = ""  # latest state of the environment, "" if it reports none
         self.leaf = ""  # node at which a tree that the orchestra grows has ended
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # makes a tool call; an episode times and records it
@@ -103,14 +104,16 @@ class TeamSession:
         self._seed_path = seed_path
         self._name = "/".join(map(str, seed_path))
         self._turns: dict[int, Turn] = {}
-        self._rounds: dict[int, int] = {}  # by turn
+        self._rounds: dict[int, int] = {}  # number of the round, by turn
         self._calls_begun = 0
         self._latest_turn: dict[object, int] = {}  # by task of this trajectory
         self._chat_counts: Counter[str] = Counter()  # by agent
         self._tool_call_counts: Counter[str] = Counter()  # by agent
-        self._round = 0  # steps of the environment so far that turns came before
-        self._round_turns: list[int] = []  # turns that the next step of the environment belongs to
-        self._stepped = False  # whether the environment has stepped since the latest turn
+        # A round is the turns before a step of the environment. Further steps belong to it until the
+        # next turn begins a new round.
+        self._round = 0  # number of the current round, from 0
+        self._round_turns: list[int] = []  # turns of the current round
+        self._stepped = False  # True if the environment has stepped since the latest turn
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -283,7 +286,7 @@ class TeamSession:
         self.score(turn, unread=1.0)
 
     def set_node(self, turn: int, /, node: str) -> None:
-        """Set the node of a turn in a tree that the orchestra grows; `leaf` is the node of its end.
+        """Set the node of a turn in a tree that the orchestra grows (see `leaf`).
 
         Raises:
             KeyError: there is no such turn.
@@ -291,10 +294,9 @@ class TeamSession:
         self._turns[turn] = replace(self._turns[turn], node=node)
 
     def credit_step(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add a step's reward and metrics to the scores of all turns since the step before.
+        """Add a step's reward and metrics to the scores of all turns of the current round.
 
-        The reward is the score `team`. Steps without a turn between them belong to the same turns,
-        and their rewards add up.
+        The reward is added to the score `team`, and a metric replaces the score of its name.
         """
         for index in self._round_turns:
             scores = self.scores[index]

@@ -63,12 +63,12 @@ class BranchedPlay:
     orchestra: Orchestra
     tool_s: float | None = None
     env_name: str = ""
-    calls: CallRecord = field(default_factory=CallRecord)  # that must not be repeated
+    calls: CallRecord = field(default_factory=CallRecord)  # calls that must not be repeated
 
     def __post_init__(self) -> None:
         self.error = ""  # why the play failed
         self.replies: dict[int, RecordedReply] = {}  # of all branches, by the seed of the call
-        self._branches = [self._new_branch()]  # that play
+        self._branches = [self._new_branch()]  # branches that are played now
         self._dropped: Counter[str] = Counter()  # branches that failed, by metric
 
     def _new_branch(self) -> Branch:
@@ -103,7 +103,7 @@ class BranchedPlay:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the branch that leads to the outcome, and how many branches failed.
+        """The metrics of the branch that leads to the outcome, and the number of failed branches.
 
         Failed branches are counted by reason as `dropped_branches/<reason>`, and those that were
         late or undecided also as `late/<part>` and `undecided`.
@@ -221,9 +221,9 @@ class BranchSession(TeamSession):
 
     def __init__(self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord) -> None:
         super().__init__(team, seed_path, calls.for_branch(self._branch_name))
-        self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
+        self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # open calls, by turn
         self.changed = asyncio.Event()  # set when a call is made or a wait has ended
-        self.tasks: set[asyncio.Task[Any] | None] = set()  # all that have waited
+        self.tasks: set[asyncio.Task[Any] | None] = set()  # all tasks that have waited
 
     @contextmanager
     def waits_for(self, awaited: object) -> Iterator[asyncio.Task[Any]]:
