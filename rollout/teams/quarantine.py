@@ -90,11 +90,21 @@ class Quarantined:
         """Read a file that `write_quarantined` wrote; raise RecordError if it is another file."""
         try:
             value = read_json(path)
-            task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
-            replies = {row.pop("seed"): _REPLY.validate_python(row) for row in value["replies"]}
-            fields = {
-                name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")
-            }
+            task_fields = value["task"]
+            task_fields["answers"] = tuple(task_fields["answers"])
+            replies = {}
+            for row in value["replies"]:
+                call_seed = row.pop("seed")
+                replies[call_seed] = _REPLY.validate_python(row)
+            return cls(
+                trajectory=value["trajectory"],
+                error=value["error"],
+                task=Task(**task_fields),
+                seed=value["seed"],
+                step=value["step"],
+                sample=value["sample"],
+                replies=replies,
+            )
         except FileNotFoundError as error:
             raise RecordError(
                 f"{path}: no such file; expected a file of results/<run>/train/quarantine"
@@ -104,7 +114,6 @@ class Quarantined:
                 f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); "
                 "expected a file of results/<run>/train/quarantine"
             ) from error
-        return cls(task=task, replies=replies, **fields)
 
     def team(self, team: Team) -> Team:
         """Return the team with policies that give the recorded replies."""

@@ -78,8 +78,9 @@ class ReplayedPlay(BranchedPlay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
-        self._removal: dict[int, float] = {}  # outcome minus that without the reply, by turn
-        self._sampled_tokens = 0  # of turns that follow alternatives
+        # By turn: the trajectory's outcome minus the outcome of its replay without the reply.
+        self._removal: dict[int, float] = {}
+        self._sampled_tokens = 0  # tokens of sampled turns that follow alternatives
 
     async def _play_branches(self) -> None:
         """Play the trajectory to its end, then replay its turns."""
@@ -115,9 +116,9 @@ class ReplayedPlay(BranchedPlay):
         and none to those whose outcomes are equal.
         """
         budget = self.plan.budget
-        most = self.plan.alternatives
+        max_alternatives = self.plan.alternatives
         if budget is None:
-            await self._replay_all([(decision, most) for decision in decisions])
+            await self._replay_all([(decision, max_alternatives) for decision in decisions])
             return
 
         if budget < len(decisions):
@@ -127,13 +128,13 @@ class ReplayedPlay(BranchedPlay):
             decisions = in_random_order[:budget]
         await self._replay_all([(decision, 1) for decision in decisions])
 
-        left = budget - len(decisions)
+        remaining = budget - len(decisions)
         further = []
         for decision in sorted(decisions, key=self._outcome_variance, reverse=True):
             if self._outcome_variance(decision):
-                count = min(most - 1, left)
+                count = min(max_alternatives - 1, remaining)
                 further.append((decision, count))
-                left -= count
+                remaining -= count
         await self._replay_all(further)
 
     def _outcome_variance(self, decision: _Decision) -> float:
@@ -144,7 +145,7 @@ class ReplayedPlay(BranchedPlay):
         return pvariance(outcomes)
 
     async def _replay_all(self, counts: Sequence[tuple[_Decision, int]]) -> None:
-        """Replay each decision with so many further alternatives, all at once."""
+        """Replay each decision with a number of further alternatives, all at once."""
         replays = []
         for decision, count in counts:
             first = len(self._alternatives.get(decision.turn, ())) + 1
@@ -167,21 +168,24 @@ class ReplayedPlay(BranchedPlay):
         if branch is None:
             return None
         recorded = self._recorded
-        later_answers = [
-            (recorded.get(call_key(call)), answer)
-            for answered in branch.rounds[decision.round + 1 :]
-            for call, answer in answered
-        ]
-        sampled = [answer for record, answer in later_answers if answer is not record]
-        for answer in sampled:
-            if not isinstance(answer, Exception):
-                self._sampled_tokens += len(answer[0].completion_ids)
-        [alternative] = [turn for turn in branch.episode.turns if turn.node == node]
+        recorded_answers = 0
+        sampled_answers = 0
+        for answered in branch.rounds[decision.round + 1 :]:
+            for call, answer in answered:
+                if answer is recorded.get(call_key(call)):
+                    recorded_answers += 1
+                    continue
+                sampled_answers += 1
+                if not isinstance(answer, Exception):
+                    turn, _ = answer
+                    self._sampled_tokens += len(turn.completion_ids)
+
+        (alternative,) = [turn for turn in branch.episode.turns if turn.node == node]
         scores = {
             **alternative.scores,
             REPLAY_OUTCOME: branch.episode.outcome or 0.0,
-            "replay_sampled": float(len(sampled)),
-            "replay_recorded": float(len(later_answers) - len(sampled)),
+            "replay_sampled": float(sampled_answers),
+            "replay_recorded": float(recorded_answers),
         }
         return replace(alternative, scores=scores)
 
@@ -260,8 +264,8 @@ class ReplayedPlay(BranchedPlay):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the trajectory; how many tokens its replays sampled after alternatives.
+        """The metrics of the trajectory, with the failed replays as dropped branches.
 
-        Replays that failed are counted as dropped branches.
+        `replayed_tokens` is the number of tokens that the replays sampled after their alternatives.
         """
         return super().metrics | {"replayed_tokens": float(self._sampled_tokens)}
