@@ -54,6 +54,20 @@ def scripted_team(
     return team_of(engine, renderer, max_tokens=1000), engine
 
 
+def recording_team(
+    folder: Path, reply: Callable[[str, int], str], kind: str = "qwen2.5"
+) -> tuple[Team, list[str]]:
+    """Return a team whose replies are `reply(prompt, number of the call)`, and the list of its prompts."""
+    prompts: list[str] = []
+
+    def record_and_reply(prompt: str, call: int) -> str:
+        prompts.append(prompt)
+        return reply(prompt, call)
+
+    team, _ = scripted_team(folder, record_and_reply, kind)
+    return team, prompts
+
+
 def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
     """Return a random model of bytes, saved beside the tokenizer of `renderer_of` in `folder`."""
     torch.manual_seed(0)

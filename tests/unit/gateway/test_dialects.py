@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from rollout.records.trajectory import Turn
-from tests.support.gateway import open_session, sampling_team, scripted_team
+from tests.support.gateway import open_session, recording_team, sampling_team, scripted_team
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
 REPLIES = [f"<think>\nhm\n</think>\n\nLet me see.{CALL}", "It is 42.", "Yes."]
@@ -205,8 +205,7 @@ def test_every_dialect_continues_from_an_empty_reply(tmp_path: Path) -> None:
 
 
 def test_anthropics_client_tools_need_no_schema(tmp_path: Path) -> None:
-    prompts: list[str] = []
-    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
+    team, prompts = recording_team(tmp_path, lambda prompt, n: "ok")
     hi: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
     async def run() -> None:

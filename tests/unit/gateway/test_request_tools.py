@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gateway import exchange, scripted_team
+from tests.support.gateway import exchange, recording_team, scripted_team
 
 PATCH = "*** Begin Patch\n*** End Patch"
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
@@ -33,8 +33,7 @@ def messages(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def test_hosted_tools_are_left_out_and_counted(tmp_path: Path) -> None:
-    prompts: list[str] = []
-    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
+    team, prompts = recording_team(tmp_path, lambda prompt, n: "ok")
     function = {"type": "function", "function": LOOK}
     look = {"name": "look", "description": "Look.", "input_schema": LOOK["parameters"]}
     _, turns = exchange(
@@ -58,8 +57,7 @@ def test_hosted_tools_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_a_tool_that_takes_free_text_is_a_function_of_one_text(tmp_path: Path) -> None:
     replies = [*[call_text("apply_patch", {"input": PATCH})] * 2, "done"]
-    prompts: list[str] = []
-    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or replies[n])
+    team, prompts = recording_team(tmp_path, lambda prompt, n: replies[n])
     tool = {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": GRAMMAR}
     (first,), _ = exchange(team, [responses(tools=[tool])])
     assert "text of this lark grammar:\\nstart: /.+/" in prompts[0]
@@ -127,8 +125,7 @@ def test_tools_of_namespaces_come_in_the_request_or_in_an_item(tmp_path: Path) -
         call_text("functions.exec", {"input": script}) + call_text("clock.look", {}),
         "done",
     ]
-    prompts: list[str] = []
-    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or replies[n])
+    team, prompts = recording_team(tmp_path, lambda prompt, n: replies[n])
     tools = [
         {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]},
         {"type": "namespace", "name": "clock", "tools": [{"type": "function", **LOOK}]},
@@ -236,8 +233,7 @@ def test_a_choice_of_tools_that_a_reply_does_not_keep_is_counted(
     ids=["completions", "responses", "messages"],
 )
 def test_the_choice_none_tells_no_tools(call: Any, tmp_path: Path) -> None:
-    prompts: list[str] = []
-    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
+    team, prompts = recording_team(tmp_path, lambda prompt, n: "ok")
     _, (turn,) = exchange(team, [call])
     assert "look" not in prompts[0]
     assert not turn.scores
