@@ -127,8 +127,16 @@ FRAMEWORKS = {
         package="smolagents",
         shipped=("smolagents/cli.py",),
         arguments=(
-            *("{TASK}", "--tools", "--model-type", "OpenAIModel", "--model-id", "gpt-4o-mini"),
-            *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
+            "{TASK}",
+            "--tools",
+            "--model-type",
+            "OpenAIModel",
+            "--model-id",
+            "gpt-4o-mini",
+            "--api-base",
+            "{OPENAI_BASE_URL}",
+            "--api-key",
+            "{OPENAI_API_KEY}",
         ),
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
         rules={"most_calls": 4, "crash": "wrong"},  # the program makes up to 20 calls
@@ -214,8 +222,8 @@ class Teacher:
     ) -> PolicyReply:
         prompt = write_tools_as_text(messages, chat.tools if chat else ())
         content = "\n".join(message.content for message in prompt)
-        sums = re.findall(r"What is (\d)\+(\d)\?", content)
-        a, b = map(int, sums[-1] if sums else (0, 0))
+        questions = re.findall(r"What is (\d)\+(\d)\?", content)
+        a, b = map(int, questions[-1]) if questions else (0, 0)
 
         key = repr(prompt)
         self.times_asked[key] += 1

@@ -28,9 +28,15 @@ def command(agent: str, folder: Path, problem: str) -> list[str]:
     }
     settings = ", ".join(f'{key} = "{value}"' for key, value in provider.items())
     return [
-        *(str(binaries / "codex"), "exec", problem),
-        *("-c", 'model_provider="gateway"', "-c", f"model_providers.gateway={{{settings}}}"),
-        *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+        str(binaries / "codex"),
+        "exec",
+        problem,
+        "-c",
+        'model_provider="gateway"',
+        "-c",
+        f"model_providers.gateway={{{settings}}}",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
         *MODELS.get(agent, ()),
     ]
 

@@ -75,12 +75,11 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(tmp_path: Path) -> No
         return chat, chunks, response, team_session.turns
 
     chat, chunks, response, turns = asyncio.run(run())
-    streamed = [
-        token
-        for chunk in chunks
-        for choice in chunk.choices
-        for token in (choice.logprobs.content if choice.logprobs else [])
-    ]
+    streamed = []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            if choice.logprobs:
+                streamed += choice.logprobs.content
     token_lists = [
         chat.choices[0].logprobs.content,
         streamed,

@@ -146,7 +146,11 @@ def test_a_stream_has_the_text_the_calls_and_the_usage_of_the_reply(tmp_path: Pa
     team, _ = scripted_team(tmp_path, lambda prompt, n: f"{'long ' * 20}{CALL}")
 
     async def program(api: AsyncOpenAI) -> Any:
-        text, arguments, finish, usage, names = "", "", None, None, []
+        text = ""
+        arguments = ""
+        names = []
+        finish = None
+        usage = None
         stream = await api.chat.completions.create(
             model="a",
             messages=[user("q")],
@@ -160,7 +164,8 @@ def test_a_stream_has_the_text_the_calls_and_the_usage_of_the_reply(tmp_path: Pa
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
                 for call in choice.delta.tool_calls or []:
-                    names += [call.function.name] if call.function.name else []
+                    if call.function.name:
+                        names.append(call.function.name)
                     arguments += call.function.arguments or ""
         return text, json.loads(arguments), finish, usage.completion_tokens, names
 
@@ -201,14 +206,10 @@ def test_a_stop_ends_the_turn_and_the_program_gets_the_text_before_it(tmp_path: 
         "stop",
         True,
     )
-    assert (
-        mask_truncated(turns[0]) == 0.0
-    )  # the turn is not truncated: it trains, including its stop
-    assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == [
-        "q",
-        "Thought\n",
-        "4",
-    ]
+    # The turn is not truncated: it trains, including its stop.
+    assert mask_truncated(turns[0]) == 0.0
+    assert turns[1].scores["root"] == 1.0
+    assert [message.content for message in turns[1].messages] == ["q", "Thought\n", "4"]
 
 
 @pytest.mark.parametrize(
@@ -313,25 +314,21 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(
         ):
 
             async def post(address: str, body: bytes, key: str = key) -> int:
-                return (
-                    await http.post(
-                        address, content=body, headers={"Authorization": f"Bearer {key}"}
-                    )
-                ).status_code
+                headers = {"Authorization": f"Bearer {key}"}
+                response = await http.post(address, content=body, headers=headers)
+                return response.status_code
 
-            good, body = (
-                f"{url}/v1/chat/completions",
-                json.dumps({"model": "z", "messages": [user("q")]}).encode(),
-            )
+            address = f"{url}/v1/chat/completions"
+            body = json.dumps({"model": "z", "messages": [user("q")]}).encode()
             return [
-                await post(good, body, key="sk-other"),
-                await post(good.replace("/s/", "/s/x"), body),
+                await post(address, body, key="sk-other"),
+                await post(address.replace("/s/", "/s/x"), body),
                 await post(f"{url}/v1/nowhere", body),
-                await post(good, b"{"),
-                await post(good, b"\xff\xfe"),
-                await post(good, b"[" * 900),
-                await post(good, body * 20),
-                await post(good, body),
+                await post(address, b"{"),
+                await post(address, b"\xff\xfe"),
+                await post(address, b"[" * 900),
+                await post(address, body * 20),
+                await post(address, body),
                 await post(f"{url}/a/b/v1/chat/completions", body),  # the URL names the agent
                 await post(f"{url}/a/b/v1/chat/completions", body),
             ]
@@ -344,7 +341,9 @@ def test_an_unread_reply_is_returned_to_an_equal_call(
 ) -> None:
     """A caller that leaves and repeats its call gets the first reply; a reply that stays unread is masked."""
     team, engine, _ = sampling_team(tmp_path, max_tokens=60)
-    begun, left, may_reply = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+    begun = asyncio.Semaphore(0)
+    left = asyncio.Semaphore(0)
+    may_reply = asyncio.Event()
     generate = engine.generate
     abandon = GatewaySession.abandon
 
@@ -369,9 +368,8 @@ def test_an_unread_reply_is_returned_to_an_equal_call(
             await left.acquire()
         may_reply.set()
         again = await ask(model="a", messages=[user("retried")])
-        other = await ask(
-            model="a", messages=[user("retried")]
-        )  # the first reply was read, so that this is another sample
+        # The first reply was read, so this is another sample.
+        other = await ask(model="a", messages=[user("retried")])
         return again, other
 
     (again, other), turns = play(team, program)
@@ -397,9 +395,8 @@ def test_a_retry_gets_the_earlier_reply_only_if_the_call_was_made_once(
                 "messages": [user(question)],
                 "extra_headers": {"x-stainless-retry-count": str(retry)},
             }
-            return str(
-                (await api.chat.completions.create(model="a", **call)).choices[0].message.content
-            )
+            completion = await api.chat.completions.create(model="a", **call)
+            return str(completion.choices[0].message.content)
 
         once = [await ask("once"), await ask("once", 1), await ask("once", 2)]
         return [*once, await ask("twice"), await ask("twice"), await ask("twice", 1)]
@@ -412,7 +409,8 @@ def test_a_retry_gets_the_earlier_reply_only_if_the_call_was_made_once(
 def test_a_retry_of_a_refused_call_is_a_new_sample(tmp_path: Path) -> None:
     team, engine = scripted_team(tmp_path, lambda prompt, n: f"reply {n}")
     team_session = team.session(1, 2, "t", 0)
-    may_reply, generate = asyncio.Event(), engine.generate
+    may_reply = asyncio.Event()
+    generate = engine.generate
 
     async def generate_later(*asked: Any) -> Any:
         await may_reply.wait()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import socket
+import textwrap
 import time
 from dataclasses import replace
 from functools import partial
@@ -363,10 +364,8 @@ def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> Non
         command=script("os.system('setsid sleep 30 &')"),
         rules=ProgramRules(deadline_s=20),
     )
-    assert (detached.error, detached.outcome) == (
-        "",
-        7.0,
-    )  # a process of another group is not awaited
+    # A process of another group is not awaited.
+    assert (detached.error, detached.outcome) == ("", 7.0)
     late = play_one(
         tmp_path,
         command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"],
@@ -391,9 +390,8 @@ if len(sys.argv) > 1:
     sys.exit(1)
 """
     completed = play_one(tmp_path, command=script(listing))
-    assert (
-        "'[key] is listed 0 times'" in completed.error
-    )  # the environment refuses an answer that is no number
+    # The environment refuses an answer that is no number.
+    assert "'[key] is listed 0 times'" in completed.error
     failed = play_one(tmp_path, command=[*script(listing), "1"], rules=CRASH_FAILS)
     assert failed.error.endswith("ended with status 1: [key] is the key")
     record_files = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
@@ -460,8 +458,6 @@ def test_a_failed_engine_fails_the_trajectory_even_if_the_program_answers(
         raise EngineError("out of order")
 
     quiet = script().copy()
-    quiet[-1] = (
-        f"try:\n{chr(10).join('  ' + line for line in quiet[-1].splitlines())}\nexcept Exception:\n  print(5)"
-    )
+    quiet[-1] = f"try:\n{textwrap.indent(quiet[-1], '  ')}\nexcept Exception:\n  print(5)"
     trajectory = play_one(tmp_path, command=quiet, reply=fail)
     assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: out of order")

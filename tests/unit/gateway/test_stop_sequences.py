@@ -32,13 +32,15 @@ def test_text_and_tokens_are_a_prefix_of_those_without_the_stop(tmp_path: Path) 
             api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http)
             call: Any = {"model": "a", "messages": [{"role": "user", "content": "q"}], "stop": stop}
             if stream:
-                text, finish = "", None
+                text = ""
+                finish = None
                 async for chunk in await api.chat.completions.create(**call, stream=True):
                     text += chunk.choices[0].delta.content or ""
                     finish = chunk.choices[0].finish_reason or finish
             else:
                 choice = (await api.chat.completions.create(**call)).choices[0]
-                text, finish = choice.message.content or "", choice.finish_reason
+                text = choice.message.content or ""
+                finish = choice.finish_reason
             return text, finish, team_session.turns[0], engine.core.stats.decode_tokens - before
 
     async def run(http: httpx.AsyncClient) -> None:
@@ -46,14 +48,15 @@ def test_text_and_tokens_are_a_prefix_of_those_without_the_stop(tmp_path: Path) 
         assert (finish, free.finish_reason, sampled) == ("length", "length", 120)
         draw = random.Random(0)
         renderer = team.policies["p"].renderer  # type: ignore[attr-defined]
-        parts = [
-            part
-            for size in (1, 2, 3)
-            for at in range(len(text))
-            if (part := text[at : at + size]).isascii()
-        ]
+        parts = []
+        for size in (1, 2, 3):
+            for start in range(len(text)):
+                part = text[start : start + size]
+                if part.isascii():
+                    parts.append(part)
         for number in range(12):
-            stop, stream = draw.choice(parts), bool(number % 2)
+            stop = draw.choice(parts)
+            stream = number % 2 == 1
             cut_text, reason, turn, sampled = await ask(http, [stop, "never said"], stream)
             assert (cut_text, reason) == (text[: text.find(stop)], "stop")
             size = next(
@@ -78,14 +81,8 @@ def test_text_and_tokens_are_a_prefix_of_those_without_the_stop(tmp_path: Path) 
     ("reply", "stop", "recorded", "text", "reason", "stop_sequence"),
     [
         ("so STOP it", "STOP", "so STOP", "so ", "stop_sequence", "STOP"),
-        (
-            "so\n\nit",
-            "\n",
-            "so\n",
-            "so",
-            "stop_sequence",
-            "\n",
-        ),  # the newline is not part of the text
+        # The newline is not part of the text.
+        ("so\n\nit", "\n", "so\n", "so", "stop_sequence", "\n"),
         ("<think>STOP</think>STO", "STOP", "<think>STOP</think>STO", "STO", "end_turn", None),
         (f"so {CALL}\nSTOP it", "STOP", f"so {CALL}\nSTOP", "so \n", "tool_use", "STOP"),
         (f"so {CALL}", "STOP", f"so {CALL}", "so", "tool_use", None),
