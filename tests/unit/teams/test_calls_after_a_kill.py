@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -64,7 +65,7 @@ async def tools(folder: Path) -> AsyncIterator[list[Tool]]:
 
 
 def call(name: str, **arguments: str) -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {str(arguments).replace(chr(39), chr(34))}}}</tool_call>'
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 REPLIES = [
@@ -124,7 +125,7 @@ def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> N
     assert counts(tmp_path)[0] == 2 * SIZE
     assert counts(tmp_path)[1] >= 2 * SIZE  # an interrupted trajectory searches again
     assert [t.error for t in resumed] == [""] * SIZE
-    # tools with `again` are called again, so that their state is restored
+    # Tools with `repeat_on_replay` are called again, so that their state is restored.
     for trajectory in resumed:
         assert [event.result for event in trajectory.tools if event.tool == "remember"] == [
             "x",
@@ -161,9 +162,9 @@ def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) 
             if len(self.calls) == self.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             answered = renderer.decode_prompt(prompt_ids).count("<tool_response>")
-            reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][
-                min(answered, 3)
-            ]
+            write_page = call("write", page=str(sampling.seed % 97))
+            replies = [write_page, call("read"), call("read"), "1"]
+            reply = replies[min(answered, 3)]
             self._script = lambda *_: [*renderer.encode(reply), renderer.stop[0]]
             return await super().generate(prompt_ids, sampling)
 

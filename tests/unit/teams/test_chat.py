@@ -68,15 +68,15 @@ def play(
     """Play one trajectory of the agents `a`, which has tools, and `b`, which sums up.
 
     Args:
-        replies: in the order of the calls.
+        replies: texts of the replies, in the order of the calls.
         reply_to: returns the reply to a prompt, in place of `replies`.
     """
-    engine = ScriptedEngine(
-        lambda prompt, n: (
-            *renderer.encode(reply_to(decoded(renderer, prompt)) if reply_to else replies[n]),
-            renderer.stop[0],
-        )
-    )
+
+    def reply_ids(prompt: Sequence[int], call: int) -> tuple[int, ...]:
+        text = replies[call] if reply_to is None else reply_to(decoded(renderer, prompt))
+        return (*renderer.encode(text), renderer.stop[0])
+
+    engine = ScriptedEngine(reply_ids)
     role = Role(name="r", system="S", user="{conversation}", parse=number)
     a = Agent(
         name="a",
@@ -130,10 +130,8 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
         before = turn.prompt_ids + turn.completion_ids
         assert (turn.chat, turn.valid) == ("a/0", True)
     assert [turn.scores.get("tool_calls") for turn in trajectory.turns] == [1.0, None, 1.0, None]
-    assert [event.result for event in trajectory.tools] == [
-        "now 2",
-        "now 7",
-    ]  # the trajectory has one counter
+    # The trajectory has one counter.
+    assert [event.result for event in trajectory.tools] == ["now 2", "now 7"]
     assert [(event.after_turn, event.tool, event.query) for event in trajectory.tools] == [
         (0, "count_on", '{"by": 2}'),
         (2, "count_on", '{"by": 5}'),
@@ -251,7 +249,8 @@ def test_calls_are_limited_per_turn_per_trajectory_and_in_length(qwen: Renderer)
 
 def test_results_can_be_given_by_the_orchestra_and_open_calls_are_answered(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
-        chat, other = team.chat("a"), team.chat("a", system="T", tools=())
+        chat = team.chat("a")
+        other = team.chat("a", system="T", tools=())
         reply = await chat.say("go")
         assert [c.name for c in reply.calls] == ["f", "g"]
         assert await chat.tool(reply.calls[1].id, "G") is None
@@ -310,6 +309,21 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     assert trajectory.turns[2].messages[-1].content.endswith("assistant: two\n\nuser: " + "y" * 60)
 
 
+def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
+    async def orchestra(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a", tools=())
+        await chat.say("first")
+        reply = await chat.say("x" * 600)
+        assert (chat.full, reply) == (True, chat.latest)
+        await env.step("1")
+
+    rules = ChatRules(when_full="drop_oldest_results")
+    trajectory, engine = play(qwen, orchestra, "one", rules=rules, max_length=550)
+    assert trajectory.error == ""
+    assert len(engine.calls) == 1
+    assert [turn.scores.get("full") for turn in trajectory.turns] == [1.0]
+
+
 def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chat = team.chat("a")
@@ -318,7 +332,8 @@ def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
             reply = await chat.tool(reply.calls[0].id, "r" * size)
         await env.step("1")
 
-    rules, replies = ChatRules(when_full="drop_oldest_results"), (*[call("f")] * 3, "1")
+    rules = ChatRules(when_full="drop_oldest_results")
+    replies = [call("f"), call("f"), call("f"), "1"]
     free, _ = play(qwen, orchestra, *replies, rules=rules)
     short = len(free.turns[-1].prompt_ids) + 399  # one token less than prompt and reply need
     trajectory, _ = play(qwen, orchestra, *replies, rules=rules, max_length=short)
@@ -337,11 +352,11 @@ def test_a_chat_whose_first_prompt_is_too_long_is_overlong(qwen: Renderer) -> No
 
 
 def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer) -> None:
-    threads: list[bool] = []
+    on_main_thread: list[bool] = []
     extend = qwen.extend
 
     def extend_and_record(*arguments: Any) -> tuple[int, ...] | None:
-        threads.append(threading.current_thread() is threading.main_thread())
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
         return extend(*arguments)
 
     qwen.extend = extend_and_record  # type: ignore[method-assign]
@@ -354,7 +369,7 @@ def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer)
 
     trajectory, _ = play(qwen, orchestra, *["ok"] * 16)
     assert trajectory.error == ""
-    assert threads == [False] * 8
+    assert on_main_thread == [False] * 8
     for turn in trajectory.turns[8:]:
         first = trajectory.turns[turn.index - 8]
         assert (
@@ -364,11 +379,11 @@ def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer)
 
 
 def test_a_chat_with_many_tools_is_rendered_off_the_event_loop(qwen: Renderer) -> None:
-    threads: list[bool] = []
+    on_main_thread: list[bool] = []
     next_prompt = qwen.next_prompt
 
     def render_and_record(*arguments: Any) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
         return next_prompt(*arguments)
 
     qwen.next_prompt = render_and_record  # type: ignore[method-assign]
@@ -382,7 +397,7 @@ def test_a_chat_with_many_tools_is_rendered_off_the_event_loop(qwen: Renderer) -
 
     trajectory, _ = play(qwen, orchestra, "ok", "ok")
     assert trajectory.error == ""
-    assert threads == [True, False]
+    assert on_main_thread == [True, False]
 
 
 def test_branches_of_a_chat_have_separate_tools(qwen: Renderer) -> None:

@@ -149,7 +149,7 @@ def test_the_state_key_depends_on_the_messages_only():
     assert x == again == other != y
 
 
-def test_d5_a_state_of_the_environment_is_an_anchor_without_history():
+def test_a_state_of_the_environment_is_an_anchor_without_history():
     """After steps right and left, the state is the first one, though the prompts have other histories."""
     maze = replace(TASK, prompt="S 1 1 G 3 3\nS . .\n# . #\n. . G", env="plan_path")
 

@@ -272,7 +272,8 @@ def test_simultaneous_ends_are_counted_once():
             trajectory_s=rng.choice([None, 4, 6]),
             batch_s=rng.choice([None, 4, 7]),
         )
-        surplus, size = rng.choice([0, 0, 2]), 3
+        surplus = rng.choice([0, 0, 2])
+        size = 3
         groups, at = play(
             orchestra,
             engine,

@@ -80,7 +80,8 @@ def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> No
 def test_records_repair_invalid_text() -> None:
     assert Message(role="user", content="a\ud800b").content == "a\ufffdb"
     assert valid_text("\ud83d\ude00") == "😀"  # two halves of one character
-    assert valid_text(plain := "é😀") is plain
+    plain = "é😀"
+    assert valid_text(plain) is plain
     assert (
         escape_text("\x1b]0;x\x07\r\u202ea\tb\n\x9b2J") == "\\x1b]0;x\\x07\\r\\u202ea\tb\n\\x9b2J"
     )

@@ -15,7 +15,7 @@ from tests.support.play import Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
 
 
-def state(system: str, user: str) -> str:
+def state_key(system: str, user: str) -> str:
     """Return the state key of a turn whose agent got these two texts."""
     role = Role(name="r", system=system, user="{user}", parse=str)
     agent = Agent(name="r", role=role, policy="p", sampling=Sampling())
@@ -36,11 +36,11 @@ def state(system: str, user: str) -> str:
     [("ab", "c"), ("a", "bc "), ("", "abc"), ("a1:", "bc"), ("abc", "")],
 )
 def test_a_state_key_depends_on_every_message_and_its_boundaries(other):
-    assert state("a", "bc") == state("a", "bc") != state(*other)
+    assert state_key("a", "bc") == state_key("a", "bc") != state_key(*other)
 
 
 def test_a_state_key_is_defined_for_invalid_unicode():
-    assert state("", "half a pair \ud83d") == state("", "half a pair \ufffd")
+    assert state_key("", "half a pair \ud83d") == state_key("", "half a pair \ufffd")
 
 
 def test_with_sampling_changes_the_temperature_only():
