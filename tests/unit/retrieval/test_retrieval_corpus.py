@@ -125,14 +125,19 @@ def test_the_table_of_ids_is_made_once_for_all_threads(
 ) -> None:
     write_corpus(tmp_path / "c.jsonl", (Passage(f"x{n % 40}", f"row {n}") for n in range(50)))
     corpus = Corpus(tmp_path / "c.jsonl")
-    read: list[int] = []
+    read_rows: list[int] = []
     get = Corpus.__getitem__
-    monkeypatch.setattr(Corpus, "__getitem__", lambda self, row: read.append(row) or get(self, row))
+
+    def record_and_get(corpus: Corpus, row: int) -> Passage:
+        read_rows.append(row)
+        return get(corpus, row)
+
+    monkeypatch.setattr(Corpus, "__getitem__", record_and_get)
     with ThreadPoolExecutor(8) as threads:
         rows = list(threads.map(corpus.row_of, [f"x{n}" for n in range(41)]))
     assert rows == [*range(40), None]
     # Each row once for the table, the first row before, and each row that is found.
-    assert len(read) == 50 + 1 + 40
+    assert len(read_rows) == 50 + 1 + 40
 
 
 def test_a_passage_in_parquet_that_is_too_long_is_refused(

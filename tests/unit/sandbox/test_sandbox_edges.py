@@ -166,7 +166,8 @@ LONG_NAMES = """
 import os
 for n in range(1900):
     if n % 100 == 0:
-        os.mkdir(folder := f"{n:04}")
+        folder = f"{n:04}"
+        os.mkdir(folder)
     else:
         open(f"{folder}/{n:04}" + "\\x01" * 240, "w").close()
 open(b"\\xff.csv", "w").close()
