@@ -219,7 +219,7 @@ class RetrievalClient:
     ) -> None:
         """Send one request, and give its answers or its exception to the waiting searches."""
         body = {"queries": queries, "topk": k, "return_scores": True}
-        parse = partial(wire.parse_response, queries=len(queries), topk=k)
+        parse = partial(wire.parse_response, query_count=len(queries), topk=k)
         try:
             answers = await self._request("POST", "/retrieve", body, parse)
         except Exception as error:

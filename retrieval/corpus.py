@@ -50,7 +50,15 @@ class Passage:
 
 
 def parse_passage(row: Any, where: str) -> Passage:
-    """Return the passage of a JSON line; `where` (file:line) starts the message of an error."""
+    """Return the passage of a row.
+
+    Args:
+        row: value of a JSON line, or a row of a table.
+        where: file and line of the row, for errors.
+
+    Raises:
+        RetrievalError: the row is not an object, or its id or its contents are no text or empty.
+    """
     if not isinstance(row, dict):
         raise RetrievalError(
             f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'"

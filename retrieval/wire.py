@@ -169,16 +169,21 @@ def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -
     return {"result": [[render(passage) for passage in passages] for passages in results]}
 
 
-def parse_response(body: bytes, queries: int, topk: int) -> list[list[Passage]]:
+def parse_response(body: bytes, query_count: int, topk: int) -> list[list[Passage]]:
     """Return the passages of each query, best first, from an answer with scores.
+
+    Args:
+        body: JSON of the answer.
+        query_count: number of queries in the request.
+        topk: maximum number of passages for each query.
 
     Raises:
         ValueError: the answer has another shape, or a score is not finite.
     """
     match json.loads(body):
-        case {"result": list(rows)} if len(rows) == queries:
+        case {"result": list(rows)} if len(rows) == query_count:
             return [_parse_row(row, topk) for row in rows]
-    raise ValueError(f"expected 'result' with {queries} rows")
+    raise ValueError(f"expected 'result' with {query_count} rows")
 
 
 def _parse_row(row: object, topk: int) -> list[Passage]:
