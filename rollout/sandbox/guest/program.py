@@ -50,10 +50,18 @@ def run_main(source: int) -> NoReturn:
 
 
 def _free_names(module: types.ModuleType) -> None:
-    """Free the values of a module in the interpreter's order, so that their finalizers run."""
-    names = [name for name in vars(module) if name != "__builtins__"]
-    names.sort(key=lambda name: not (name.startswith("_") and not name.startswith("__")))
-    for name in names:
+    """Free the values of a module, so that their finalizers run.
+
+    As the interpreter does, free names with a single leading underscore first.
+    """
+    first_names = []
+    other_names = []
+    for name in vars(module):
+        if name.startswith("_") and not name.startswith("__"):
+            first_names.append(name)
+        elif name != "__builtins__":
+            other_names.append(name)
+    for name in first_names + other_names:
         vars(module)[name] = None
     gc.collect()
 

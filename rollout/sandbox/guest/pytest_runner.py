@@ -254,11 +254,11 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
         request: names of the test file (see `HiddenTestFile`). The values of its `constants` are
             reported at the end of each test.
     """
-    own_code: dict[int, types.CodeType] = {}  # of this program, by id
+    program_code: dict[int, types.CodeType] = {}  # code of this program, by id
     for item in globals().values():
         if type(item) is types.FunctionType:
-            _collect_code(item.__code__, own_code)
-    test_code: dict[int, types.CodeType] = {}  # of the test file, by id
+            _collect_code(item.__code__, program_code)
+    test_code: dict[int, types.CodeType] = {}  # code of the test file, by id
     test_globals: dict[str, Any] = {}
     bindings: list[Binding] = []
     names: _TestNames | None = None
@@ -269,7 +269,7 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
     while True:
         event = yield
         callers = (_get_frame(1), _get_frame(2))  # the sender, and the function that called it
-        if any(own_code.get(id(caller.f_code)) is not caller.f_code for caller in callers):
+        if any(program_code.get(id(caller.f_code)) is not caller.f_code for caller in callers):
             continue
         kind = event[0]
         if kind == "finish":
