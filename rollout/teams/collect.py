@@ -84,15 +84,15 @@ class Collector:
         Raises:
             Unusable: the run cannot go on.
         """
-        with_surplus = group_size + self.options.surplus
+        plays_per_task = group_size + self.options.surplus
         plays = []
         for task in tasks:
             quota = _Quota(group_size) if self.options.surplus else None
-            plays += [self.play(task, sample, quota) for sample in range(with_surplus)]
+            plays += [self.play(task, sample, quota) for sample in range(plays_per_task)]
         trajectories = await gather_or_cancel(plays)
         groups = []
         for index, task in enumerate(tasks):
-            members = trajectories[index * with_surplus : (index + 1) * with_surplus]
+            members = trajectories[index * plays_per_task : (index + 1) * plays_per_task]
             groups.append(Group(task=task, trajectories=tuple(members)))
         return groups
 
