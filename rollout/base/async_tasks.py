@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-CLEANUP_S = 10.0  # in which a cancelled task may clean up before it is cancelled again
+CLEANUP_S = 10.0  # seconds that a cancelled task may clean up before it is cancelled again
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -37,10 +37,11 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> bool:
         return True
     for task in tasks:
         task.cancel()
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(retrieve_exception)
     try:
         await asyncio.wait(tasks, timeout=CLEANUP_S)
-    except asyncio.CancelledError:  # who is cancelled again cancels its tasks again
+    except asyncio.CancelledError:
+        # The caller of this function is cancelled again, and so are its tasks.
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=CLEANUP_S)
@@ -58,8 +59,8 @@ def _cancel_until_done(task: asyncio.Future[Any]) -> None:
         asyncio.get_running_loop().call_later(CLEANUP_S, _cancel_until_done, task)
 
 
-def _retrieve_exception(task: asyncio.Future[Any]) -> None:
-    """Retrieve a task's exception; asyncio would complain that nobody did."""
+def retrieve_exception(task: asyncio.Future[Any]) -> None:
+    """Retrieve a task's exception, because asyncio logs an exception that is never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from rollout.base.async_tasks import cancel_tasks
+from rollout.base.async_tasks import cancel_tasks, retrieve_exception
 from rollout.base.event_loop import drop_per_loop, per_loop
 from rollout.base.http import Refused, Unanswered, retry
 from rollout.base.text import valid_text
@@ -204,7 +204,7 @@ class Caller:
         task = asyncio.create_task(self._answer(question))
         state.tasks.add(task)
         task.add_done_callback(state.tasks.discard)
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(retrieve_exception)
         flight = _Flight(task)
         state.flights[question.digest] = flight
         return flight
@@ -359,9 +359,3 @@ class Caller:
         config = self._config
         request = [config.provider, config.model, config.request, asdict(settings), chat]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-
-
-def _retrieve_exception(task: asyncio.Task[Answer]) -> None:
-    """Retrieve a task's exception; asyncio would complain that nobody did."""
-    if not task.cancelled():
-        task.exception()
