@@ -13,11 +13,15 @@ LEFT_BEHIND = "; it goes on though cancelled, and was left behind"
 
 
 class Late(Exception):
-    """Something took longer than its deadline."""
+    """Something took longer than its deadline.
 
-    def __init__(self, text: str, what: str = "") -> None:
-        super().__init__(text)
-        self.what = what  # `agent/<name>` or `tool/<env>.<method>`, under which it is counted
+    Attributes:
+        part: `agent/<name>` or `tool/<env>.<method>`, which names the late part in the metrics.
+    """
+
+    def __init__(self, message: str, part: str = "") -> None:
+        super().__init__(message)
+        self.part = part
 
 
 class LateCall(Late, EngineError):
@@ -33,15 +37,15 @@ async def with_deadline(
 ) -> _T:
     """Await `work` and return its result; cancel it if it takes longer than `seconds`.
 
-    `asyncio.timeout` would wait without end for work that ignores its cancellation. Here it is left
-    behind after some seconds, and cancelled again until it ends (see `cancel_tasks`).
+    `asyncio.timeout` would wait without end for work that ignores its cancellation. This function
+    waits for such work `CLEANUP_S` longer, and then leaves it behind (see `cancel_tasks`).
 
     Args:
-        seconds: None is any time.
-        error: makes the error of work that is late.
+        seconds: the deadline; None: no deadline.
+        error: returns the error to raise, made from a message.
 
     Raises:
-        Late: the work is late; of the class that `error` makes.
+        Late: the work took longer; the error is the one that `error` returns.
     """
     if seconds is None:
         return await work

@@ -271,7 +271,7 @@ def _ending(play: _Play) -> _Ending:
         return _Ending(status=Status.COMPLETED)
     failure = _episode(play).failure
     if isinstance(failure, Late):
-        return _Ending(status=Status.LATE, error=play.error, metrics=(f"late/{failure.what}",))
+        return _Ending(status=Status.LATE, error=play.error, metrics=(f"late/{failure.part}",))
     return _Ending(
         status=Status.FAILED,
         error=play.error,

@@ -395,7 +395,7 @@ def failure_metrics(episode: Episode) -> list[str]:
     failure = episode.failure
     names = [f"dropped_branches/{type(failure).__name__ if failure else 'no_step'}"]
     if isinstance(failure, Late):
-        names.append(f"late/{failure.what}")
+        names.append(f"late/{failure.part}")
     if isinstance(failure, Undecided):
         names.append("undecided")
     return names
