@@ -15,29 +15,35 @@ _FRAMES = 4  # innermost frames that are reported of code that blocks the event 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Something that is waited for."""
+    """A call that has not returned yet.
+
+    Attributes:
+        what: description of the call, such as "a (turn 0) waits for policy p".
+        since: start of the wait, in seconds on the event loop's clock.
+    """
 
     what: str
-    since: float  # seconds on the event loop's clock
+    since: float
 
 
 Waits = Callable[[], list[Wait]]  # returns the current waits
 
 
 class Watchdog:
-    """Watchdog over all collections of a run: a collection that queues behind another is not a stall.
+    """Watchdog over the trajectories of all collections of a run, and over the coach.
 
-    A call, a tool or a trajectory that ends is progress. After `quiet_s` without any, the watchdog
-    reports one line for each of the `shown` waits that have lasted longest. It reports again after
-    twice that time, four times, and so on, until something ends. A thread reports an event loop
-    that is blocked for as long.
+    A collection that queues behind another is not a stall: the end of any call, tool or trajectory
+    is progress. After `quiet_s` without progress, the watchdog reports one line for each of the
+    `shown` trajectories that have waited longest. It reports again after twice that time, four
+    times, and so on, until something ends. A thread reports an event loop that is blocked for as
+    long.
     """
 
     def __init__(self, quiet_s: float, report: Callable[[str], None], *, shown: int = 5) -> None:
         self._quiet_s = quiet_s
         self._report = report
         self._shown = shown
-        self._watched: dict[object, tuple[str, Waits]] = {}  # (name, waits) of each collection
+        self._watched: dict[object, tuple[str, Waits]] = {}  # (name, waits) of each trajectory
         self._progress = 0.0  # time of the latest progress that was seen
         self._patience = quiet_s  # until the next report
         self._timer: asyncio.TimerHandle | None = None
@@ -46,7 +52,12 @@ class Watchdog:
 
     @contextmanager
     def over(self, name: str, waits: Waits) -> Iterator[None]:
-        """Watch somebody for this block; `waits` returns what it waits for."""
+        """Watch a trajectory, or the coach, for this block.
+
+        Args:
+            name: name in the reports.
+            waits: returns the calls that it waits for at the moment.
+        """
         loop = asyncio.get_running_loop()
         key = object()  # two may have one name
         self._watched[key] = name, waits
@@ -110,7 +121,11 @@ class Watchdog:
             self._report(f"  and {len(waiting) - self._shown} more")
 
     def _watch_loop(self, thread: int, ended: threading.Event) -> None:
-        """Report, from a thread of its own, an event loop that is blocked in thread `thread`."""
+        """Report an event loop that is blocked, until `ended` is set; runs in another thread.
+
+        Args:
+            thread: identifier of the thread that runs the event loop.
+        """
         patience = self._quiet_s
         while not ended.wait(self._quiet_s / 4):
             quiet = time.monotonic() - self._loop_ran
@@ -119,8 +134,8 @@ class Watchdog:
             elif quiet >= patience:
                 patience = 2 * quiet
                 frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
-                places = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
+                locations = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
                 self._report(
                     f"the event loop has been blocked for {quiet:.0f} s, so no deadline holds and nobody goes on, "
-                    f"in {' > '.join(places)}"
+                    f"in {' > '.join(locations)}"
                 )
