@@ -47,7 +47,7 @@ class Unasked(EnvError):
 
 
 class Defect(EnvError):
-    """Code of an orchestra, parser, environment or tool raised an error, which is the cause.
+    """Code of an orchestra, parser, environment or tool raised an error, which is the `__cause__`.
 
     The trajectory is quarantined (see `rollout.teams.quarantine`) and counted as `quarantined`.
     """

@@ -45,7 +45,8 @@ class Unanswered(Exception):
 
     Attributes:
         retry_after_s: seconds that the server asked to wait, 0 if it named none.
-        unbilled: True if the server has certainly not worked on the request.
+        unbilled: True if a provider does not charge for the request, because it did not arrive or
+            the reply is an error status.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0, unbilled: bool = False) -> None:
@@ -153,7 +154,7 @@ class HttpClient:
             connections: maximum number of open connections.
             timeout_s: seconds for one request; None: no limit.
             proxy: URL of a proxy for all requests.
-            max_reply_bytes: maximum size of a reply.
+            max_reply_bytes: maximum size of a reply, except of one that `on_chunk` takes.
         """
         self.url = url.rstrip("/")
         self.max_reply_bytes = max_reply_bytes
@@ -178,7 +179,7 @@ class HttpClient:
             body: is sent as JSON; None: no body.
             timeout_s: overrides the client's timeout. Waiting for a free connection does not count.
             on_chunk: is called with each part of a reply of status 200 as it arrives; the returned
-                reply then has no content.
+                reply then has no content, and its size is not limited.
 
         Raises:
             TimedOut: the reply took longer than the timeout.
@@ -241,7 +242,7 @@ class HttpClient:
         return HttpReply(response.status_code, response.headers, bytes(content))
 
     async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
+        """Close the idle connections of the running event loop."""
         idle = self._pool_of_running_loop().idle
         while idle:
             await idle.pop().aclose()
@@ -267,7 +268,7 @@ async def retry(
         retries: further attempts after the first.
         backoff_s: mean of the first pause; None: `BACKOFF_S`.
         patience_s: no pause may end later than this many seconds from now.
-        note: is called before each further attempt.
+        note: is called before each pause.
 
     Raises:
         Unanswered: the last attempt's.

@@ -24,7 +24,7 @@ from retrieval.regular_files import read_regular_text
 from rollout.base.text import EscapingFormatter
 from rollout.base.urls import is_loopback
 
-READ_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 10.0  # deadline of a request's body
 SERVER = "HTTP server"  # name of the asyncio task that serves
 _KEEP_ALIVE_S = 75  # a client's idle connection outlives the pauses between its calls
 _MIN_TOKEN_CHARS = 16
@@ -263,6 +263,7 @@ async def answering(
     try:
         yield
     finally:
-        closing = server.should_exit = True
+        closing = True
+        server.should_exit = True
         await asyncio.wait([serving])
         listener.close()
