@@ -30,8 +30,9 @@ KEY_SYNONYMS = {
     "train_batch_size": "tasks_per_step",
 }
 
-# Types of errors, as pydantic names them.
+# Types of errors, as pydantic names them; "unknown_key" is the type that `error_below` makes.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+# Types of errors whose lines do not quote the value.
 _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
 
 
@@ -62,10 +63,10 @@ def error_line(
             messages[key] += f", or {message[:1].lower()}{message[1:]}"
         value_texts[key] = _value_text(details)
 
-    parts = [
-        f"{key}: {message}{value_texts[key]}" if key else f"{message}{value_texts[key]}"
-        for key, message in messages.items()
-    ]
+    parts = []
+    for key, message in messages.items():
+        label = f"{key}: " if key else ""  # an error of the whole model has no key
+        parts.append(f"{label}{message}{value_texts[key]}")
     if other_keys:
         parts.append(f"and {len(other_keys)} other keys are wrong")
     return "; ".join(parts)
@@ -78,25 +79,31 @@ def _shortened(text: str) -> str:
 def error_below(
     error: ValidationError, model: type[BaseModel], location: tuple[int | str, ...]
 ) -> ValidationError:
-    """Return the error of a model for a part of a config, with the keys of the part before its locations."""
-    details = []
+    """Return the error of a model, with locations in the whole config.
+
+    Args:
+        error: error of the model of one part of the config.
+        location: keys of that part in the config; they come before each location of the error.
+    """
+    moved_details = []
     unknown_keys = 0
-    for line in error.errors(include_url=False):
-        kind: str = line["type"]
-        message = line["msg"]
-        unknown_keys += kind in _UNKNOWN_KEY
-        if kind in _UNKNOWN_KEY and unknown_keys <= _SHOWN_KEYS:
-            # The caller formats the error without this model, so the nearest keys are added here.
-            kind = "unknown_key"
-            message = _unknown_key(model, line["loc"])
-        details.append(
+    for details in error.errors(include_url=False):
+        kind: str = details["type"]
+        message = details["msg"]
+        if kind in _UNKNOWN_KEY:
+            unknown_keys += 1
+            if unknown_keys <= _SHOWN_KEYS:
+                # The caller formats the error without this model, so the nearest keys are added here.
+                kind = "unknown_key"
+                message = _unknown_key(model, details["loc"])
+        moved_details.append(
             InitErrorDetails(
                 type=PydanticCustomError(kind, "{message}", {"message": message}),
-                loc=(*location, *line["loc"]),
-                input=line["input"],
+                loc=(*location, *details["loc"]),
+                input=details["input"],
             )
         )
-    return ValidationError.from_exception_data(error.title, details)
+    return ValidationError.from_exception_data(error.title, moved_details)
 
 
 def _keys(details: ErrorDetails, values: Any) -> list[int | str]:
@@ -136,7 +143,9 @@ def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
     keys_elsewhere = dotted_keys(name, model)
     if keys_elsewhere:
         return f"unknown key; write {' or '.join(keys_elsewhere)}"
-    return f"unknown key; known here: {', '.join(section_keys)}" if section_keys else "unknown key"
+    if section_keys:
+        return f"unknown key; known here: {', '.join(section_keys)}"
+    return "unknown key"
 
 
 def _value_text(details: ErrorDetails) -> str:
@@ -173,9 +182,10 @@ def _sections_in(annotation: Any) -> Iterator[Any]:
 
 
 def dotted_keys(name: str, model: type[BaseModel]) -> list[str]:
-    """Return the keys with a name, or of which it is a synonym, in the sections of a model.
+    """Return the dotted keys called `name` in the sections of a model, such as `trainer.lr`.
 
-    In place of a name in a mapping, such as that of an agent, a key has `*`.
+    If there are none, return the keys for which `name` is a synonym (see `KEY_SYNONYMS`). In a
+    mapping, such as that of the agents, `*` stands for the name of the entry.
     """
     return list(_keys_named(name, model)) or list(_keys_named(KEY_SYNONYMS.get(name, ""), model))
 

@@ -6,13 +6,11 @@ from pathlib import Path
 
 _PROJECT = Path(__file__).resolve().parents[2]
 # Folders whose code is not the user's.
-_LIBRARIES = (
-    *(
-        Path(sysconfig.get_path(name)).resolve()
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    ),
-    *(_PROJECT / package for package in ("mcore_mas", "rollout", "retrieval")),
-)
+_LIBRARIES = [
+    Path(sysconfig.get_path(name)).resolve()
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
+_LIBRARIES += [_PROJECT / package for package in ("mcore_mas", "rollout", "retrieval")]
 
 
 def describe_with_location(error: BaseException) -> str:
