@@ -85,7 +85,7 @@ def read_record(path: Path, *keys: str) -> dict[str, Any]:
         record = read_json(path)
         if not isinstance(record, dict):
             raise ValueError("it is not a JSON object")
-        # A stage may record digests of files under the same key, which are an object.
+        # An unsealed record may have digests of files under the same key, as an object.
         if isinstance(record.get(_DIGEST_KEY), str):
             record = unsealed(record)
         for key in keys:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from rollout.base.text import nearest_hint
 
 _T = TypeVar("_T")
-_MOST_LISTED = 30  # names in an error that has a nearest one
+# An error that names the nearest of more registered names than this does not list them all.
+_MOST_LISTED = 30
 _MOVED = ("mcore_mas.rollout", "mcore_mas.retrieval")  # packages of version 0.1.0
 
 # Objects that a script or notebook passed to `mcore_mas.api`, by names such as "here:run.reward".
@@ -23,8 +24,9 @@ class UnknownName(ValueError):
 def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bool = True) -> _T:
     """Return the object with a name.
 
-    The name is a key of `registered`, an entry point of an installed package in the group
-    `mcore_mas.KIND` (with underscores for spaces), or an import path "package.module:attribute".
+    The name is a key of `registered` or of `LOCAL_OBJECTS`, an entry point of an installed package
+    in the group `mcore_mas.KIND` (with underscores for spaces), or an import path
+    "package.module:attribute".
 
     Args:
         kind: kind of the object, as errors name it, such as "env".
@@ -45,8 +47,10 @@ def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bo
         )
     path = name
     if importable and ":" not in name:
-        paths = [entry.value for entry in entry_points_of(kind) if entry.name == name]
-        path = paths[0] if paths else name
+        for entry_point in entry_points_of(kind):
+            if entry_point.name == name:
+                path = entry_point.value
+                break
     if not importable or ":" not in path:
         nearest_names = nearest_hint(name, registered)
         all_names = f"; known: {', '.join(sorted(registered))}"

@@ -38,7 +38,7 @@ class Registry:
 
     kind: str  # as errors name it, such as "env"
     registered: Mapping[str, Callable[..., Any]]
-    takes: tuple[str, ...]  # positional arguments of the objects
+    takes: tuple[str, ...]  # names of the positional arguments of the objects
     supplied: frozenset[str] = frozenset()  # keyword arguments that a run passes itself
     coroutine: bool = False  # True if the objects are async functions
     importable: bool = True  # True if a name may be an import path
@@ -123,6 +123,7 @@ def options_model(
     except (pydantic.PydanticUserError, NameError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise OptionsError(f"its options cannot be typed: {message}") from error
+    # pydantic makes no field of a name that is private or that it uses itself, such as model_config.
     ignored = fields.keys() - model.model_fields.keys()
     if ignored:
         raise OptionsError(f"'{min(ignored)}' cannot be the name of an option; rename it")
@@ -195,6 +196,8 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 class _AnythingForUnknownTypes(GenerateJsonSchema):
+    """Generator of JSON schemas in which a type that JSON lacks may be any value."""
+
     def handle_invalid_for_json_schema(
         self, schema: CoreSchema, error_info: str
     ) -> JsonSchemaValue:

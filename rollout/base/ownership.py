@@ -94,7 +94,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def _next_epoch(record: Mapping[str, Any]) -> int:
-    """Return an epoch that is larger than that of the owner before, also if the record of that owner is gone."""
+    """Return an epoch that is larger than that of the owner before, even if the record of that owner is gone."""
     earlier = record.get("epoch", 0)
     milliseconds = time.time_ns() // 1_000_000
     return max(earlier + 1, milliseconds) if isinstance(earlier, int) else milliseconds
@@ -117,7 +117,7 @@ def remove_path(path: Path) -> None:
 
 
 def _read_record(lock: Path) -> dict[str, Any]:
-    """Read what a lock says of its owner; {} if the owner is just writing it, or if it is damaged."""
+    """Read the owner's record from a lock; {} if the owner is writing it just now, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         record = json.loads(read_regular_bytes(lock))
         if isinstance(record, dict):

@@ -12,7 +12,7 @@ from retrieval.regular_files import check_regular
 
 MAX_ROWS = 10_000_000
 MAX_BYTES = 64 << 30  # limit of all columns, uncompressed
-_MEASURED_ROWS = 1 << 16  # at a time
+_MEASURED_ROWS = 1 << 16  # rows of references to a dictionary that are read at a time
 # Bytes of a value of the types whose values have a fixed size, as Arrow stores them.
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 # Encodings of texts that take at least as many bytes as the texts. RLE and BIT_PACKED are those of
@@ -75,11 +75,14 @@ def open_parquet(path: Path, **options: Any) -> pq.ParquetFile:
 
 
 def _check_values(path: Path, metadata: pq.FileMetaData) -> None:
-    """Raise ValueError if the values of a file take more memory than `MAX_BYTES`."""
-    size = 0  # of numbers
-    largest_texts = 0  # size of the texts if each were as large as all that are encoded
+    """Raise ValueError if the decoded values of a file take more memory than `MAX_BYTES`.
+
+    Texts in a plain encoding are not counted, because `bounded_batches` bounds their encoded size.
+    """
+    size = 0  # bytes of the numbers, and then also of the texts
+    max_text_bytes = 0  # bytes of the texts if each were as large as its whole column chunk
     text_columns: set[str] = set()
-    prefixed_columns: set[str] = set()  # whose texts refer to the text before
+    prefixed_columns: set[str] = set()  # encoded texts continue a prefix of the text before
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for chunk in map(group.column, range(group.num_columns)):
             if chunk.physical_type in _VALUE_BYTES:
@@ -88,9 +91,9 @@ def _check_values(path: Path, metadata: pq.FileMetaData) -> None:
                 text_columns.add(chunk.path_in_schema)
                 if "DELTA_BYTE_ARRAY" in chunk.encodings:
                     prefixed_columns.add(chunk.path_in_schema)
-                largest_texts += chunk.num_values * chunk.total_uncompressed_size
+                max_text_bytes += chunk.num_values * chunk.total_uncompressed_size
 
-    if size + largest_texts > MAX_BYTES:
+    if size + max_text_bytes > MAX_BYTES:
         for column in sorted(text_columns):
             # pyarrow cannot read texts with common prefixes as a dictionary.
             dictionaries = [] if column in prefixed_columns else [column]

@@ -63,7 +63,7 @@ def start_group(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a process group that ends with the calling thread.
+    """Start a command as the leader of a new process group, in a session of its own.
 
     Args:
         command: program and arguments.
@@ -109,7 +109,9 @@ async def run_command(
         subprocess.SubprocessError: `confine` raised, or the standard output exceeds its limit.
     """
 
-    def begin(parent: int = os.getpid()) -> None:
+    parent = os.getpid()
+
+    def begin() -> None:
         die_with_parent(signal.SIGKILL, parent)
         confine()
 
@@ -292,5 +294,5 @@ def forget_restarts() -> None:
 
 
 def restart_metrics() -> dict[str, float]:
-    """Return `restarts/<part>` for each part that was restarted since `forget_restarts`."""
+    """Return the metric `restarts/<part>`, a count, of each part restarted since `forget_restarts`."""
     return {f"restarts/{part}": float(count) for part, count in _restarts.items()}

@@ -40,5 +40,5 @@ Names = Annotated[
     Field(min_length=1, json_schema_extra={"uniqueItems": True}),
     AfterValidator(_check_distinct),
 ]
-# a bound above the option `low`, which is declared before it
+# A number above the option `low`, which must be declared before it.
 AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_check_above_low)]

@@ -31,7 +31,7 @@ def check_call(
     Raises:
         OptionsError: the target is not callable, has another signature, or is async or a generator unexpectedly.
     """
-    expected = f"{name} must take ({', '.join(_written(arguments, keywords))})"
+    expected = f"{name} must take ({', '.join(_parameter_names(arguments, keywords))})"
     if not callable(target):
         raise OptionsError(f"{expected}; it is of type {type(target).__name__}")
     if not _can_bind(target, arguments, keywords):
@@ -52,18 +52,21 @@ def check_methods(name: str, target: Any, methods: Mapping[str, Sequence[str]]) 
     Args:
         name: the target, as errors name it.
         target: a class or an object; one that defines `__getattr__` may have any method.
-        methods: names of the positional arguments by name of the method, with "async " before it if it is async.
+        methods: names of the positional arguments by name of the method, such as "step"; "async step"
+            if the method must be async.
 
     Raises:
         OptionsError: a method is missing, or cannot be called with its arguments.
     """
     if hasattr(target, "__getattr__"):
         return
-    for written, arguments in methods.items():
-        method_name = written.removeprefix("async ")
+    for declaration, arguments in methods.items():
+        method_name = declaration.removeprefix("async ")
         method = getattr(target, method_name, None)
         if method is None or getattr(method, "__isabstractmethod__", False):
-            expected = " and ".join(f"{key}({', '.join(words)})" for key, words in methods.items())
+            expected = " and ".join(
+                f"{declared}({', '.join(names)})" for declared, names in methods.items()
+            )
             raise OptionsError(f"{name} lacks a method {method_name}; expected {expected}")
         if isinstance(target, type) and inspect.isfunction(
             inspect.getattr_static(target, method_name)
@@ -74,12 +77,15 @@ def check_methods(name: str, target: Any, methods: Mapping[str, Sequence[str]]) 
             method,
             arguments,
             keywords=(),
-            coroutine=written.startswith("async "),
+            coroutine=declaration.startswith("async "),
         )
 
 
 def called_function(target: Callable[..., Any]) -> Any:
-    """Return the function that runs when a target is called: of a class, a partial or an object, its own."""
+    """Return the function that runs when a target is called.
+
+    It is the `__init__` of a class, the function of a partial, and the `__call__` of another object.
+    """
     target = inspect.unwrap(target)
     if isinstance(target, type):
         return target.__init__  # type: ignore[misc]
@@ -110,7 +116,8 @@ def _can_bind(
     return all(name in bound.arguments for name in required)
 
 
-def _written(arguments: Sequence[str], keywords: Sequence[str] | None) -> list[str]:
+def _parameter_names(arguments: Sequence[str], keywords: Sequence[str] | None) -> list[str]:
+    """Return the parameters of the expected signature; "..." stands for any options."""
     if keywords is None:
         return [*arguments, "*", "..."]
     return [*arguments, "*", *keywords] if keywords else list(arguments)
