@@ -45,7 +45,7 @@ class AgentConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    # Most tokens of a reply.
+    # Maximum number of tokens of a reply.
     max_tokens: int = Field(256, ge=1)
     # Tools that the agent's chats may call, by name or import path, with their options.
     tools: ToolOptions = Field(default_factory=dict)
@@ -86,10 +86,11 @@ def build_player(
     max_in_flight: int | asyncio.Semaphore | None = None,
     **settings: Any,
 ) -> EngineClient:
-    """Return a client of an engine with a bound on its concurrent calls, which wait in the order they came.
+    """Return a client of an engine; calls beyond a bound wait and are made in the order of their arrival.
 
     Args:
-        max_in_flight: the bound; or a semaphore, which bounds the calls of all players that have it.
+        max_in_flight: bound on the concurrent calls of this client; or a semaphore, which bounds
+            those of all clients that share it; None: no bound.
         settings: further settings of `EngineClient`.
     """
     slots = asyncio.Semaphore(max_in_flight) if isinstance(max_in_flight, int) else max_in_flight

@@ -14,9 +14,9 @@ OptionsByName = dict[str, dict[str, Any]]
 
 
 class Choice(Section):
-    """A choice by name, with options that are typed by the signature of what is chosen."""
+    """A choice by name, with options that are typed by the signature of the chosen callable."""
 
-    registry: ClassVar[Registry]
+    registry: ClassVar[Registry]  # of the callables
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
@@ -45,12 +45,12 @@ class Choice(Section):
         return partial(self.registry.find(self.name), **self.arguments)
 
     def model_post_init(self, _: Any) -> None:
-        """Fill in the options once, when the config is read, and not in every step."""
+        """Fill in the options when the config is read, because `call` is used in every step."""
         _ = self.call
 
 
 def check_options_by_name(registry: Registry, options: OptionsByName) -> OptionsByName:
-    """Validate the options of several choices from one registry, by their names."""
+    """Validate the options of several choices from one registry; return them unchanged."""
     for name, arguments in options.items():
         registry.arguments(name, arguments, location=(name,))
     return options
@@ -62,7 +62,7 @@ def check_named(owner: str, options: Mapping[str, Any], team: Collection[str]) -
     Names of agents are the keys of an option that is a mapping, and the texts of an option that is a list.
 
     Raises:
-        ValueError: the first such option of `owner`.
+        ValueError: an option of `owner` names such an agent.
     """
     for option, value in options.items():
         if not isinstance(value, dict | list | tuple):

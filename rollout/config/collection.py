@@ -9,9 +9,9 @@ from rollout.teams.collect import Deadlines
 
 
 class CollectionConfig(Deadlines):
-    """Deadlines of a collection in seconds (None: any time), and shares of it that may be lost."""
+    """Deadlines of a collection in seconds (None: no deadline), and bounds on failed trajectories and answers."""
 
-    # Seconds without anything finished, after which a line says who waits for what.
+    # Seconds in which no call and no trajectory ends, after which the log says what each trajectory waits for.
     stall_s: float | None = Field(120.0, gt=0)
     # Share of an agent's answers that may stay without a verdict; above it, they count as wrong.
     max_undecided: float = Field(0.05, ge=0, le=1)
@@ -25,7 +25,8 @@ class CollectionConfig(Deadlines):
         for inner_key, outer_key in itertools.combinations(deadlines, 2):
             if outer_key == "tool_s":  # a call of an engine is not inside a call of a tool
                 continue
-            inner, outer = getattr(self, inner_key), getattr(self, outer_key)
+            inner = getattr(self, inner_key)
+            outer = getattr(self, outer_key)
             if inner is not None and outer is not None and inner > outer:
                 raise ValueError(
                     f"{inner_key} {inner:g} has no effect, because {outer_key} {outer:g} is over before; lower it, "

@@ -41,11 +41,11 @@ class TaskFile(StrictSection):
     format: str | None = None
     # Data source to report under; "": the row's own, or the name of the format.
     source: str = ""
-    # Tasks that are skipped at the beginning.
+    # Number of tasks that are skipped at the beginning.
     skip: int = Field(0, ge=0)
-    # Most tasks that are taken after the skipped ones; None: all.
+    # Maximum number of tasks that are taken after the skipped ones; None: all.
     limit: int | None = Field(None, ge=1)
-    # Most tasks of each data source that are kept of those; None: all.
+    # Maximum number of these tasks of each data source; None: all.
     limit_per_source: int | None = Field(None, ge=1)
 
 
@@ -130,7 +130,7 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files of all splits, each once."""
+        """Paths of the data files of all splits, each once; empty with a generator."""
         paths = [file.path for split in SPLITS for file in self.files(split)]
         return tuple(dict.fromkeys(paths))
 

@@ -41,7 +41,7 @@ class EnvConfig(Choice):
 
     @property
     def names_states(self) -> bool:
-        """True if the environment names its states, so trajectories may meet in one."""
+        """True if the environment names its states, so that trajectories may have states in common."""
         return hasattr(lookup("env", self.name, ENVS), "state")
 
     def check_tools(self, team: Mapping[str, AgentConfig]) -> None:
@@ -57,6 +57,8 @@ class EnvConfig(Choice):
 
     def check_task(self, task: Task) -> None:
         """Check that the environment can be created for a task, and can reset to it.
+
+        An environment that needs resources of a run is not created, and so not checked.
 
         Raises:
             ValueError: the environment raises, or lacks a method.

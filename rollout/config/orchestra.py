@@ -32,8 +32,10 @@ class OrchestraConfig(Choice):
         """
         self._check_tools(team)
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
-        named = [agent.chats.summariser for agent in team.values()]
-        summarisers = {name for name in named if name is not None}
+        summarisers: set[str] = set()
+        for agent in team.values():
+            if agent.chats.summariser is not None:
+                summarisers.add(agent.chats.summariser)
         for name in summarisers:
             if name not in team or set(template_slots(name, templates[name])) != {"conversation"}:
                 raise ValueError(
@@ -69,7 +71,9 @@ class OrchestraConfig(Choice):
         misuse = describe_misuse(orchestra, Task, TeamSession, Episode)
         if misuse:
             raise ValueError(f"orchestra '{self.name}': {misuse}")
-        for name in sorted(asked_agents(orchestra) - team.keys()):
+        missing = sorted(asked_agents(orchestra) - team.keys())
+        if missing:
+            name = missing[0]
             raise ValueError(
                 f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
                 f"{nearest_hint(name, team)}"

@@ -40,7 +40,7 @@ class RewardConfig(Choice):
 def build_allocator(
     config: RewardConfig, agents: Mapping[str, AgentConfig]
 ) -> Callable[[Group], Group]:
-    """Return the allocator followed by the penalties; every reward is checked on its way out."""
+    """Return a function that applies the allocator and then the penalties, and checks every reward."""
     max_tokens = {name: agent.max_tokens for name, agent in agents.items()}
     penalties: list[Callable[[Turn], float | None]] = []
     for name, options in config.penalties.items():

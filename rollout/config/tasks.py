@@ -23,7 +23,8 @@ def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
     """Return the tasks of each split, from the generator or the data files.
 
     Raises:
-        RecordError: a file or a row is not of its format, a task comes twice, or a file has no tasks to give.
+        RecordError: a file or a row is not of its format, a task comes twice, or a file has no task
+            left after `skip` and the limits.
         ValueError: the generator fails, or makes other tasks than it should.
     """
     if data.generator is None:
@@ -65,18 +66,18 @@ def check_envs(tasks: Iterable[Task]) -> None:
     """Check that the environments of tasks exist.
 
     Raises:
-        UnknownName: one does not.
+        UnknownName: an environment does not exist.
     """
     for env in sorted({task.env for task in tasks}):
         lookup("env", env, ENVS)
 
 
 def located_tasks(file: TaskFile, split: str, format: str) -> Iterator[LocatedTask]:
-    """Yield the tasks of a data file or data set with the rows they are from.
+    """Yield the tasks of a data file or data set, each with the file and row that it comes from.
 
     Args:
         split: the run's split.
-        format: format of the file if it names none.
+        format: format of a file whose config names none.
 
     Raises:
         RecordError: the file, subset or split does not exist, or a row is not of the format.
@@ -131,7 +132,7 @@ def _read_split(data: DataConfig, split: Split) -> list[Task]:
 
 
 def _limited(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:
-    """Yield the tasks that remain after `skip`, `limit` and `limit_per_source`."""
+    """Yield the tasks that `skip`, `limit` and `limit_per_source` of a file let through."""
     end = None if file.limit is None else file.skip + file.limit
     counts: Counter[str] = Counter()  # by source
     for task in islice(tasks, file.skip, end):
