@@ -16,11 +16,11 @@ _T = TypeVar("_T")
 
 
 class CallRecord:
-    """Results of one trajectory's calls to the outside, which cost money or have effects outside the run.
+    """Results of one trajectory's calls that cost money or have effects outside the run.
 
-    Environments and tools get it as the argument `calls`. Wrapped in `once`, a call is not repeated
-    when the trajectory is played again after a restart. Without a log, as in an evaluation, every
-    call is made.
+    Environments and tools get the record as the argument `calls`. A call that is wrapped in `once`
+    is not repeated when the trajectory is played again after a restart. Without a log, as in an
+    evaluation, every call is made.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class CallRecord:
         """Initialize the record of one trajectory.
 
         Args:
-            log: log that keeps the results of the calls; None: every call is made.
+            log: log of the results; None: nothing is recorded, and every call is made.
             trajectory: name of the trajectory in the log.
             branch: returns a name of the current branch of a tree, which distinguishes equal calls
                 of different branches.

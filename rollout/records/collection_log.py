@@ -1,4 +1,4 @@
-"""Log of a collection in progress: finished trajectories, and results of calls made once only.
+"""Log of a collection in progress: finished trajectories, and results of calls that are made only once.
 
 A run that was killed during a collection finds the finished trajectories in the step's
 `CollectionLog`. Trajectories that had not finished are sampled again with the same seeds.

@@ -22,7 +22,7 @@ from rollout.records.trajectory import Task, Trajectory
 _DIGEST_KEY = b"mcore_mas.sha256"
 _METADATA_KEY = b"mcore_mas.metadata"
 _ROW_GROUP_ROWS = 256  # rows that are read together when one of them is shown
-# Trajectories that are converted to columns in one call, in which no other thread runs.
+# Trajectories that are converted to columns in one call; no other Python thread runs during the call.
 _ROWS_PER_CONVERSION = 16
 _PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
 _TRAJECTORY = TypeAdapter(Trajectory)
@@ -145,7 +145,7 @@ def trajectory_metadata(path: Path) -> dict[str, str]:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """Read trajectories that `write_trajectories` wrote, also in a version that recorded less.
+    """Read trajectories that `write_trajectories` wrote, also in an earlier version with fewer fields.
 
     Args:
         path: a file, or a folder whose files are read in the order of their names.
@@ -185,12 +185,9 @@ def _schema_of_scores() -> pa.Schema:
 
 
 _SCORES_SCHEMA = _schema_of_scores()
-_SCORES_COLUMNS = [
-    *(name for name in _SCORES_SCHEMA.names if name != "turns"),
-    *(
-        f"turns.list.element.{field.name}"
-        for field in _SCORES_SCHEMA.field("turns").type.value_type
-    ),
+_SCORES_COLUMNS = [name for name in _SCORES_SCHEMA.names if name != "turns"]
+_SCORES_COLUMNS += [
+    f"turns.list.element.{field.name}" for field in _SCORES_SCHEMA.field("turns").type.value_type
 ]
 
 
@@ -267,7 +264,10 @@ def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = N
 
     Args:
         schema: columns that the file should have, for the error about a missing file.
-        columns: columns to read; None: all of the file.
+        columns: names of the columns to read; None: all.
+
+    Raises:
+        RecordError: the file is missing, damaged, or not a parquet file.
     """
     if not path.is_file():
         raise RecordError(
@@ -291,7 +291,7 @@ def _file_metadata(path: Path) -> dict[bytes, bytes]:
 
 @contextmanager
 def arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Raise pyarrow's errors in this context as a RecordError of one line."""
+    """Raise errors of reading a file in this context as a RecordError of one line."""
     try:
         yield
     except (pa.ArrowException, ValueError, OSError, MemoryError) as error:

@@ -30,7 +30,7 @@ REPLAY_OUTCOME = "replay_outcome"
 # Tokens that could have been sampled at a position, the likeliest first, with their
 # log-probabilities.
 TokenCandidates = tuple[tuple[int, float], ...]
-# metrics that say why a trajectory failed
+# Metrics that say why a trajectory failed.
 _FAILURE_METRICS = ("overlong", "undecided", "unasked", "quarantined")
 
 
@@ -166,7 +166,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Completion tokens [start, end), which one version of the weights has sampled."""
+    """Completion tokens from `start` to `end - 1`, which one version of the weights has sampled."""
 
     version: int
     start: int
@@ -197,10 +197,10 @@ class Completion:
     candidates: tuple[TokenCandidates, ...] = field(default=(), repr=False)
 
     def stopped_after(self, size: int, prompt_length: int) -> Completion:
-        """Return the completion as if it had ended with "stop" after its first tokens.
+        """Return the completion as if it had ended with "stop" after its first `size` tokens.
 
         Args:
-            size: number of tokens to keep, at least 1.
+            size: number of completion tokens to keep, at least 1.
             prompt_length: number of prompt tokens.
         """
         spans = [span for span in self.versions if span.start < size]
@@ -217,7 +217,7 @@ class Completion:
         )
 
 
-# completion of a model that returns text without tokens
+# Completion of a model that returns text without tokens.
 EMPTY_COMPLETION = Completion(
     token_ids=(),
     logprobs=(),
@@ -227,7 +227,7 @@ EMPTY_COMPLETION = Completion(
 
 
 class Status(enum.StrEnum):
-    """Outcome of playing a trajectory; only COMPLETED ones are trained on and evaluated."""
+    """Outcome of playing a trajectory; only COMPLETED ones are trained on."""
 
     COMPLETED = "completed"
     # An engine, a tool or the environment failed; it is masked instead of scored with 0.
@@ -240,20 +240,33 @@ class Status(enum.StrEnum):
 class Turn:
     """A turn: one LLM call of one agent.
 
-    `scores` may have these names: `team` is the environment's reward of the step that followed, and
-    the step's metrics are scores too; `penalty` is the sum of penalties that were added to the
-    reward; `local` is the orchestra's score of this turn, and `undecided` takes its place if there
-    can be none; `branch` is the score by which a tree chose among branches; `replay_outcome` is the
-    outcome of the trajectory that was replayed with an alternative, `replay_sampled` and
-    `replay_recorded` the numbers of later turns that were sampled again and repeated; `removal` is
-    the outcome minus that of a replay with an empty reply at this turn; `cut` is 1 if part of a
-    prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
-    reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
-    or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full
-    chat. Of agent programs: `unread` is 1 if the program did not wait for the reply, `crashed` is 1
-    on the latest turn before the program ended badly, `off_schema` is 1 if the reply does not have
-    the JSON format that the call asks for, and `unheeded/NAME` is 1 if the part NAME of the call
-    was left out.
+    Names in `scores`, besides the metrics of the environment's step that followed:
+
+    - `team`: reward of that step
+    - `local`: the orchestra's score of this turn; `undecided` if there can be none
+    - `penalty`: sum of the penalties that were added to the reward
+    - `branch`: score by which a tree chose among branches
+    - `replay_outcome`: outcome of the trajectory that was replayed with this alternative
+    - `replay_sampled`, `replay_recorded`: numbers of later turns of that replay that were sampled
+      anew, and that were repeated from the trajectory
+    - `removal`: outcome of the trajectory minus that of a replay with an empty reply at this turn
+    - `cut`: 1 if part of a prompt that was too long was left out
+
+    In chats:
+
+    - `tool_calls`, `malformed_calls`: numbers of the reply's tool calls
+    - `root`: 1 if the chat was tokenized anew, because its template rewrote earlier messages or
+      because it was shortened
+    - `folded`: 1 if the full chat before this turn was replaced by a summary
+    - `dropped_results`: number of tool results that were left out of the full chat before this turn
+    - `full`: 1 if the chat had no room for another turn
+
+    In agent programs:
+
+    - `unread`: 1 if the program did not wait for the reply
+    - `crashed`: 1 on the latest turn before the program ended badly
+    - `off_schema`: 1 if the reply does not have the JSON format that the call asks for
+    - `unheeded/NAME`: 1 if the part NAME of the call was left out
 
     Attributes:
         index: position in the trajectory, from 0.
@@ -275,11 +288,11 @@ class Turn:
         valid: True if the reply is not malformed: it is not cut off, the role's parser read a value
             from it or it has tool calls, and every tool call is well-formed.
         seed: seed of the completion.
-        scores: measurements of this turn, by name; names that were not measured are absent.
-        reward: set by a reward allocator.
+        scores: measurements of this turn, by the names above; what was not measured is absent.
+        reward: set by a reward allocator; None before, and for masked turns without a reward.
         chat: id of the agent's chat, such as "coder/0"; "" for a single question.
-        masked: True if the turn is not trained on. Its reward counts in those of its peers, or is
-            None if it is unknown.
+        masked: True if the turn is not trained on. If it has a reward, the reward still counts in
+            the statistics of its peers.
         started_s: Unix time of the call.
         took_s: seconds until the reply was complete, including the wait for a slot.
         routing: experts of prompt and completion [P + C - 1, ...].
@@ -333,11 +346,11 @@ class ToolEvent:
     """A tool call that was made for an agent.
 
     Attributes:
-        after_turn: index of the turn that asked for the call.
-        node: node of that turn.
+        after_turn: index of the turn that the call followed; -1 if it followed none.
+        node: node of that turn; "" without one.
         failed: True if the call failed by the agent's fault.
         started_s: Unix time of the call.
-        took_s: seconds until the result was there.
+        took_s: seconds until the call returned.
     """
 
     after_turn: int

@@ -18,9 +18,9 @@ from rollout.records.files import (
 )
 from rollout.records.trajectory import Trajectory
 
-_MAX_BATCH_ROWS = 1024  # rows that are converted at a time, since a page shows few of them
+_MAX_BATCH_ROWS = 1024  # rows that are converted at a time, because a page shows few of them
 
-# columns that a list needs, without texts and tokens
+# Columns that a list needs, without texts and tokens.
 _COLUMNS = ["id", "task_id", "source", "sample", "step", "outcome", "answer", "status", "error"]
 _TURN_COLUMNS = ["turns.list.element.agent", "turns.list.element.reward"]
 
@@ -59,8 +59,8 @@ class TrajectoryFilter:
         text: part of the task's id, the answer or the error, case-insensitive.
         agent: agent that has a turn.
         status: status of the trajectory.
-        low: minimum of the mean reward, or of the outcome if no turn has a reward.
-        high: maximum of the same value.
+        low: minimum of the mean reward, or of the outcome if no turn has a reward; None: no bound.
+        high: maximum of the same value; None: no bound.
     """
 
     text: str = ""
@@ -98,11 +98,12 @@ def count_trajectories(path: Path) -> int:
 def list_trajectories(
     path: Path, conditions: TrajectoryFilter, *, first: int = 0, limit: int = 100
 ) -> list[TrajectoryRow]:
-    """Return the first trajectories of a file that match, from index `first` on.
+    """Return the trajectories of a file that match, in order, from index `first` on.
 
     Args:
         conditions: conditions on the trajectories.
-        limit: most trajectories that are returned.
+        first: index in the file at which the search begins.
+        limit: maximum number of trajectories that are returned.
 
     Raises:
         RecordError: the file is not a file of trajectories.
