@@ -18,14 +18,14 @@ from rollout.sync.push import LOAD_FORMAT, PushSender, flatten
 
 
 class TensorSender(PushSender):
-    """Sender of which every trainer rank shares its bucket with the server rank on the same GPU.
+    """Sender in which each trainer rank shares its bucket with the server rank on the same GPU.
 
     SGLang's format is a pickle of CUDA IPC handles and names, as its `MultiprocessingSerializer`
-    writes it. It is only written here, never read.
+    writes it. This class only writes such pickles and never reads one.
 
     The next bucket is gathered while the servers load one. SGLang answers when its copies are
-    queued, not when they are done. A bucket is kept until it is answered; after that, torch keeps
-    its memory until the server has released it.
+    queued, not when they are done. The sender keeps a bucket until the answer; after that, torch
+    keeps its memory until the server has released it.
     """
 
     def send_bucket(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
@@ -34,7 +34,8 @@ class TensorSender(PushSender):
         server_ranks = len(self.urls) * tp
         flat: Tensor | None = None
         payload = ""
-        if self.rank < server_ranks:  # torch never frees memory that is shared and not opened
+        # Other ranks share nothing, because torch never frees shared memory that nobody has opened.
+        if self.rank < server_ranks:
             flat, metadata = flatten(bucket)
             if flat.is_cuda:
                 torch.cuda.synchronize()  # the servers' streams do not wait for this one
@@ -60,6 +61,7 @@ class TensorSender(PushSender):
         self._in_flight = flat
 
     def _post_after_last(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+        """Send a bucket to the servers once they have loaded the one before."""
         self.settle()
         self._responses = self.post("/update_weights_from_tensor", bodies)
 
@@ -88,7 +90,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def serialize(payload: object) -> str:
-    """Return what SGLang's `MultiprocessingSerializer.serialize(payload, output_str=True)` does."""
+    """Pickle a payload in base64, as SGLang's `MultiprocessingSerializer.serialize` does."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(payload)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -26,18 +26,24 @@ from rollout.models.tensors import (
 )
 from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
-_FILE_BYTES = 1 << 30  # limit of one file, and so of the tensors on rank 0 at a time
+# Limit of the tensors in one file, and so of those that rank 0 holds at a time. A larger tensor is
+# alone in its file.
+_FILE_BYTES = 1 << 30
 
 
 class FolderSender(WeightSender):
-    """Sender that writes each version into a folder of its own and removes the version before."""
+    """Sender that writes each version into a folder of its own, and then removes all other versions."""
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
         super().__init__(route, **ranks)
         self._shapes = tensor_shapes(route.model)
 
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
-        """Write `v<version>/` below the target."""
+        """Write `v<version>/` below the target.
+
+        Raises:
+            EngineError: see `WeightSender.send`. The version before is then still there.
+        """
         folder = _version_folder(self.route, version)
         stream = check_stream(weights, self._shapes)
         if self.rank != 0:
@@ -61,7 +67,7 @@ class FolderSender(WeightSender):
 
 
 class AdapterSender(WeightSender):
-    """Sender that writes each version of an adapter in PEFT's format; the last two versions stay."""
+    """Sender that writes each version of an adapter in PEFT's format; the newest two folders stay."""
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
         super().__init__(route, **ranks)
@@ -97,12 +103,14 @@ class AdapterSender(WeightSender):
             alpha=self._adapter.scale * self._adapter.rank,
             targets=self._adapter.targets,
         )
-        # A server that restarts reads the version before, until all servers have the new one.
+        # The version before stays, because a server that restarts reads it until all servers have the
+        # new one.
         others = [path for path in folder.parent.glob("v[0-9]*") if path != folder]
         others.sort(key=lambda path: path.stat().st_mtime)
         for path in others[:-1]:
             rmtree(path, ignore_errors=True)
-        return SentWeights(location=str(folder), bytes=sum(x.nbytes for x in tensors.values()))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        return SentWeights(location=str(folder), bytes=size)
 
 
 def _version_folder(route: SyncRoute, version: int) -> Path:
@@ -110,7 +118,7 @@ def _version_folder(route: SyncRoute, version: int) -> Path:
 
 
 def _on_host(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensors of a stream in the host's memory."""
+    """Yield name and full tensor of a stream, in the host's memory."""
     for name, rows in stream:
         yield name, join_blocks(rows).detach().cpu().contiguous()
 

@@ -15,7 +15,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108  (a file system in memory, not a place f
 def memory_path() -> Path:
     """Return an unused path in this user's folder in shared memory.
 
-    Files that ended processes left there are removed first.
+    Files of processes that have ended are removed first.
 
     Raises:
         FolderError: the folder belongs to another user, or other users can read it.
@@ -36,7 +36,7 @@ def memory_path() -> Path:
 
 
 def clear_memory(pid: int) -> None:
-    """Remove the files that a process which has ended left in shared memory."""
+    """Remove the files of a process, which must have ended, from shared memory."""
     for path in _user_folder().glob(f"{pid}-*"):
         remove_path(path)
 

@@ -26,10 +26,10 @@ _NO_GROUP = "does not exist"
 
 
 class DistributedSender(PushSender):
-    """Sender of which rank 0 broadcasts buckets to every rank of every server, by NCCL or gloo.
+    """Sender in which rank 0 broadcasts buckets to every rank of every server, by NCCL or gloo.
 
-    It is for servers on other GPUs than the trainer's. The next bucket is gathered while the
-    servers receive and load one.
+    The servers are on other GPUs than the trainer. The next bucket is gathered while the servers
+    receive and load one.
     """
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
@@ -50,17 +50,19 @@ class DistributedSender(PushSender):
 
     def settle(self) -> None:
         """Wait until the servers have received and loaded the last bucket."""
-        responses, in_flight = self._responses, self._in_flight
-        self._responses, self._in_flight = (), None
+        responses = self._responses
+        in_flight = self._in_flight
+        self._responses = ()
+        self._in_flight = None
         with self._leave_group_on_failure():
-            # A server that refuses or dies does not receive, and then the broadcast may never end.
+            # The responses come first: if a server refuses or dies, the broadcast may never end.
             wait_for(responses, FIRST_EXCEPTION)
             if in_flight is not None:
                 work, _ = in_flight
                 work.wait()
 
     def _form_group(self) -> dist.ProcessGroup:
-        """Meet all server ranks at a free port of this machine, at an address that they reach."""
+        """Form the process group with all server ranks, which connect to a free port of this machine."""
         tp = self.route.servers.tp
         world_size = 1 + tp * len(self.urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -101,6 +103,7 @@ class DistributedSender(PushSender):
         return f"{name}-{uuid.uuid4().hex[:12]}"  # a server could not destroy its group
 
     def _broadcast(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """Start the broadcast of a bucket once the servers have loaded the one before."""
         flat, metadata = flatten(bucket)
         body = {
             "names": [entry.name for entry in metadata],
@@ -119,6 +122,7 @@ class DistributedSender(PushSender):
 
     @contextmanager
     def _leave_group_on_failure(self) -> Iterator[None]:
+        """Leave the group if the block fails, and raise its error as an EngineError."""
         try:
             yield
         except EngineError:
@@ -129,7 +133,7 @@ class DistributedSender(PushSender):
             raise EngineError(f"SGLang: broadcast: {error}") from error
 
     def _leave_group(self) -> None:
-        """Abandon a group of which not all ranks took part; the next update forms a new one."""
+        """Abandon a group in which a rank has failed; the next update forms a new one."""
         group, self._group = self._group, None
         if torch.cuda.is_available():
             # NCCL would otherwise wait for the broadcast that is under way.

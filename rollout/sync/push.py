@@ -35,7 +35,7 @@ class PushSender(WeightSender):
     Attributes:
         urls: URLs of the servers.
         http: client for the requests to the servers.
-        bucket_bytes: upper bound of a bucket.
+        bucket_bytes: upper bound of a bucket of several tensors.
     """
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
@@ -48,13 +48,12 @@ class PushSender(WeightSender):
         self.bucket_bytes = PUSHED_BUCKET_BYTES
         self._shapes = tensor_shapes(route.model)
         self._pool = ThreadPoolExecutor(max_workers=len(self.urls) + 1)
-        self._responses: Sequence[
-            Future[None]
-        ] = ()  # responses to the last bucket that are not awaited yet
+        # Responses of the servers to the last bucket.
+        self._responses: Sequence[Future[None]] = ()
         self._in_flight: Any = None  # the last bucket, as long as servers may read it
 
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
-        """Push all buckets.
+        """Push all tensors to the servers, bucket by bucket.
 
         Raises:
             EngineError: a server cannot be reached or refuses a bucket. The servers may then hold
@@ -114,6 +113,7 @@ class PushSender(WeightSender):
             raise EngineError(problem)
 
     def _full_tensors(self, weights: WeightStream) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor of a stream, after a check against the model's shapes."""
         for name, rows in check_stream(weights, self._shapes):
             yield name, join_blocks(rows).detach()
 
@@ -136,12 +136,14 @@ class PushSender(WeightSender):
             raise
 
     def _end(self) -> None:
+        """End an update on all servers, and drop their prefix caches. Called on rank 0."""
         self.settle()
         self._post_session("/end_weight_update")
-        # All servers are still paused, so no entry of the new caches comes from old weights.
+        # All servers are still paused, so no later cache entry is computed with old weights.
         wait_for(self.post("/flush_cache", [None] * len(self.urls)))
 
     def _post_session(self, path: str) -> None:
+        """Call all servers to begin or end a session, if they have sessions."""
         if self.route.servers.sessions:
             wait_for(self.post(path, [{}] * len(self.urls)))
 
@@ -159,7 +161,7 @@ class PushSender(WeightSender):
 
 
 def wait_for(futures: Sequence[Future[Any]], return_when: str = ALL_COMPLETED) -> None:
-    """Wait for all futures, or until `return_when`; raise the exception of the first that failed."""
+    """Wait for futures as `concurrent.futures.wait` does; raise the exception of a failed one."""
     done, _ = wait(futures, return_when=return_when)
     for future in futures:
         if future in done:
@@ -167,7 +169,7 @@ def wait_for(futures: Sequence[Future[Any]], return_when: str = ALL_COMPLETED) -
 
 
 def flatten(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Tensor, list[Any]]:
-    """Copy tensors into one uint8 buffer; return it with SGLang's metadata of each tensor.
+    """Copy tensors into one uint8 buffer [bytes]; return it with SGLang's metadata of each tensor.
 
     Wider types come first, because a view as a type must begin at a multiple of its size. SGLang
     0.5.23 reads the metadata by attribute (`_update_weights_from_flattened_bucket` in
@@ -181,16 +183,16 @@ def flatten(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Tensor, list[Any]]:
     metadata: list[Any] = []
     end = 0
     for name, tensor in ordered:
-        begin = end
+        start = end
         end += tensor.nbytes
         metadata.append(
             SimpleNamespace(
                 name=name,
                 shape=tensor.shape,
                 dtype=tensor.dtype,
-                start_idx=begin,
+                start_idx=start,
                 end_idx=end,
-                numel=tensor.nbytes,
+                numel=tensor.nbytes,  # elements of the uint8 buffer
             )
         )
     return flat, metadata

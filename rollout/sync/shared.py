@@ -24,7 +24,7 @@ _HEADER_BYTES = mmap.PAGESIZE  # so that the buffers begin on a page
 
 
 class SharedWeights:
-    """Two buffers, each for all weights of a decoder or of an adapter.
+    """Two float32 buffers, each for all weights of a decoder or of an adapter.
 
     The engine computes from one half while the trainer writes the next version into the other.
 
@@ -45,6 +45,9 @@ class SharedWeights:
         """Map `file`, or memory of this process alone if it is None.
 
         Args:
+            file: file in shared memory.
+            shape: architecture of the decoder.
+            adapter: shape of the adapter whose weights the buffers hold; None: those of the decoder.
             create: create the file first.
 
         Raises:
@@ -92,7 +95,7 @@ def _check_free_memory(folder: Path, size: int) -> None:
 
 
 class SharedSender(WeightSender):
-    """Sender of which rank 0 writes full tensors into the half that the engine does not use."""
+    """Sender in which rank 0 writes full tensors into the half that the engine does not use."""
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
         super().__init__(route, **ranks)

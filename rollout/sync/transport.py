@@ -31,7 +31,7 @@ REMOVED_TRANSPORTS = {  # transports of version 0.1 and what replaces each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """SGLang servers that take pushed weights.
+    """Properties of the SGLang servers to which weights are pushed.
 
     Attributes:
         tp: tensor-parallel ranks of each server.
@@ -55,8 +55,9 @@ class SyncRoute:
         target: file in shared memory, folder, or URLs of servers separated by spaces.
         model: Hugging Face folder with the tensors' names and shapes.
         adapter: shape of the adapter that is sent instead of the full weights.
-        half: half of the shared buffers to write; differs from update to update.
-        checksums: True if the engine compares checksums of the tensors as float32.
+        half: half of the shared buffers to write, 0 or 1, which alternates; None for other transports.
+        checksums: True if transport `disk` must return checksums of the tensors in float32. Transport
+            `shared` always does.
         servers: the servers at `target`, if these are URLs.
     """
 
@@ -76,7 +77,7 @@ class WeightUpdate:
     Attributes:
         location: the route's target, or the folder below it that was written for this version.
         checksums: checksum by tensor name; empty if the engine compares none.
-        bytes: bytes written.
+        bytes: size of the written tensors; 0 on ranks that wrote none.
         seconds: duration of the transfer.
     """
 
@@ -126,6 +127,8 @@ class WeightSender:
         """Write a stream of full tensors to the route's target.
 
         Args:
+            weights: names and tensors, gathered on all ranks.
+            version: version of the weights.
             half: half of the shared buffers to write, for transport `shared`.
 
         Raises:
