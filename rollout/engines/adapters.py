@@ -1,4 +1,4 @@
-"""Engine of one adapter of several that one host serves on their frozen model."""
+"""Engine of one adapter among several that a host serves on one frozen model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,12 @@ from rollout.sync.transport import SyncRoute, WeightUpdate
 
 
 class AdapterEngine(StreamingEngine, TrainedEngine):
-    """Engine of the adapter that `host` knows by `number`.
+    """Engine of one adapter; several of them share a host.
 
     Attributes:
         host: `HostedEngine` or `AdapterServers`, which has the processes and the frozen weights.
-        number: counts from 1. The adapter has no effect before its first weights come.
+        number: number of the adapter on the host, from 1. The adapter has no effect before its first
+            weights come.
     """
 
     def __init__(self, host: Any, number: int) -> None:
@@ -55,7 +56,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
         await self.host.wake(tags)
 
     def close(self) -> None:
-        """End the host's processes."""
+        """End the host's processes, which the engines of its other adapters use too."""
         self.host.close()
 
 

@@ -1,4 +1,4 @@
-"""Engines of a run: what a run asks for, and the call that builds it."""
+"""Engines of a run: `EngineRequest`, and `build_engines`, which returns the engines of a request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rollout.engines.registry import ENGINES
 if TYPE_CHECKING:
     from rollout.models.adapter_weights import AdapterShape
 
+# Returns a context manager for the restart of an engine process.
 RestartGuard = Callable[[], AbstractAsyncContextManager[object]]
 
 
@@ -28,18 +29,20 @@ class EngineRequest:
         config: section `engine` of the policies.
         log_folder: folder of the servers' logs.
         trained: True if trainers send weights. Ray must be running then.
-        version: version of the weights in `model`.
-        adapters: adapters that the engine holds in addition to the model; empty if it takes full weights.
+        version: version of the weights in `model`; 0 for a training.
+        adapters: shapes of the adapters that the engine holds in addition to the model; empty if it
+            takes full weights.
         threads: CPU threads of each engine process.
         bf16: True if the policies are trained in bfloat16.
         weights_folder: folder for weights that trainer and engine see; None: one in shared memory.
         placements: Ray actor options of each of the engine's devices; None: Ray chooses.
         multi_node: True if servers may be on other nodes than this process.
         shares_gpus: True if other engines are on the same GPUs.
-        gpus: GPUs of each server in an evaluation.
-        visible_gpus: GPUs that this process sees, in their order.
-        restart_guard: context manager around the restart of an engine process; inside, trainers on
-            the same GPUs have given their memory back.
+        gpus: names of the GPUs of each server in an evaluation; empty for a server on the CPU. None:
+            the GPUs are not assigned.
+        visible_gpus: names of the GPUs that this process sees, in their order.
+        restart_guard: context manager around the restart of an engine process. Within it, trainers
+            on the same GPUs are offloaded.
     """
 
     policies: Sequence[str]
@@ -75,7 +78,7 @@ def build_engines(request: EngineRequest) -> list[Any]:
 
 
 def _build_own_engine(engine_class: Any, request: EngineRequest) -> Any:
-    """Call an engine class of the user's own; only a training places its actors."""
+    """Call an engine class of the user's own; it gets a placement in a training only."""
     keywords: dict[str, Any] = {
         "rows": request.config.slots,
         "max_length": request.config.max_length,

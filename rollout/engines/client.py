@@ -28,11 +28,12 @@ class EngineClient:
     """`PolicyClient` that renders chats to tokens and has an engine sample the replies.
 
     Attributes:
-        slots: context manager around each call; a semaphore bounds the calls at a time.
-        deadline_s: deadline of a reply, counted from when the call has a slot.
-        max_length: tokens of prompt and reply; None if the engine refuses what is too long.
-        overlong_prompts: rule for prompts that leave no room for a reply; see `fit_prompt`.
-        constrain: sample under the grammar of a chat's constraint.
+        slots: context manager around each call, such as a semaphore that bounds the concurrent calls.
+        deadline_s: seconds that a reply may take once the call has a slot; None: no deadline.
+        max_length: maximum number of tokens of prompt and reply; None: only the engine has a limit.
+        overlong_prompts: rule for prompts without a chat that leave no room for a reply; see
+            `fit_prompt`.
+        constrain: True to sample under the grammar of a chat's constraint.
     """
 
     engine: Engine
@@ -89,7 +90,7 @@ class EngineClient:
         )
 
     def _grammar(self, prompt_ids: Sequence[int], chat: ChatState) -> str:
-        """Return the grammar of the chat's reply; "" if any reply will do, or none can be written."""
+        """Return the grammar of the chat's reply; "" if any reply is allowed, or no grammar can be written."""
         if not self.constrain or chat.constraint is None:
             return ""
         try:
@@ -110,8 +111,8 @@ class EngineClient:
     ) -> Completion:
         """Sample a reply that ends with the token that completes a stop of the chat.
 
-        If the engine can stream, the chat hears of the text while it is sampled, and the engine is
-        told to end the reply at a stop.
+        An engine that can stream reports the text to the chat while it is sampled, and ends the
+        reply at a stop.
         """
         if chat.hear is None and not chat.stops:
             return await self._sample(prompt_ids, sampling)
@@ -144,7 +145,7 @@ def _check_complete(completion: Completion) -> None:
 
 
 class _ReplyMonitor:
-    """Text of a reply while it is sampled: reports it to the chat and looks for the chat's stops.
+    """Monitor of a reply while it is sampled, which reports the text to the chat and finds the chat's stops.
 
     Attributes:
         ended_by_chat: True once the chat's callback has asked to end the reply.
@@ -167,7 +168,7 @@ class _ReplyMonitor:
         return not self.ended_by_chat and not self._text.end
 
     def end_at_stop(self, completion: Completion) -> Completion:
-        """Cut a completion behind the token that completes its first stop."""
+        """Cut a completion behind the token that completes its first stop, if it has one."""
         if not self._chat.stops:
             return completion
         seen = len(self._token_ids)
@@ -179,7 +180,9 @@ class _ReplyMonitor:
         return completion.stopped_after(self._text.end, self._prompt_length)
 
 
-async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:
+async def count_prompt_tokens(
+    policy: PolicyClient, messages: Sequence[Message], chat: ChatState
+) -> int:
     """Return the number of tokens of a chat's next prompt.
 
     Raises:

@@ -36,12 +36,12 @@ class EngineConfig(Section):
 
     # Engine by name, or the import path of a class.
     name: str = "embedded"
-    # Largest number of requests that are decoded at once.
+    # Maximum number of requests that are decoded at once.
     slots: int = Field(128, ge=1)
-    # Most tokens of prompt and reply together.
+    # Maximum number of tokens of prompt and reply together.
     max_length: int = Field(512, ge=2)
-    # Side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
-    # trajectory fails.
+    # Side of the last message that is cut if a prompt without a chat leaves no room for a reply;
+    # wrong: the trajectory fails. Chats have when_full instead.
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
     # Device of the embedded engine; auto: a GPU if the run computes on GPUs.
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -57,7 +57,7 @@ class EngineConfig(Section):
     weights_folder: Path | None = None
     # Free the engine's memory while policies are trained.
     sleep: bool = False
-    # Most restarts within an hour of an engine that dies or hangs.
+    # Maximum number of restarts within an hour, if processes of the engine die or hang.
     restarts: int = Field(2, ge=0)
     # Servers of each policy, or actors of the embedded engine.
     replicas: int = Field(1, ge=1)
@@ -87,7 +87,7 @@ class EngineConfig(Section):
     start_s: float | None = Field(None, gt=0)
 
     def start_deadline_s(self, model: str | Path) -> float:
-        """Return the seconds that a server of the model in this folder may take to start."""
+        """Return the seconds that a server of the model in the folder `model` may take to start."""
         if self.start_s is not None:
             return self.start_s
         size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))

@@ -19,10 +19,10 @@ class ChatState:
         id: the chat's name in its trajectory.
         tools: tools that the policy may call, the same in every turn.
         before: the chat's latest turn.
-        hear: callback that gets the text of the reply so far, with tool calls and thoughts, and the
-            format of the tool calls; returns False to end the reply.
+        hear: callback, called while the reply is sampled with its text so far, including tool calls
+            and thoughts, and the format of the tool calls; returns False to end the reply.
         stops: texts that end the reply, outside of thoughts and tool calls.
-        constraint: form that the reply must have, if the client constrains replies.
+        constraint: form that the reply must have, for clients that constrain replies.
         candidates: see `Sampling.candidates`.
     """
 
@@ -42,8 +42,8 @@ class PolicyReply:
     Attributes:
         prompt_ids: token ids of the prompt [P].
         trainable: False if the reply is text without tokens.
-        shown: the messages that the prompt has, if the chat was cut to fit.
-        raw: text with special tokens, without the end of the reply; None for a single reply.
+        shown: messages of the prompt, if they were cut to fit; None if they were not.
+        raw: text with special tokens, except the stop token; None for a reply without a chat.
         tool_format: format in which the policy calls tools.
         root: True if the prompt's tokens do not continue those of the chat's latest turn.
         grammar: grammar that constrained the sampling, as in `Sampling`.
@@ -73,5 +73,5 @@ class PolicyClient(Protocol):
 
         Raises:
             EngineError: there is no reply.
-            PromptTooLong: the prompt leaves no room for one.
+            PromptTooLong: the prompt leaves no room for a reply.
         """

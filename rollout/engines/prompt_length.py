@@ -39,8 +39,9 @@ def fit_prompt(
     """Render a chat, and cut its last message if the prompt is longer than `limit`.
 
     Args:
-        limit: tokens of the prompt; None for no limit.
-        rule: key of `TRUNCATIONS`, the side of the message that is cut; any other value refuses to cut.
+        limit: maximum number of tokens of the prompt; None for no limit.
+        rule: side of the message that is cut, a key of `TRUNCATIONS`. With any other value, a prompt
+            that is too long is refused.
 
     Returns:
         The messages, and their token ids [P].

@@ -76,8 +76,8 @@ class TrainedEngine(Engine, Protocol):
 
     Attributes:
         version: version of its weights.
-        pause_s: seconds for which the last update kept it from decoding.
-        starts: number of starts of its processes.
+        pause_s: seconds in which the last update kept the engine from decoding.
+        starts: number that grows with every start of one of its processes.
     """
 
     version: int
@@ -93,7 +93,7 @@ class TrainedEngine(Engine, Protocol):
 
     @abstractmethod
     async def begin_update(self) -> SyncRoute:
-        """Return the route to which the next weights must be written.
+        """Return the route along which the next weights must be sent.
 
         Processes that have died are started again.
         """
@@ -108,14 +108,14 @@ class TrainedEngine(Engine, Protocol):
         """
 
     def abort_update(self, error: Exception) -> None:
-        """Fail the calls that wait for new weights with `error`, because none will come.
+        """Fail the calls that wait for new weights with `error`, because no weights will come.
 
         By default no call waits.
         """
         return
 
     async def weights_lost(self) -> None:
-        """Wait until a call needs weights that were lost in a death.
+        """Wait until a call needs weights that were lost with a process of the engine.
 
         The trainer must then send the present version again. By default no weights are lost.
         """
@@ -129,7 +129,7 @@ class TrainedEngine(Engine, Protocol):
         """
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Allocate the memory again."""
+        """Allocate memory again that `sleep` has freed."""
 
     def close(self) -> None:
         """End the processes of the engine; open requests get an EngineError."""

@@ -11,7 +11,7 @@ ENGINES = {
     "sglang": "rollout.engines.sglang.build:build_sglang_engines",
 }
 
-# Weight transports of each engine that can be trained; the first is the default.
+# Weight transports of each shipped engine; the first is the default.
 TRANSPORTS = {
     "embedded": ("shared", "disk"),
     "sglang": ("disk", "tensor", "distributed"),

@@ -1,4 +1,4 @@
-"""Rendering of chats to token ids; long chats are rendered in a thread of their own."""
+"""Rendering of chats to token ids; long chats are rendered in a background thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollout.engines.policy_client import ChatState
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Message
 
-_LONG_CHAT_CHARS = 4_000  # of messages and tools, from which on a thread renders the chat
+_LONG_CHAT_CHARS = 4_000  # the thread renders chats with more characters of messages and tools
 _TOOL_CHARS = 500  # estimate for a tool's schema, which is not rendered yet
 
-# One thread is enough: it keeps the event loop responsive, and a second would compete with it.
+# One thread is enough to keep the event loop responsive, and a second one would compete with it.
 _thread = ThreadPoolExecutor(1, "rendering")
 
 

@@ -16,7 +16,7 @@ from rollout.base.deadlines import LateCall
 from rollout.base.errors import Defect, PromptTooLong
 from rollout.base.numbers import real_number
 from rollout.engines import ChatState, PolicyClient, PolicyReply
-from rollout.engines.client import EngineClient, prompt_tokens
+from rollout.engines.client import EngineClient, count_prompt_tokens
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord
@@ -313,7 +313,7 @@ class TeamSession:
     ) -> int:
         """Return the number of prompt tokens of a call; raise EngineError if it is not known."""
         with DefectGuard(f"policy {agent.policy}"):
-            return await prompt_tokens(self._team.policies[agent.policy], messages, chat)
+            return await count_prompt_tokens(self._team.policies[agent.policy], messages, chat)
 
     async def close(self) -> None:
         """Cancel the tasks that an orchestra has left in a call or a step."""
