@@ -3,6 +3,9 @@
 A batch is cut into blocks. A `RowBlock` has neighbouring rows of the cache, all as wide as their
 longest sequence. A `GroupBlock` has groups of rows with the same prompt, whose common keys are read
 once for all of them.
+
+Letters of shapes: n rows of a block, S rows and M positions of the cache, L layers, H query heads, KV
+key and value heads, D head dimension, G groups, P tokens of the longest common prefix.
 """
 
 from __future__ import annotations
@@ -19,23 +22,28 @@ from rollout.models.batch_invariant import KEY_MULTIPLE, row_attention
 
 # Overheads, as the number of context tokens that could be read in the same time.
 _ROW_BLOCK_COST = 400  # starting another attention product
-_GROUP_BLOCK_COST = 600  # the same with the copies and sums between a group block's products
+_GROUP_BLOCK_COST = 600  # the same, with the copies and sums between the products of a group block
 
 
 class AttentionPlanner:
-    """Cuts decoding batches into blocks, and keeps the blocks while a batch continues."""
+    """Planner that cuts decoding batches into blocks, and keeps the blocks while a batch continues.
+
+    Attributes:
+        blocks: blocks of the latest batch.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.blocks: list[RowBlock | GroupBlock] = []
         self._cache = cache
         self._device = cache.keys.device
         self._batch: DecodeBatch | None = None
+        # Common keys and values of the present group blocks, by groups and numbers of shared tokens.
         self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
         """Return the blocks of a batch, which together have its rows in order.
 
-        They are cut anew every `KEY_MULTIPLE` tokens even if the batch continues, because rows grow.
+        A batch is cut anew every `KEY_MULTIPLE` tokens even if it continues, because rows grow.
         """
         last = self._batch
         continues = last is not None and batch.continues(last)
@@ -48,8 +56,9 @@ class AttentionPlanner:
         return self.blocks
 
     def cut(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
-        """Cut a batch into group blocks where they pay, and row blocks between them."""
-        known_prefixes, self._prefixes = self._prefixes, {}
+        """Cut a batch into group blocks where they save time, and row blocks between them."""
+        known_prefixes = self._prefixes
+        self._prefixes = {}
         cache_rows = self._cache.keys.shape[1]
         blocks: list[RowBlock | GroupBlock] = []
         first = 0
@@ -81,7 +90,7 @@ class AttentionPlanner:
 def row_blocks(
     batch: DecodeBatch, device: torch.device, first: int = 0, last: int | None = None
 ) -> list[RowBlock]:
-    """Cut the rows `first` to `last` of a batch into row blocks.
+    """Cut the rows `first` to `last - 1` of a batch into row blocks; by default all rows.
 
     A block ends where one attention product would read more idle rows and padding than another
     product costs.
@@ -98,7 +107,7 @@ def row_blocks(
         wider = max(width, context_lengths[i])
         entries_read = (rows[i] - rows[first] + 1) * wider
         entries_read_before = (rows[i - 1] - rows[first] + 1) * width
-        # entries of the KV cache that the block reads because of this row, beyond the row's context
+        # Entries of the KV cache that the block reads because of this row, beyond the row's context.
         idle_entries = entries_read - entries_read_before - context_lengths[i]
         if i > first and idle_entries > _ROW_BLOCK_COST:
             blocks.append(RowBlock(batch, slice(first, i), device))
@@ -112,13 +121,16 @@ def row_blocks(
 class _Window:
     """Neighbouring rows of the cache that attend together.
 
-    Idle rows between them take part with position 0 only, and their results are dropped.
+    Idle rows between them attend to position 0 only, and their results are dropped.
+
+    Attributes:
+        part: rows of the batch that are in the window.
     """
 
     def __init__(
         self, batch: DecodeBatch, part: slice, first_row: int, size: int, device: torch.device
     ) -> None:
-        """Put the `part` of a batch into the window of `size` cache rows from `first_row` on."""
+        """Build the window of `size` cache rows from `first_row` on, for the rows `part` of a batch."""
         self.part = part
         self._rows = slice(first_row, first_row + size)
         self._device = device
@@ -172,6 +184,7 @@ class RowBlock(_Window):
         Args:
             keys: [S, KV, D, M].
             values: [S, KV, M, D].
+            layer: index of the layer.
             exact: compute as the trainer's exact mode does.
         """
         kv_heads = keys.shape[1]
@@ -272,21 +285,21 @@ class GroupBlock(_Window):
 
 
 def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
-    """Yield lists of runs of rows; the runs of a list are groups that one block can hold."""
+    """Yield the runs of rows of each group block; every run is a group whose block saves time."""
     ends = (np.flatnonzero(np.diff(batch.groups)) + 1).tolist()
     bounds = [0, *ends, len(batch.rows)]
-    together: list[slice] = []
+    block_runs: list[slice] = []
     for start, stop in pairwise(bounds):
         run = slice(start, stop)
-        saved = (stop - start - 1) * batch.shared[run].min()
-        if saved <= _GROUP_BLOCK_COST:
+        saved_tokens = (stop - start - 1) * batch.shared[run].min()
+        if saved_tokens <= _GROUP_BLOCK_COST:
             continue
-        if together and not _fits(batch, [*together, run], cache_rows):
-            yield together
-            together = []
-        together.append(run)
-    if together:
-        yield together
+        if block_runs and not _fits(batch, [*block_runs, run], cache_rows):
+            yield block_runs
+            block_runs = []
+        block_runs.append(run)
+    if block_runs:
+        yield block_runs
 
 
 def _first_row_of_group(batch: DecodeBatch, run: slice, cache_rows: int) -> int:
@@ -312,5 +325,5 @@ def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
 
 
 def _additive_mask(seen: np.ndarray, device: torch.device) -> Tensor:
-    """Return 0 where a key is seen, and -inf elsewhere."""
+    """Return a float32 mask of the shape of `seen`: 0 where a key is seen, and -inf elsewhere."""
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf"))).to(device)

@@ -15,13 +15,13 @@ from rollout.models.architecture import Architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBatch:
-    """Rows of the cache that decode a token each; columns [N] of int64.
+    """Rows of the cache that decode one token each. All fields are int64 [N].
 
     Attributes:
         rows: row numbers, ascending.
         positions: position of each row's new token.
         groups: group number of each row. Rows of one group have equal keys at their first `shared`
-            positions. The group began in row `group % rows of the cache`.
+            positions. A group with number g began in row `g % S`, for a cache of S rows.
         shared: number of leading positions at which a row's keys equal those of its group.
         adapters: adapter of each row; 0 for none.
     """
@@ -33,7 +33,7 @@ class DecodeBatch:
     adapters: np.ndarray
 
     def continues(self, last: DecodeBatch) -> bool:
-        """Return True if this batch has the next tokens of the last one's rows."""
+        """Return True if this batch has the same rows as `last`, each with its next token."""
         return (
             np.array_equal(last.positions + 1, self.positions)
             and np.array_equal(last.rows, self.rows)
@@ -62,7 +62,13 @@ class KVCache:
         routing: bool = False,
         exact: bool = False,
     ) -> None:
-        """Allocate an empty cache; with `routing`, also for the experts of a mixture's tokens."""
+        """Allocate an empty cache.
+
+        Args:
+            length: maximum number of tokens of a sequence.
+            routing: True to record the experts of a mixture's tokens.
+            exact: True for the layout that exact mode needs.
+        """
         experts = architecture.experts
         self.routing: np.ndarray | None = None
         if routing and experts is not None:
@@ -107,7 +113,7 @@ class KVCache:
 
 
 def _zeros(*size: int, device: torch.device) -> Tensor:
-    """Allocate zeros; on a CPU in huge pages, because small ones overflow its page table cache."""
+    """Allocate zeros in float32; on a CPU in huge pages, because small ones overflow its TLB."""
     if device.type != "cpu":
         return torch.zeros(size, device=device)
     size_bytes = torch.float32.itemsize * math.prod(size)

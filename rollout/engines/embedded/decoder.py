@@ -1,6 +1,9 @@
 """Decoder model over cached keys and values, in plain torch.
 
 It computes Qwen2, Qwen3 (dense and mixtures of experts) and Llama.
+
+Letters of shapes: N rows, T tokens of a prompt, V vocabulary, H query heads, KV key and value heads, D
+head dimension, M positions, k experts of a token.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ class PromptSpan:
 
     Attributes:
         token_ids: [T] int64.
-        source: row that has the keys of the positions before `start`; may be `row` itself.
+        source: row from which the keys of the positions before `start` are copied; may be `row`.
         adapter: number of the adapter; 0 for none.
-        copies: rows with the same prompt, which get a copy of the keys.
+        copies: other rows with the same prompt, which get a copy of the keys.
     """
 
     row: int
@@ -63,7 +66,8 @@ class CachedDecoder:
         halves: the two halves.
         half: index of the active half.
         dtype: type in which matrices are multiplied. Norms, attention, keys and values are float32.
-        adapters: None if the decoder has none.
+        adapters: weights of the adapters; None if the decoder has none.
+        products: products with the active weights.
     """
 
     exact = False
@@ -80,8 +84,9 @@ class CachedDecoder:
         """Allocate the weights, which are not initialised.
 
         Args:
-            max_length: tokens of prompt and reply.
+            max_length: maximum number of tokens of prompt and reply.
             halves: buffers to use; None: the decoder allocates them.
+            device: name of the torch device that computes.
             adapters: shapes of adapters, which have no effect before they are `put`.
             bf16: multiply in bfloat16 where the processor can.
 
@@ -96,7 +101,7 @@ class CachedDecoder:
         self.halves = halves or (DecoderWeights(shape), DecoderWeights(shape))
         self.half = 0
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
-        self._active = self.weights  # the weights that are computed with
+        self._active = self.weights  # the weights of the products, or their copy on the device
         self.products = BlockedWeights()
 
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
@@ -129,13 +134,13 @@ class CachedDecoder:
         self.restore()
 
     def release(self) -> None:
-        """Free the copies of the weights."""
+        """Free the copies of the active weights."""
         self._active = self.weights
         self.products = BlockedWeights()
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Copy the active weights to where they are computed with."""
+        """Copy the active weights to the device, in the type and the blocks of the products."""
         active = self.weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
             storage = self._active.storage
@@ -147,7 +152,7 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def prefill(self, cache: KVCache, spans: Sequence[PromptSpan]) -> Tensor:
-        """Compute the spans, and write their keys and values.
+        """Compute the tokens of the spans, and write their keys and values into the cache.
 
         Spans take effect in order: one may start from positions that an earlier one writes.
 
@@ -207,7 +212,8 @@ class CachedDecoder:
         """Compute one token [N] in each row of the batch.
 
         Args:
-            blocks: the batch, cut for attention.
+            blocks: attention blocks of the batch.
+            token_ids: int64 [N].
 
         Returns:
             Logits [N, V].
@@ -269,6 +275,8 @@ class CachedDecoder:
         """Return the causal attention [T, H D] of queries [T, H, D] over a row.
 
         Args:
+            keys: keys of the row [KV, D, M].
+            values: values of the row [KV, M, D].
             start: position of the first query.
         """
         kv_heads = self.shape.kv_heads
@@ -319,7 +327,7 @@ class CachedDecoder:
             x: [N, hidden] input of the layer; it may be overwritten.
             attended: [N, H D] output of the attention.
             add_low_rank: adds the adapters of the rows.
-            experts: experts of the sparse layers before.
+            experts: experts of the sparse layers before this one.
         """
         x = self._multiply_add(x, attended, layer.out)
         add_low_rank("out", attended, x)
@@ -336,7 +344,7 @@ class CachedDecoder:
         return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise by the root mean square, for few rows in half the time of torch's operation."""
+        """Apply RMSNorm, for few rows in half the time of `F.rms_norm`."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
         return x.div(length.hypot_(self._norm_floor)).mul_(weight)
 

@@ -18,10 +18,10 @@ from rollout.models.fused_weights import LayerWeights
 
 
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
-    """Return an exact decoder of the same weights, or `decoder` itself where that is not possible.
+    """Return an exact decoder of the same weights, or `decoder` itself where there can be none.
 
-    It is possible on a CPU, in float32 and without adapters, if the library's products are exact in
-    the sense of `models/batch_invariant.py`.
+    Exact decoding needs a CPU, float32, no adapters, and products that are batch-invariant (see
+    `models/batch_invariant.py`).
     """
     on_cpu = decoder.device.type == "cpu"
     if not on_cpu or decoder.adapters is not None or decoder.dtype != torch.float32:
@@ -38,7 +38,7 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
 
 
 class ExactDecoder(CachedDecoder):
-    """Decoder with the operations of Megatron in `TrainerSpec.deterministic`; 1.6 times slower."""
+    """Decoder with the operations of Megatron in `TrainerSpec.deterministic`; takes 1.6 times as long."""
 
     exact = True
 
@@ -52,7 +52,10 @@ class ExactDecoder(CachedDecoder):
     def _project(
         self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `CachedDecoder`. Halves of a head are rotated by cosines and sines [N, 1, D, 2]."""
+        """Project `x`; see `CachedDecoder`.
+
+        The halves of a head are rotated, by the cosines and sines in `rotation` [N, 1, D, 2].
+        """
         shape = self.shape
         normed = self._norm(x, layer.input_norm)
         qkv = self._multiply(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))

@@ -1,4 +1,7 @@
-"""Low-rank adapters of a decoder (multi-LoRA): each row of a batch is computed with its own."""
+"""Low-rank adapters of a decoder (multi-LoRA): each row of a batch is computed with its own adapter.
+
+Letters of shapes: N rows of a batch, R ranks of all adapters together.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +26,34 @@ _FUSED: dict[str, tuple[Projection, ...]] = {
     "down": ("down",),
 }
 
-# Adds to the output [N, rows] of a linear layer, in place, what the adapters add for its input
-# [N, inputs].
+# Function of (linear layer, input [N, inputs], output [N, outputs]) that adds the adapters' share of
+# the output in place.
 AddLowRank = Callable[[str, Tensor, Tensor], object]
 
 # By linear layer: A of all its projections, one above the other [projections R, inputs], and by
-# projection its rows in the output and (scale B)ᵀ [R, rows].
+# projection the slice of the output, and (scale B)ᵀ [R, outputs of the projection].
 _LayerAdapters = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
 
 
 class LowRank:
     """A and B of several adapters side by side, as if they were one adapter of all their ranks R.
 
-    A row's product with all A is set to 0 at the ranks of other adapters. So a batch takes two
-    products for each projection, however many adapters it has, and no row sees another's adapter.
+    The product of a row with all A is set to 0 at the ranks of other adapters. So a batch takes two
+    products for each projection, however many adapters it has, and no row is computed with the
+    adapter of another row.
     """
 
     def __init__(
         self, architecture: Architecture, adapters: Sequence[AdapterShape], device: torch.device
     ) -> None:
-        """Allocate the adapters; they are zero, and so without effect, before `put`."""
+        """Allocate the adapters, which are 0 and so have no effect before `put`."""
         ends = [0, *accumulate(adapter.rank for adapter in adapters)]
         total_rank = ends[-1]
         self._ranks = [slice(first, last) for first, last in pairwise(ends)]
         self._scales = [adapter.scale for adapter in adapters]
 
-        # True at the ranks that are of other adapters than the row's; row 0 is of no adapter.
+        # [1 + adapters, R]: True at the ranks that do not belong to the adapter; row 0 stands for no
+        # adapter.
         self._others = torch.ones(1 + len(adapters), total_rank, dtype=torch.bool, device=device)
         for number, ranks in enumerate(self._ranks, 1):
             self._others[number, ranks] = False
@@ -114,7 +119,7 @@ class LowRank:
 
 
 def _output_rows(architecture: Architecture) -> dict[Projection, slice]:
-    """Return the rows of each projection in the output of its linear layer."""
+    """Return the slice of each projection in the output of its linear layer."""
     rows: dict[Projection, slice] = {}
     for fused in _FUSED.values():
         first = 0

@@ -31,7 +31,7 @@ class BlockedWeights:
     """Copies of a decoder's large weights in the blocks in which oneDNN multiplies."""
 
     def __init__(self, weights: DecoderWeights | None = None) -> None:
-        """Copy the large matrices of `weights`, about 1.5 ns an element; None for no copies."""
+        """Copy the large matrices of `weights`, which takes about 1.5 ns an element; None: no copies."""
         self._copies: dict[Tensor, Tensor] = {}
         if weights is None or one_dnn_linear is None or weights.storage.device.type != "cpu":
             return
@@ -61,14 +61,14 @@ class BlockedWeights:
         return one_dnn_linear(x, blocked, bias, "none", [], "")
 
     def multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return x + inputs weightᵀ."""
+        """Return x + inputs weightᵀ of `x` [N, outputs] and `inputs` [N, inputs]."""
         if weight not in self._copies and weight.dtype == x.dtype:
             return torch.addmm(x, inputs, weight.t())
         return self.multiply(inputs, weight).add_(x)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of [..., 2 F]."""
+    """Return silu(gate) * up [..., F] of `gate_up` [..., 2 F], which has the gate first."""
     half = gate_up.shape[-1] // 2
     return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
 
@@ -83,11 +83,13 @@ def add_experts(
     """Add the output of each token's experts to `x` [N, hidden] in place.
 
     Args:
-        multiply: matrix product of the decoder.
+        multiply: matrix product of the decoder, x weightᵀ.
+        experts: number and choice of the experts.
+        layer: weights of the layer.
         normed: input of the experts [N, hidden].
 
     Returns:
-        The experts of each token [N, k].
+        The experts of each token, int64 [N, k].
     """
     assert layer.router is not None
     # The router computes in the type of `normed`, float32: in bfloat16, rounding could change which

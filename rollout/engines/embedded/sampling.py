@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK = 64  # tokens whose weights are summed before single tokens are looked at
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # increment of splitmix64's counter
+_BLOCK = 64  # number of neighbouring tokens whose weights are summed first; see `_invert`
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a float32 in [0, 1) for each pair of seed and position, independent of all others.
+    """Return a float32 in [0, 1) for each pair of seed and position [N]; it depends on nothing else.
 
     Args:
         seeds: uint64 [N].
@@ -102,7 +102,9 @@ def likeliest_tokens(
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token [N, 1] where the running sum of `weights` [N, V] exceeds `uniform` x total.
+    """Return the first token [N, 1] at which the running sum of `weights` [N, V] exceeds a point.
+
+    The point is `uniform` [N, 1] times the sum of all weights.
 
     The sum is taken over blocks of tokens first, and then inside the block where it is exceeded.
     """
@@ -130,7 +132,7 @@ def _first_above(sums: Tensor, point: Tensor) -> Tensor:
 
 
 def _truncate(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set the probabilities [N, V] of tokens that top-p or top-k leave out to 0."""
+    """Return the probabilities [N, V], with 0 for the tokens that top-p [N] or top-k [N] leave out."""
     ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
