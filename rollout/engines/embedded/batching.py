@@ -70,8 +70,9 @@ class EmbeddedEngine:
     Attributes:
         decoder: the model and its weights.
         stats: work so far.
-        max_length: tokens of prompt and reply.
-        interrupt: int64 [1], not 0 if the client has something new; None if it cannot say so.
+        max_length: maximum number of tokens of prompt and reply.
+        interrupt: int64 [1], not 0 if the client has new requests, aborts or calls; None if the
+            client cannot interrupt the engine.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class EmbeddedEngine:
         """Allocate the KV cache.
 
         Args:
-            rows: sequences that the cache holds, running or for the reuse of their prefixes.
+            rows: number of sequences that the cache holds, running or for the reuse of their prefixes.
             version: version of the decoder's weights.
+            reuse_prefixes: start a prompt from the cached keys of the longest prefix.
+            deterministic: give a reply the same bits in any batch.
             routing: record the experts of each token in the completions.
             grammars: grammars of the model; None: requests that have a grammar are refused.
         """
@@ -196,10 +199,10 @@ class EmbeddedEngine:
     def exchange(
         self, requests: list[Request], aborts: list[int], budget_s: float = 0.0
     ) -> list[Report]:
-        """Take new requests, abort others, and decode for about `budget_s`, but one step at least.
+        """Take new requests, abort others, and decode for about `budget_s`, but at least for one step.
 
-        It lasts several times as long while no request ends, the client does not interrupt it, and
-        no request streams its tokens one at a time (`notify_every` is 1).
+        The exchange lasts several times as long while no request ends, the client does not interrupt
+        it, and no request streams its tokens one at a time (`notify_every` is 1).
 
         Returns:
             Outcomes of the requests that have ended, and then new tokens of those that run.
@@ -234,14 +237,16 @@ class EmbeddedEngine:
         for generation in (*self._waiting, *self._rows.generations):
             if generation is not None and generation.notify_every == 1:
                 return 1
-        return (
-            _UNINTERRUPTIBLE_BUDGET_FACTOR
-            if self.interrupt is None
-            else _INTERRUPTIBLE_BUDGET_FACTOR
-        )
+        if self.interrupt is None:
+            return _UNINTERRUPTIBLE_BUDGET_FACTOR
+        return _INTERRUPTIBLE_BUDGET_FACTOR
 
     def step(self) -> list[tuple[int, Outcome]]:
-        """Admit waiting requests, decode a token for each running one, and return the outcomes."""
+        """Admit waiting requests, decode a token for each running one, and return the outcomes.
+
+        Returns:
+            Request id and outcome of the requests that have ended.
+        """
         while self._waiting and not self._rows.live.all():
             self._prefill()
         live = np.flatnonzero(self._rows.live)
@@ -292,7 +297,7 @@ class EmbeddedEngine:
         self._rows.set_version(version, number)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the KV cache, and a GPU's copy of the weights.
+        """Free the KV cache, and the copies of the weights, such as those on a GPU.
 
         Raises:
             EngineError: requests are running.
@@ -381,33 +386,34 @@ class EmbeddedEngine:
         return self.decoder.decode(self._cache, batch, self._plan_attention(batch), token_ids)
 
     def _plan_attention(self, batch: DecodeBatch) -> Sequence[RowBlock | GroupBlock]:
-        """Cut a batch for attention; in exact mode, each row reads all its keys, shared or not."""
+        """Return the attention blocks of a batch; in exact mode, no keys are read for several rows."""
         if self.decoder.exact:
             return row_blocks(batch, self.decoder.device)
         return self._attention.plan(batch)
 
-    def _sample(self, placed: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of the rows `placed` [N] from logits [N, V].
+    def _sample(self, numbers: np.ndarray, logits: Tensor) -> None:
+        """Sample the next tokens of the rows `numbers` [N] from logits [N, V].
 
-        Finish requests that stop, reach their limit or broke.
+        End requests that stop, reach their limit, or have logits that are not finite.
         """
         assert self._cache is not None
         began = time.thread_time()
         rows = self._rows
-        tokens, logprobs = rows.sample(placed, logits)
-        stopped, ended, broken = rows.append(placed, tokens, logprobs)
-        for row, is_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
+        tokens, logprobs = rows.sample(numbers, logits)
+        stopped, ended, broken = rows.append(numbers, tokens, logprobs)
+        for row, is_stop in zip(numbers[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if is_stop else "length")
-        for row in placed[broken].tolist():
+        for row in numbers[broken].tolist():
             generation = rows.generations[row]
             self._done.append((generation.id, generation.failure()))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
             self._cache.clear(row)
-        self.stats.decode_tokens += len(placed)
+        self.stats.decode_tokens += len(numbers)
         self.stats.sample_s += time.thread_time() - began
 
     def _finish(self, row: int, finish_reason: str) -> None:
+        """End the request in a row, and keep its completion for the next `step`."""
         assert self._cache is not None
         request_id = self._rows.generations[row].id
         routing = self._cache.routing_bytes(row, int(self._rows.size[row]) - 1)

@@ -65,12 +65,12 @@ def build_local_engine(
     first = _load_engine(request, devices[0])
     if len(devices) == 1:
         return LocalEngine(first)
-    cores = [first, *(_copy_engine(request, first, device) for device in devices[1:])]
-    return LocalReplicas([LocalEngine(core) for core in cores])
+    engines = [first] + [_copy_engine(request, first, device) for device in devices[1:]]
+    return LocalReplicas([LocalEngine(engine) for engine in engines])
 
 
 def local_devices(request: EngineRequest) -> list[str]:
-    """Return the devices that an embedded engine in this process computes on."""
+    """Return torch's names of the devices that an embedded engine in this process computes on."""
     if request.gpus is None:
         return [_choose_device(request.config.device, has_gpu=torch.cuda.is_available())]
     if not any(request.gpus):
@@ -99,7 +99,7 @@ def _load_engine(request: EngineRequest, device: str) -> EmbeddedEngine:
 
 
 def _copy_engine(request: EngineRequest, engine: EmbeddedEngine, device: str) -> EmbeddedEngine:
-    """Return an engine on another device that has its weights in the same memory of the host."""
+    """Return an engine on another device that shares the weights in the host's memory with `engine`."""
     config = request.config
     decoder = CachedDecoder(
         engine.decoder.shape,

@@ -14,8 +14,8 @@ from rollout.engines.embedded.requests import NewTokens, Outcome, Report, Reques
 from rollout.engines.protocol import StreamingEngine, TokenCallback
 from rollout.records.trajectory import Completion, Sampling
 
-# Further calls that an engine may have compared with others and still get a prompt that it already
-# computes.
+# An engine that computes a prompt already gets further calls with it, as long as it does not have this
+# many more calls than another engine.
 _SAME_PROMPT_BONUS = 8
 
 
@@ -45,7 +45,11 @@ class Dispatcher(StreamingEngine):
         on_tokens: TokenCallback | None,
         adapter: int = 0,
     ) -> Completion:
-        """Sample one completion (see `StreamingEngine`), with an adapter by number."""
+        """Sample one completion; see `StreamingEngine`.
+
+        Args:
+            adapter: number of the adapter; 0 for none.
+        """
         request = Request(
             id=next(self._ids),
             prompt_ids=list(prompt_ids),
@@ -74,7 +78,7 @@ class Dispatcher(StreamingEngine):
         raise NotImplementedError
 
     def interrupt_exchange(self) -> None:
-        """Ask an `exchange` that is under way to return soon, because there is something new."""
+        """Ask a running `exchange` to return soon, because there are new requests or aborts."""
 
     def open_requests(self) -> list[Request]:
         """Return all open requests, for an engine that has lost them."""
@@ -82,7 +86,7 @@ class Dispatcher(StreamingEngine):
         return [call.request for call in self._open.values()]
 
     def load(self, prompt_ids: Sequence[int]) -> int:
-        """Return the number of open calls, less a bonus if one has the same prompt.
+        """Return the number of open calls, less `_SAME_PROMPT_BONUS` if one has the same prompt.
 
         Equal prompts are computed once, so they should go to the same engine.
         """
@@ -91,12 +95,13 @@ class Dispatcher(StreamingEngine):
         return len(self._open) - (_SAME_PROMPT_BONUS if has_prompt else 0)
 
     async def idle(self) -> bool:
-        """Return True if no call is open, once the engine has got the last aborts."""
+        """Wait until the engine has received the last aborts; return True if no call is open."""
         if self._loop is not None and not self._loop.done() and not self._open:
             await asyncio.wait([self._loop])
         return not self._open
 
     async def _run(self) -> None:
+        """Exchange requests and reports with the engine until no call is open."""
         try:
             while self._open or self._aborts:
                 requests, self._new = self._new, []

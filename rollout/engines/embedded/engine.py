@@ -24,7 +24,7 @@ from rollout.sync.memory import memory_path
 from rollout.sync.shared import SharedWeights
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
-_POLL_S = 1.0  # between two looks at an actor that cannot be reached
+_POLL_S = 1.0  # pause between two calls to an actor that cannot be reached
 
 # Decoding time of one call to the actor. New requests wait at most this long, or a few times as
 # long while no request ends.
@@ -37,8 +37,8 @@ _ENGINE_ACTOR: Any = ray.remote(num_cpus=0)(EngineActor)
 class HostedEngine(Dispatcher, TrainedEngine):
     """Embedded engine in a Ray actor; Ray must be running.
 
-    Concurrent `generate` calls share calls to the actor: each takes the new requests there and
-    brings back the replies that have ended.
+    Concurrent `generate` calls share calls to the actor: each of these sends the new requests and
+    returns the replies that have ended.
 
     An actor that dies or hangs is started again, up to `restarts` times an hour. It continues with
     the weights in shared memory, and samples all open requests again with the same seeds.
@@ -59,8 +59,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """Start the actor.
 
         Args:
-            adapters: adapters on the weights, which are then frozen.
-            tell: called with one line when the actor is started again.
+            adapters: shapes of the adapters; with any, the model's own weights are frozen.
+            tell: called with one line when the actor hangs or is started again.
 
         Raises:
             EngineError: Ray is not running, there is not enough shared memory, or the model is not
@@ -141,7 +141,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return time.perf_counter() - began
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the memory of the KV cache and of a GPU's weights back.
+        """Free the memory of the KV cache and of a GPU's copy of the weights.
 
         The buffers that the trainer writes to stay in the host's memory.
         """
@@ -150,7 +150,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         await self.call("sleep", tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         await self.call("wake", tags)
 
     async def stats(self) -> dict[str, float]:
@@ -172,7 +172,10 @@ class HostedEngine(Dispatcher, TrainedEngine):
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     async def exchange(self, requests: list[Request], aborts: list[int]) -> list[Report]:
-        """See `Dispatcher`. An actor that was started again gets all open requests."""
+        """Exchange requests and reports with the actor; see `Dispatcher`.
+
+        An actor that was started again gets all open requests.
+        """
         while True:
             self.exchanges += 1
             starts = self.starts
@@ -186,7 +189,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             aborts = []
 
     def interrupt_exchange(self) -> None:
-        """See `Dispatcher`."""
+        """Set the flag in shared memory that ends a running exchange soon; see `Dispatcher`."""
         self._set_interrupt(1)
 
     def _set_interrupt(self, value: int) -> None:
@@ -194,7 +197,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             shared.interrupt[0] = value
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor; if it dies, start it again and repeat the call."""
+        """Call the actor; if it dies or hangs, start it again and repeat the call."""
         self.interrupt_exchange()
         while True:
             starts = self.starts
@@ -206,7 +209,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """Call the actor. If it dies or hangs, start it again and return None.
 
         Raises:
-            EngineError: the actor raised it, or has died and no restart is left.
+            EngineError: the actor raised an error, or has died and no restart is left.
         """
         actor = self._actor
         future = asyncio.wrap_future(getattr(actor, method).remote(*arguments).future())
@@ -227,11 +230,12 @@ class HostedEngine(Dispatcher, TrainedEngine):
             raise _actor_error(error) from error
 
     def _restart(self, actor: Any, error: Exception) -> None:
+        """Start a new actor in place of a dead one; raise EngineError if that is not possible."""
         if actor is not self._actor:
             return  # another call has started it already
-        unschedulable = isinstance(error, ray.exceptions.ActorUnschedulableError)
-        started = not unschedulable and "__init__" not in str(error)
-        if self._closed or not started or not self._restarts.take():
+        never_scheduled = isinstance(error, ray.exceptions.ActorUnschedulableError)
+        never_started = never_scheduled or "__init__" in str(error)
+        if self._closed or never_started or not self._restarts.take():
             raise _actor_error(error) from error
         self._tell(
             f"the engine's actor died; started again with version {self.version}, "
@@ -243,7 +247,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 async def _wait_until_dead(actor: Any) -> None:
     """Wait until Ray knows that an actor is dead; kill it if it can be reached again.
 
-    As long as Ray believes in the actor's node, it may start another actor there.
+    Before that, Ray may place a new actor on the node that is lost.
     """
     with suppress(ray.exceptions.RayActorError):
         while True:

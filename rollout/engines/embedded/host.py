@@ -20,7 +20,7 @@ from rollout.sync.shared import SharedWeights
 
 @dataclass(slots=True, kw_only=True)
 class WeightSlot:
-    """Full weights of an actor, or one of its adapters, in shared memory.
+    """Full weights of an actor, or one of its adapters.
 
     The shared buffer has two halves: the actor computes from one, and the next update is written to the other.
 
@@ -43,7 +43,7 @@ class WeightSlot:
 
 
 class EngineActor(EmbeddedEngine):
-    """Ray actor of an embedded engine, with its weights in shared memory."""
+    """Embedded engine as a Ray actor, with the weights in shared memory."""
 
     def __init__(self, settings: EmbeddedSettings, slots: Sequence[WeightSlot]) -> None:
         """Load the weights from shared memory, or from the model's folder before the first update.

@@ -16,7 +16,11 @@ from rollout.records.trajectory import Completion, Sampling
 class LocalEngine(Dispatcher):
     """Engine that decodes on the event loop's thread, one step at a time between other coroutines.
 
-    An engine on a GPU decodes in another thread, which waits for the GPU while other engines work.
+    An engine on a GPU decodes in another thread, so that other engines work while it waits for the
+    GPU.
+
+    Attributes:
+        core: the engine.
     """
 
     def __init__(self, core: EmbeddedEngine) -> None:

@@ -18,7 +18,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
 
     A call goes to the replica with the smallest load. All samples of one prompt go to the same
     replica, which computes the prompt once, unless its load is much larger. A replica whose process
-    dies is started again, up to `restarts` times an hour, and answers its calls then.
+    dies is started again, each up to `restarts` times an hour, and then answers its open calls.
     """
 
     transport = "disk"
@@ -30,10 +30,11 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         *,
         tell: Callable[[str], None] = say,
     ) -> None:
-        """Start a replica with each of `placements`, which are Ray's actor options.
+        """Start the replicas.
 
         Args:
             settings: settings of each replica; they must name a weights folder.
+            placements: Ray's actor options of each replica.
             tell: called with one line when a replica is started again.
         """
         self.version = settings.version
@@ -72,11 +73,11 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         self.version = update.version
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the memory of all replicas back."""
+        """Free the memory of all replicas."""
         await asyncio.gather(*(replica.sleep(tags) for replica in self.replicas))
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take the memory of all replicas again."""
+        """Allocate the memory of all replicas again."""
         await asyncio.gather(*(replica.wake(tags) for replica in self.replicas))
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class NewTokens:
     """Further tokens of a completion that is being sampled.
 
     Attributes:
-        position: position of the first of them in the completion.
+        position: position of the first of these tokens in the completion.
     """
 
     position: int
@@ -54,9 +54,9 @@ class Generation:
 
     Attributes:
         prompt: token ids [P], int64.
-        versions: (weights version, its first completion token), in order.
-        cached_tokens: prompt tokens whose keys were reused.
-        reported: completion tokens that were reported as `NewTokens`.
+        versions: (weights version, position of its first completion token), in order.
+        cached_tokens: number of prompt tokens whose keys were reused.
+        reported: number of completion tokens that were reported as `NewTokens`.
         candidates: likeliest tokens at each position of the completion, if the sampling asks for
             them.
         matcher: state of the grammar behind the sampled tokens; None if all tokens are allowed.
@@ -74,7 +74,7 @@ class Generation:
     matcher: LLMatcher | None = None
 
     def failure(self) -> EngineError:
-        """Return the error of a request without a finite log-probability."""
+        """Return the error of a request whose sampled token has no finite log-probability."""
         if self.matcher is not None and self.matcher.is_error():
             return EngineError(f"the grammar of the reply: {self.matcher.get_error()}")
         version = self.versions[-1][0]

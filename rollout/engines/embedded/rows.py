@@ -17,25 +17,25 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class CacheRows:
-    """Columns over the rows of the KV cache; row r of every column describes row r of the cache.
+    """Requests and tokens in the rows of the KV cache, as columns: entry r of each describes row r.
 
     Attributes:
         live: True while a request runs in the row.
         generations: the running `Generation`, or None.
-        tokens: token ids of prompt and completion.
-        logprobs: log-probabilities of the completion's tokens, at their positions.
+        tokens: token ids of prompt and completion [rows, length].
+        logprobs: log-probabilities of the completion's tokens, at their positions [rows, length].
         size: number of known tokens. The newest has no keys yet.
-        prompt_size: tokens of the prompt.
-        max_size: size at which the completion is as long as it may be.
-        cached: leading tokens whose keys other requests may reuse.
+        prompt_size: number of tokens of the prompt.
+        max_size: `size` at which the completion has reached its `max_tokens`.
+        cached: number of leading tokens whose keys other requests may reuse.
         group: group number. Rows of one group have equal keys at their first `shared` positions.
             The group began in row `group % rows`.
         shared: number of leading positions at which the row's keys equal those of its group.
         adapter: adapter that the keys were computed with.
         fresh: True if all keys come from the present weights.
-        last_used: clock of the last use.
+        last_used: number of the last use; later uses have larger numbers.
         temperature, top_p, top_k, seed, stop: sampling of the request; `stop` is padded by -1.
-        versions: present version of the weights (0) and of each adapter.
+        versions: present version of each adapter, by number; 0 is the full weights.
     """
 
     def __init__(self, rows: int, length: int, version: int = 0) -> None:
@@ -75,7 +75,7 @@ class CacheRows:
         return batch, self.tokens[rows, positions]
 
     def longest_prefix(self, prompt: np.ndarray, adapter: int) -> tuple[int, int]:
-        """Find the row whose cached keys share most leading tokens with a prompt.
+        """Find the row whose cached keys share the most leading tokens with a prompt.
 
         Returns:
             The row, and the number of tokens, which is 0 if there is no such row. The last token of
@@ -95,8 +95,8 @@ class CacheRows:
     def find_idle_row(self, source: int, shared: int) -> int:
         """Return the idle row for a prompt that shares `shared` tokens with row `source`.
 
-        This is `source` itself if the prompt continues all that it holds, else a row without cached
-        keys, else the least recently used one.
+        This is `source` itself if it is idle and the prompt continues all of its cached tokens, else
+        an idle row without cached keys, else the idle row that was used least recently.
         """
         if shared and not self.live[source] and self.cached[source] == shared:
             return source
@@ -119,7 +119,7 @@ class CacheRows:
         themselves than with others that only begin alike.
 
         Args:
-            source: row whose first `shared` keys this row will have.
+            source: row from which the first `shared` keys are copied.
             has_copies: True if other rows with the same prompt follow.
         """
         sampling = generation.sampling
@@ -190,9 +190,12 @@ class CacheRows:
         return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(span,))
 
     def sample(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample the next tokens [N] of `rows` [N] from logits [N, V], with logprobs [N].
+        """Sample the next tokens of `rows` [N] from logits [N, V].
 
-        Tokens that a row's grammar forbids get the logit -∞.
+        Tokens that the grammar of a row forbids get the logit -∞.
+
+        Returns:
+            Token ids [N] and their log-probabilities [N].
         """
         constrained = [
             (index, generation.matcher)
@@ -201,10 +204,9 @@ class CacheRows:
         ]
         if constrained:
             masks = np.stack([next_mask(matcher) for _, matcher in constrained])
+            indices = [index for index, _ in constrained]
             is_forbidden = np.zeros(logits.shape, dtype=bool)
-            is_forbidden[[index for index, _ in constrained]] = ~unpack_masks(
-                masks, logits.shape[1]
-            )
+            is_forbidden[indices] = ~unpack_masks(masks, logits.shape[1])
             logits = logits.masked_fill(torch.from_numpy(is_forbidden).to(logits.device), -math.inf)
 
         self._record_candidates(rows, logits)
@@ -257,7 +259,7 @@ class CacheRows:
         return stopped, ended, broken
 
     def new_tokens(self) -> list[tuple[int, NewTokens]]:
-        """Return request id and new tokens of the requests that have enough of them to report."""
+        """Return id and new tokens of the requests with at least `notify_every` unreported tokens."""
         reports = []
         for row in np.flatnonzero(self.live).tolist():
             generation: Generation = self.generations[row]
@@ -271,10 +273,13 @@ class CacheRows:
         return reports
 
     def set_version(self, version: int, adapter: int) -> None:
-        """Forget all cached keys of an adapter's older weights (0: of the full weights).
+        """Set the version of an adapter's weights, and forget the keys that older weights computed.
 
-        Running requests continue with the keys that they have; `version` samples their further
-        tokens.
+        Running requests continue with the keys that they have, and sample further tokens with the
+        new version.
+
+        Args:
+            adapter: number of the adapter; 0 for the full weights.
         """
         has_adapter = self.adapter == adapter
         self.versions[adapter] = version
@@ -288,5 +293,6 @@ class CacheRows:
             versions.append((version, sampled))
 
     def _touch(self, row: int) -> None:
+        """Note that a row is used now."""
         self._clock += 1
         self.last_used[row] = self._clock

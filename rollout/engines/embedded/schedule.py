@@ -7,7 +7,7 @@ from rollout.engines.embedded.decoder import PromptSpan
 from rollout.engines.embedded.requests import Generation
 from rollout.engines.embedded.rows import CacheRows
 
-_PREFILL_TOKENS = 1024  # of one forward pass; more would not stay in the processor's cache
+_PREFILL_TOKENS = 1024  # budget of one forward pass; more would not stay in the processor's cache
 
 
 def admit(
@@ -19,7 +19,7 @@ def admit(
 
     Args:
         reuse_prefixes: start from cached keys of other rows.
-        one_by_one: admit one prompt, and compute all of it.
+        one_by_one: admit one prompt only, and start it from no cached keys.
 
     Returns:
         The parts of prompts to compute.

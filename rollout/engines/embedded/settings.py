@@ -11,18 +11,18 @@ class EmbeddedSettings:
     """Settings of an embedded engine in a Ray actor.
 
     Attributes:
-        folder: Hugging Face model.
-        max_length: tokens of prompt and reply.
-        rows: sequences that the cache holds.
+        folder: Hugging Face folder of the model.
+        max_length: maximum number of tokens of prompt and reply.
+        rows: number of sequences that the cache holds.
         version: version of the weights in `folder`.
         threads: CPU threads of the actor.
         deterministic, routing: see `EmbeddedEngine`.
         device, bf16: see `CachedDecoder`; "cuda" needs a GPU in `placement`.
-        placement: Ray actor options; None: nothing is set aside.
+        placement: Ray actor options; None: no resources are reserved.
         transport: "shared", or "disk" through `weights_folder`.
         weights_folder: folder that the trainer sees too; None: one in shared memory.
-        restarts: most restarts within an hour.
-        hang_s: seconds that the actor may take for one call.
+        restarts: maximum number of restarts within an hour.
+        hang_s: seconds that the actor may take for one call before it is killed.
     """
 
     folder: Path | str
