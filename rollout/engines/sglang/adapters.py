@@ -13,7 +13,7 @@ from typing import Any
 from rollout.base.errors import EngineError
 from rollout.engines.protocol import TokenCallback
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.fleet import Left
+from rollout.engines.sglang.fleet import ServerLeft
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.adapter_weights import AdapterShape
@@ -26,8 +26,10 @@ class _AdapterSlot:
     """One adapter on the servers.
 
     Attributes:
-        name: name of its present version; None for the bare model, before the first update.
+        name: name of the present version on the servers; None before the first update, when requests
+            are computed by the bare model.
         folder: folder from which the servers read the present version.
+        version: number of the present version.
         open_requests: number of open requests by name of the version.
     """
 
@@ -60,17 +62,24 @@ class AdapterServers(SGLangEngine):
         on_tokens: TokenCallback | None,
         adapter: int,
     ) -> Completion:
-        """Sample one completion (see `SGLangEngine`), with an adapter by number."""
+        """Sample one completion; see `StreamingEngine`.
+
+        Args:
+            adapter: number of the adapter, from 1.
+        """
         slot = self._slots[adapter]
         while True:
-            name, version, starts = slot.name, slot.version, self.starts
+            name = slot.name
+            version = slot.version
+            starts = self.starts
             slot.open_requests[name] += 1
             try:
                 completion = await super().stream(prompt_ids, sampling, on_tokens, name)
             except EngineError:
                 if name == slot.name or starts == self.starts:
                     raise
-                continue  # a server was started again meanwhile, and has the present version only
+                # A server was started again meanwhile, and has the present version only.
+                continue
             finally:
                 slot.open_requests[name] -= 1
                 self._unload_old_versions(slot)
@@ -90,17 +99,19 @@ class AdapterServers(SGLangEngine):
         """Use an adapter's new version from the next request on; return the pause, which is 0 s.
 
         Raises:
-            EngineError: a server refuses it, or is gone for good. The version before stays.
+            EngineError: a server refuses the version, or the last server is gone for good. The
+                version before stays.
         """
         slot = self._slots[number]
         name = f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}"
         slot.open_requests[name] = 0
         starts: int | None = None
         try:
-            while starts != self.starts:  # a server that was started again gets it once more
+            # Servers that were started again meanwhile get the version once more.
+            while starts != self.starts:
                 starts = self.starts
                 for replica in list(self.fleet.replicas):
-                    with suppress(Left):
+                    with suppress(ServerLeft):
                         await _load(partial(self.fleet.call, replica), name, update.location)
             slot.name = name
             slot.folder = update.location
@@ -122,7 +133,7 @@ class AdapterServers(SGLangEngine):
                 self.send_in_background(replica, "/unload_lora_adapter", {"lora_name": name})
 
     async def load_present_weights(self, replica: Replica) -> bool:
-        """Load the present versions into a server that was started again."""
+        """Load the present versions into a server that was started again; return True."""
         for slot in self._slots.values():
             if slot.name is not None:
                 await _load(replica.client.call, slot.name, slot.folder)
@@ -130,7 +141,7 @@ class AdapterServers(SGLangEngine):
 
 
 async def _load(call: Callable[..., Awaitable[Any]], name: str, folder: str) -> None:
-    """Have a server load an adapter; it may have done so before its connection broke."""
+    """Have a server load an adapter, unless it did so before an earlier connection broke."""
     try:
         await call("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""Arguments of an SGLang server: their names and types, and what some of them require."""
+"""Arguments of an SGLang server: their names and types, and requirements of some of them."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,6 +9,7 @@ from rollout.base.text import nearest_hint
 from rollout.base.yaml_files import read_yaml
 from rollout.engines.sglang import SGLANG_VERSION
 
+# Description and Python types of the kinds of arguments whose values are checked.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "switch": ("true or false", (bool,)),
     "integer": ("an integer", (int,)),
@@ -20,7 +21,7 @@ _SAVE_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 @cache
 def _argument_kinds() -> dict[str, str]:
-    """Return the kind of each argument: a type, or why it cannot be set."""
+    """Return the kind of each argument: a type, or the reason why it cannot be set."""
     names_by_kind = read_yaml(Path(__file__).with_suffix(".yaml"))
     return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
@@ -50,7 +51,7 @@ def argument_error(options: Mapping[str, Any]) -> str:
 
 
 def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return why a server that is to sleep would not start, or "".
+    """Return the reason why a server that must be able to sleep would not start, or "".
 
     SGLang's `BreakableCudaGraphBackend` refuses to save graphs of decoding while it makes graphs of
     prompts.
@@ -72,10 +73,10 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
 
 
 def nccl_cumem(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the NCCL_CUMEM_ENABLE that a server sets.
+    """Return the value of NCCL_CUMEM_ENABLE that a server sets for itself.
 
-    See `_set_envs_and_config` of entrypoints/engine.py. Symmetric memory needs 1, whatever the
-    environment says.
+    See `_set_envs_and_config` of SGLang's entrypoints/engine.py. Symmetric memory needs 1, whatever
+    the environment says.
     """
     arguments = with_dashes(options)
     if arguments.get("enable-symm-mem"):

@@ -22,8 +22,8 @@ def build_sglang_engines(request: EngineRequest) -> list[Any]:
     return [SGLangEngine(settings, restart_guard=request.restart_guard)]
 
 
-def _replicas(request: EngineRequest) -> int:
-    """Return the number of servers: as many as have GPUs, or as the config says."""
+def _server_count(request: EngineRequest) -> int:
+    """Return the number of servers: one for each group of assigned GPUs, or `replicas` of the config."""
     if request.gpus is not None:
         return len(request.gpus)
     if request.placements and not request.trained:
@@ -49,7 +49,7 @@ def sglang_settings(request: EngineRequest) -> SGLangSettings:
         key=read_regular_text(config.key_file).strip() if config.key_file else None,
         multi_node=request.multi_node,
         members=config.members,
-        replicas=_replicas(request),
+        replicas=_server_count(request),
         tp=config.tp,
         transport=config.transport or TRANSPORTS["sglang"][0],
         weights_folder=request.weights_folder,

@@ -17,8 +17,8 @@ from rollout.engines.protocol import TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, TokenCandidates, VersionSpan
 
-RETRIES = 3  # after a broken connection
-_ERROR_CHARS = 300  # of a server's error message
+RETRIES = 3  # further attempts after a broken connection
+_ERROR_CHARS = 300  # length of a server's error message in an error
 # Upper bound of an answer. The experts of a token of Qwen3 235B-A22B take 4 kB.
 _MAX_REPLY_BYTES = 1 << 30
 _TOP_P_OF_ONE_TOKEN = 1e-6
@@ -54,7 +54,7 @@ class SGLangClient:
 
         Args:
             body: sent with POST; None: the path is read with GET.
-            stream: collects an answer that comes as events, and then is what is returned.
+            stream: collects an answer that comes as events; its result is then returned.
 
         Raises:
             Unanswered: no connection within the retries. The server is starting, dying or gone.
@@ -119,14 +119,15 @@ class StreamedReply:
         """Prepare to collect a reply.
 
         Args:
-            abort: called once if `on_tokens` wants no more; the last event then comes soon.
+            on_tokens: called with the new tokens of each event.
+            abort: called once if `on_tokens` returns False; the last event then comes soon.
         """
         self._on_tokens = on_tokens
         self._abort = abort
         self._wants_more = True
 
     def begin(self) -> Callable[[bytes], None]:
-        """Return the function that takes the answer's bytes; called for each attempt."""
+        """Drop what an earlier attempt received; return the function that takes the answer's bytes."""
         self._rest = b""
         self._last_event: dict[str, Any] = {}
         self._token_ids: list[int] = []
@@ -134,7 +135,7 @@ class StreamedReply:
         return self._take
 
     def result(self, path: str) -> dict[str, Any]:
-        """Return the answer as it would be without streaming.
+        """Return the answer in the form that it has without streaming.
 
         Raises:
             EngineError: the server failed, or ended the stream before the reply.
@@ -149,6 +150,7 @@ class StreamedReply:
         return {**last, "output_ids": self._token_ids, "meta_info": meta}
 
     def _take(self, chunk: bytes) -> None:
+        """Read the complete events of the answer so far."""
         *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data:").strip()
@@ -159,6 +161,7 @@ class StreamedReply:
                 self._add(self._last_event["output_ids"], self._last_event["meta_info"])
 
     def _add(self, token_ids: list[int], meta: Mapping[str, Any]) -> None:
+        """Add the tokens of an event, and report the new ones, except those of the last event."""
         reported = len(self._token_ids)
         position = max(0, meta["completion_tokens"] - len(token_ids))
         self._token_ids[position:] = token_ids
@@ -198,10 +201,10 @@ def request_body(
         "top_k": top_k,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop),
-        "ignore_eos": not sampling.stop,  # it would ignore stop_token_ids too
+        "ignore_eos": not sampling.stop,  # SGLang would ignore stop_token_ids too
     }
     if sampling.grammar:
-        sampling_params["ebnf"] = sampling.grammar  # llguidance's backend takes Lark here too
+        sampling_params["ebnf"] = sampling.grammar  # the llguidance backend takes Lark here too
     if seeded:
         sampling_params["sampling_seed"] = sampling.seed % 2**31
     body: dict[str, Any] = {
@@ -221,7 +224,7 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
     """Return the completion in an answer of `/generate`.
 
     Args:
-        version: version of a server whose weights were never updated.
+        version: version to record if the server's weights were never updated.
 
     Raises:
         EngineError: a token has no log-probability, as when the model computes NaN.
@@ -262,18 +265,19 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
 
 
 def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidates, ...]:
-    """Return the likeliest tokens at each of `size` tokens; () if the request asked for none."""
+    """Return the candidates at each of the `size` tokens; () if the request asked for none."""
     entries = meta.get("output_top_logprobs")
     if not entries or not size:
         return ()
-    return tuple(
-        tuple(
+    candidates = []
+    for entry in entries[-size:]:
+        possible = [
             (token, logprob)
             for logprob, token, *_ in entry
             if logprob is not None and logprob > _LEAST_LOGPROB
-        )
-        for entry in entries[-size:]
-    )
+        ]
+        candidates.append(tuple(possible))
+    return tuple(candidates)
 
 
 def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts) -> bytes:
@@ -283,7 +287,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     is sparse.
 
     Raises:
-        EngineError: they are missing, too few or too many, or not different experts.
+        EngineError: the experts are missing, too few, too many or out of range, or a token has an
+            expert twice.
     """
     encoded = reply["meta_info"].get("routed_experts")
     if encoded is None:
@@ -312,5 +317,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
 
 
 def _parse_version(text: Any, default: int) -> int:
-    """Return a weights version; a server that was not updated calls its version `default`."""
+    """Return the version of weights that `text` names; `default` if it names none.
+
+    A server that was not updated calls its version "default".
+    """
     return int(text) if str(text).lstrip("-").isdecimal() else default

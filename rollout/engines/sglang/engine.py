@@ -25,7 +25,7 @@ from rollout.engines.sglang.client import (
     parse_routing,
     request_body,
 )
-from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
+from rollout.engines.sglang.fleet import Fleet, LostWeights, ServerLeft
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.settings import PUSH_TRANSPORTS, SGLangSettings
 from rollout.engines.sglang.weight_check import WeightCheck
@@ -33,7 +33,7 @@ from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.memory import memory_path
 from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
-_IDLE_S = 60.0  # that aborted requests may take to end before servers sleep
+_IDLE_S = 60.0  # seconds that aborted requests may take to end before servers sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class _OpenUpdate:
     """Update between `begin_update` and `commit_update`.
 
     Attributes:
-        began: time at which the servers were paused.
-        starts: number of server starts then.
+        began: time.perf_counter() at which the servers were paused.
+        starts: `SGLangEngine.starts` at that time.
     """
 
     began: float
@@ -52,16 +52,17 @@ class _OpenUpdate:
 class SGLangEngine(StreamingEngine, TrainedEngine):
     """Engine of one policy's SGLang servers.
 
-    A server that dies is started again, up to `restarts` times an hour, and gets the present
-    weights before it answers. Requests of one session go to one replica, unless it is full. SGLang
-    samples by a request's seed only in its deterministic inference; otherwise seeds are not sent.
+    Servers that die are started again, all together up to `restarts` times an hour, and get the
+    present weights before they answer. Requests of one session, and requests of one prompt without a
+    session, go to one server unless it is full. SGLang samples by a request's seed only in its
+    deterministic inference; otherwise seeds are not sent.
 
     Attributes:
         settings: settings of the engine.
-        transport: weight transport, which tests change.
+        transport: weight transport of the next update.
         weights_folder: folder that weights are written to.
         fleet: the servers.
-        background: tasks that send requests which nobody waits for.
+        background: tasks that send requests whose answers nobody awaits.
     """
 
     def __init__(
@@ -111,7 +112,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         on_tokens: TokenCallback | None,
         adapter: str | None = None,
     ) -> Completion:
-        """Sample one completion (see `StreamingEngine`), with an adapter that the servers hold."""
+        """Sample one completion; see `StreamingEngine`.
+
+        Args:
+            adapter: name of an adapter that the servers hold; None for the model itself.
+        """
         problem = request_error(
             prompt_ids,
             sampling,
@@ -133,13 +138,13 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         while True:
             try:
                 reply = await self._generate(body, sampling.session, on_tokens)
-            except Left:
-                continue  # another server is asked
+            except ServerLeft:
+                continue  # another server gets the request
             completion = parse_completion(reply, self.version)
             if experts is None:
                 return completion
             if completion.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]:
-                return completion  # it was aborted before it ran, or between two runs
+                return completion  # the request was aborted before it ran, or between two runs
             routing = parse_routing(reply, len(prompt_ids), experts)
             return replace(completion, routing=routing)
 
@@ -165,7 +170,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             replica.busy -= 1
 
     def _choose_replica(self, prompt_ids: Sequence[int], session: str) -> Replica:
-        """Return the replica of a session or of a prompt, or the least busy one if it is full."""
+        """Return the replica that a session or a prompt is assigned to; if it is full, the least busy one."""
         replicas = self.fleet.replicas
         if len(replicas) == 1:
             return replicas[0]
@@ -177,7 +182,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         return min(replicas, key=lambda replica: replica.busy)
 
     def send_in_background(self, replica: Replica, path: str, body: dict[str, Any]) -> None:
-        """Send a request whose answer nobody waits for."""
+        """Send a request and ignore its answer; send nothing to a server that is not ready."""
 
         async def send() -> None:
             with suppress(Unanswered, EngineError):
@@ -189,9 +194,9 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             task.add_done_callback(self.background.discard)
 
     async def begin_update(self) -> SyncRoute:
-        """Return the route to the folder, or to the servers.
+        """Return the route to the folder, or to the servers if weights are pushed.
 
-        Servers that weights are pushed to pause until `commit_update`.
+        In the latter case the servers pause until `commit_update`.
         """
         self._joining = await self.fleet.read_members()
         # Servers that have died are started again. /health would fail during a pause.
@@ -222,8 +227,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Serve the weights of `update`; running requests continue with them.
 
         Raises:
-            EngineError: a server refuses them, a server died before it had all pushed weights, or
-                the servers do not hold the same weights.
+            EngineError: a server refuses the weights, a server died before it had all pushed
+                weights, or the servers do not hold the same weights.
         """
         began = time.perf_counter()
         opened = self._open_update
@@ -234,22 +239,22 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                     "again"
                 )
             began = opened.began
-        before = self._last_update
+        update_before = self._last_update
         # A server that dies while it takes this update loads it when it has started again.
         self._last_update = update
         self._open_update = None
         self._weight_check.begin_update()
         try:
             for replica in list(self.fleet.replicas):
-                with suppress(Left):
+                with suppress(ServerLeft):
                     await self._take_update(replica, update)
             while self._joining:
                 replica = self._joining.pop()
-                with suppress(Unanswered):  # a server that is gone again never joins
+                with suppress(Unanswered):  # a server that has gone meanwhile does not join
                     await self._apply(replica, update)
                     self.fleet.join(replica)
         except EngineError:
-            self._last_update = before
+            self._last_update = update_before
             raise
         finally:
             self.pause_s = time.perf_counter() - began
@@ -257,7 +262,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self._lost_weights.settle()
 
     async def _take_update(self, replica: Replica, update: WeightUpdate) -> None:
-        """Have one server take an update; if it dies meanwhile, it gets the weights afterwards."""
+        """Apply an update to one server; if the server dies meanwhile, start it again with the weights."""
         starts = replica.starts
         try:
             await self._apply(replica, update)
@@ -269,17 +274,21 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 ) from None
 
     async def load_present_weights(self, replica: Replica) -> bool:
-        """Give a restarted server the present weights; return False if they are gone."""
+        """Load the present weights into a server that was started again; return False if they are gone."""
         if self._last_update is None:
             return True
         pushed = self._last_update.transport in PUSH_TRANSPORTS
         if pushed or self._open_update is not None:
-            return False  # there is no copy, or the next weights are being written in its place
+            # Pushed weights have no copy, and the next weights may be overwriting those in the folder.
+            return False
         await self._apply(replica, self._last_update)
         return True
 
     async def _apply(self, replica: Replica, update: WeightUpdate) -> None:
-        """Load written weights on a server (pushed ones are there), and compare them with another server's."""
+        """Load weights from a folder into a server, let it continue, and compare its weights with another's.
+
+        Pushed weights are in the server already.
+        """
         client = replica.client
         if update.transport not in PUSH_TRANSPORTS:
             # Without a pause, SGLang would wait for the last request to end.
@@ -320,10 +329,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         await self.fleet.free_memory(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take the memory again; weights that were freed come with the next update."""
+        """Allocate the memory again; weights that were freed come with the next update."""
         await self.fleet.take_memory(tags)
 
     def close(self) -> None:
-        """Stop the servers that are owned, and remove the weights written for them."""
+        """Stop the servers that this engine started, and remove the weights written for them."""
         self.fleet.close()
         shutil.rmtree(self.weights_folder, ignore_errors=True)

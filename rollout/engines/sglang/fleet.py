@@ -22,18 +22,18 @@ from rollout.engines.sglang.settings import SGLangSettings
 _ROOM_S = 120.0
 
 
-class Left(EngineError):
-    """A server is gone for good, and others go on."""
+class ServerLeft(EngineError):
+    """A server is gone for good, and other servers of the engine continue."""
 
 
 class Fleet:
-    """Servers of one engine, which are started again after a death, `restarts` times an hour.
+    """Servers of one engine, which are started again after a death, all together `restarts` times an hour.
 
     A server that was started again and could not get the present weights stays paused: it holds its
     requests until the next update.
 
     Attributes:
-        replicas: servers that are called.
+        replicas: servers that get requests.
         starts_of_left: starts of the servers that have left, plus 1 for each of them, so that the
             number of starts changes when a server leaves.
     """
@@ -51,9 +51,9 @@ class Fleet:
 
         Args:
             tell: called with one line when a server is started again, joins or leaves.
-            load_weights: gives the present weights to a server that was started again; returns
-                False if they are not there.
-            request_weights: waits for an update, for a server that is paused.
+            load_weights: loads the present weights into a server that was started again; returns
+                False if they are gone.
+            request_weights: waits until a paused server has got weights by an update.
             restart_guard: context manager around the restart of a server.
         """
         self._settings = settings
@@ -70,11 +70,10 @@ class Fleet:
             self.replicas = [owned_replica(settings, n) for n in range(settings.replicas)]
 
     async def read_members(self) -> list[Replica]:
-        """Let servers leave that the file of members no longer names, and return new ones.
+        """Remove servers that the file of members no longer names, and return new ones that answer.
 
-        New servers that answer are paused. They are returned in reverse order, because
-        `commit_update` takes them from the end. They get no request before they have weights and
-        `join`.
+        The new servers are paused, and get no request before they have weights and `join`. They are
+        returned in reverse order, because `commit_update` takes them from the end.
         """
         if not self._settings.members:
             return []
@@ -94,14 +93,14 @@ class Fleet:
         return new_replicas
 
     def join(self, replica: Replica) -> None:
-        """Call this server too; it has the present weights."""
+        """Add a server that has the present weights to those that get requests."""
         replica.ready = True
         self._members[replica.client.url] = replica
         self.replicas.append(replica)
         self.tell(f"SGLang: {replica.client.url} joined; {len(self.replicas)} servers")
 
     def leave(self, replica: Replica, reason: str) -> bool:
-        """Stop calling a server; return False if it is the last one, which stays."""
+        """Remove a server from those that get requests; return False if it is the last one, which stays."""
         if len(self.replicas) == 1:
             return False
         self.replicas.remove(replica)
@@ -126,8 +125,8 @@ class Fleet:
             stream: collects an answer in events.
 
         Raises:
-            Left: the server is gone for good, and others go on.
-            EngineError: it refuses, or is gone for good.
+            ServerLeft: the server is gone for good, and others continue.
+            EngineError: the server refuses, or the last server is gone for good.
         """
         while True:
             await self._wait_until_ready(replica)
@@ -141,8 +140,10 @@ class Fleet:
         await self._each(lambda replica: self.call(replica, path, body))
 
     async def _each(self, act: Callable[[Replica], Awaitable[Any]]) -> None:
+        """Await `act` for all servers at once; ignore servers that leave meanwhile."""
+
         async def act_unless_left(replica: Replica) -> None:
-            with suppress(Left):
+            with suppress(ServerLeft):
                 await act(replica)
 
         await asyncio.gather(*(act_unless_left(replica) for replica in self.replicas))
@@ -163,12 +164,14 @@ class Fleet:
         """Start a lost server again, with the present weights or paused.
 
         Args:
-            starts: its starts when it was called; if it has more now, another call was faster.
+            starts: number of the server's starts when it was called. If the number is larger now,
+                another call has started the server again already.
+            error: error of the call.
 
         Raises:
-            Left: the server is gone for good, and others go on.
-            EngineError: its process runs but does not answer, it is not owned, no restart is left,
-                or it does not take the weights.
+            ServerLeft: the server is gone for good, and others continue.
+            EngineError: the process of the server runs but does not answer, it was not started
+                here, no restart is left, or it does not take the weights.
         """
         # The caller may be cancelled meanwhile, and a server that was left without its weights
         # would answer other calls with old ones.
@@ -193,18 +196,18 @@ class Fleet:
         return any(replica.stale for replica in self.replicas)
 
     async def free_memory(self, tags: Sequence[Tag]) -> None:
-        """Have all servers free memory, of each only what it has not freed already."""
+        """Have all servers free the memory with these tags, except memory that they have freed already."""
         await self._move_memory(tags, free=True)
 
     async def take_memory(self, tags: Sequence[Tag]) -> None:
-        """Have all servers take memory again, of each only what it has freed."""
+        """Have all servers allocate the memory with these tags again, if they have freed it."""
         await self._move_memory(tags, free=False)
 
     async def _move_memory(self, tags: Sequence[Tag], *, free: bool) -> None:
-        """Free or take memory.
+        """Free memory, or allocate it again.
 
-        SGLang's memory saver ends a server if a tag sleeps already, as after a rollout that never
-        began, and if a tag to wake does not sleep.
+        SGLang's memory saver ends a server that shall free a tag which is free already, as after a
+        rollout that never began, or allocate a tag which is not free.
         """
         wanted: list[str] = [*tags]
         if "kv_cache" in tags:
@@ -214,7 +217,10 @@ class Fleet:
         async def move(replica: Replica) -> None:
             await self._wait_until_ready(replica)
             while True:  # a server that died meanwhile may have other tags asleep
-                remaining = [tag for tag in wanted if (tag in replica.asleep) is not free]
+                if free:
+                    remaining = [tag for tag in wanted if tag not in replica.asleep]
+                else:
+                    remaining = [tag for tag in wanted if tag in replica.asleep]
                 if not remaining:
                     return
                 async with self._restarting(replica):
@@ -223,20 +229,21 @@ class Fleet:
         await self._each(move)
 
     def close(self) -> None:
-        """Stop the servers that are owned."""
+        """Stop the servers that were started here."""
         for replica in self.replicas:
             replica.close()
 
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
+        """Start a server whose process has ended; its memory is then freed as before."""
         reason = await replica.end_reason()
         if not reason:
             raise EngineError(
                 f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
             )
         if replica not in self.replicas:
-            raise Left
+            raise ServerLeft
         if replica.client.url in self._members and self.leave(replica, reason):
-            raise Left
+            raise ServerLeft
         if not replica.owned:
             raise EngineError(f"SGLang: {reason}")
         if not self._restarts.take():
@@ -252,7 +259,7 @@ class Fleet:
                 if not self.leave(replica, f"{reason}; {no_room}"):
                     raise
                 await asyncio.to_thread(replica.close)
-                raise Left from None
+                raise ServerLeft from None
             replica.stale = True
             await replica.wait(self._settings.start_s)
             if asleep:

@@ -13,7 +13,7 @@ _PRINT_VERSION = (
 
 
 def nccl_mismatch(python: Path) -> str | None:
-    """Return why this environment and that of `python` cannot form an NCCL group; None if they can.
+    """Return the reason why this environment and that of `python` cannot form an NCCL group; None if they can.
 
     NCCL refuses a group of two versions, but only after minutes and on every rank.
     """

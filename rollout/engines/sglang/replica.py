@@ -17,9 +17,9 @@ from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.server import Server, server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
 
-_POLL_S = 0.25  # between two looks at a server that starts
-_STOP_S = 30.0  # that a server in an actor may take to stop
-_SPARE_CONNECTIONS = 8  # to a server, in addition to one for each request
+_POLL_S = 0.25  # pause between two checks of a server that starts
+_STOP_S = 30.0  # seconds that a server in an actor may take to stop
+_SPARE_CONNECTIONS = 8  # connections to a server, in addition to one for each request
 
 
 class NoRoom(EngineError):
@@ -31,15 +31,15 @@ class Replica:
 
     Attributes:
         starts: number of starts so far.
-        busy: completions that it is asked for now.
-        ready: True once it has answered, until it is started again.
-        stale: True if it is paused without the present weights.
-        asleep: tags of the memory that it has freed.
-        gpus: GPUs that it sees, if Ray does not place it.
-        shared_gpus: its GPUs, by name or number, if other servers start on them too.
-        actors: starts the Ray actors of the server. The first runs it, the others hold its further
-            GPUs.
-        host: the `Server`, its actor, or None for a server that somebody else runs.
+        busy: number of completions that the server has been asked for and has not returned.
+        ready: True once the server has answered, until it is started again.
+        stale: True if the server is paused without the present weights.
+        asleep: tags of the memory that the server has freed.
+        gpus: GPUs that the server sees, if Ray does not place it.
+        shared_gpus: names or numbers of the server's GPUs, if other servers start on them too.
+        actors: function that starts the Ray actors of the server. The first actor runs the server,
+            and the others reserve its further GPUs.
+        host: the `Server`, its actor, or None for a server that was not started here.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class Replica:
         """Prepare the server, which starts with `wait`.
 
         Args:
-            url: URL of a server that runs already; "" with one of the others.
-            server: server that runs in this process.
-            actors: starts the Ray actors of the server.
+            url: URL of a server that runs already; "" with `server` or `actors`.
+            server: server whose process this process starts.
+            actors: function that starts the Ray actors of the server.
+            gpus: GPUs that `server` sees; empty: all that this process sees.
+            shared_gpus: names or numbers of the GPUs that other servers start on too.
         """
         self._settings = settings
         self.actors = actors
@@ -84,7 +86,7 @@ class Replica:
 
     @property
     def owned(self) -> bool:
-        """True if the process is started and stopped here."""
+        """True if the server's process is started and stopped here."""
         return self.host is not None
 
     @property
@@ -94,13 +96,13 @@ class Replica:
         return self._client
 
     async def start(self, room_s: float | None = None) -> None:
-        """Start the server, again if it ran before; it may not answer yet.
+        """Start the server, also after it has ended; it does not answer at once.
 
         Args:
-            room_s: seconds that Ray may look for another node for it; None: without a limit.
+            room_s: seconds that Ray may look for another node for the server; None: no limit.
 
         Raises:
-            NoRoom: Ray has found none.
+            NoRoom: Ray has found no node.
         """
         if self.actors is None:
             url = self.host.start(self.gpus)
@@ -132,10 +134,13 @@ class Replica:
         """Wait until the server is ready; start it if it has not been started.
 
         Servers on the same GPUs start one after another, because each sizes its cache by the memory
-        that it finds free.
+        that is free when it starts.
+
+        Args:
+            start_s: seconds that the server may take.
 
         Raises:
-            EngineError: it has ended, or `start_s` have passed.
+            EngineError: the server has ended, or is not ready within `start_s`.
         """
         async with AsyncExitStack() as turns:
             for gpu in sorted(self.shared_gpus):
@@ -156,7 +161,7 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def end_reason(self) -> str:
-        """Return why the server has ended; "" while its process runs."""
+        """Return the reason why the server has ended; "" while its process runs."""
         if self.host is None:
             return f"the server at {self.client.url} is gone, and it was not started by this run"
         if self.actors is None:
@@ -167,7 +172,7 @@ class Replica:
             return f"the server at {self.client.url} is gone with its actor"
 
     def close(self) -> None:
-        """Stop the server if it is owned; a second call has no effect."""
+        """Stop the server if it was started here; a second call has no effect."""
         host, self.host = self.host, None
         if host is None:
             return
@@ -195,7 +200,7 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         "multi_node": settings.multi_node,
         "memory_share": settings.memory_share,
     }
-    server = Server(**arguments)  # raises here rather than in an actor
+    server = Server(**arguments)  # with Ray too: its errors are raised here and not in an actor
     if not ray.is_initialized():
         gpus = settings.gpus[number] if settings.gpus else ()
         return Replica(

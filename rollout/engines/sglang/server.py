@@ -16,9 +16,9 @@ from rollout.base.urls import without_proxy
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.engines.sglang.toolkit import build_environment
 
-# Tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py).
+# Number of tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py).
 _EMPTY_CONTEXT_TOKENS = 6
-_LOG_CHARS = 300  # of the end of the log in an error
+_LOG_CHARS = 300  # length of the end of the log in an error
 # Upper bound of the part of a GPU's free memory that a server takes for weights and KV cache.
 _MAX_FREE_FRACTION = 0.95
 # Variables that a server must not inherit: those that name modules of this environment, and
@@ -37,13 +37,16 @@ _DROPPED_VARIABLES = (
 class Server:
     """Process `python -m sglang.launch_server *arguments` of one replica.
 
-    It is an object of a Ray actor where Ray places the GPUs, and of this process otherwise.
+    Where Ray places the GPUs, this is the class of a Ray actor. Otherwise it is used in this process.
 
     Attributes:
-        log: path of its log.
-        key: API key that it asks for.
-        multi_node: True to listen at the address of its node, False at the loopback.
-        memory_share: part of its GPUs' whole memory to take; None: SGLang chooses.
+        python: interpreter of SGLang's environment.
+        arguments: arguments of `sglang.launch_server`.
+        log: path of the server's log.
+        environment: variables of the server, in addition to those of this process.
+        key: API key that the server requires; None: none.
+        multi_node: True if the server listens at the address of its node, False at the loopback.
+        memory_share: share of the total memory of its GPUs that the server takes; None: SGLang chooses.
 
     Raises:
         EngineError: there is no such interpreter.
@@ -66,17 +69,17 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def devices(self) -> list[str]:
-        """Return the GPUs that Ray gave this actor."""
+        """Return the GPUs that Ray assigned to this actor."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, devices: Sequence[str] = ()) -> str:
-        """Start the server, after stopping the one before; it may not answer yet.
+        """Start the server, after stopping the one before; it does not answer at once.
 
         Args:
-            devices: GPUs that it sees; empty: all that this process sees.
+            devices: GPUs that the server sees; empty: all that this process sees.
 
         Returns:
-            Its URL.
+            The server's URL.
         """
         self.stop()
         address = "127.0.0.1"
@@ -113,10 +116,10 @@ class Server:
         return f"http://{address}:{port}"
 
     def memory_arguments(self, devices: Sequence[str]) -> list[str]:
-        """Return the arguments for `memory_share`.
+        """Return the arguments for `memory_share` on these GPUs; [] if there are none.
 
-        SGLang takes a fraction of the memory that is free when it starts, so the share of the whole
-        memory is converted to that.
+        SGLang takes a fraction of the memory that is free when it starts, so the share of the total
+        memory is converted to such a fraction.
         """
         if self.memory_share is None:
             return []
@@ -156,7 +159,7 @@ class Server:
         return ["--config", str(file)]
 
     def end_reason(self) -> str:
-        """Return why the server has ended, with the end of its log; "" while it runs."""
+        """Return the reason why the server has ended, with the end of its log; "" while it runs."""
         if self._process is not None and self._process.poll() is None:
             return ""
         with suppress(OSError):
@@ -165,7 +168,7 @@ class Server:
         return "the server ended"
 
     def pid(self) -> int | None:
-        """Return the server's process id."""
+        """Return the server's process id; None if it has not been started."""
         return self._process.pid if self._process else None
 
     def stop(self) -> None:

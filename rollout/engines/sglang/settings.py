@@ -1,4 +1,4 @@
-"""Settings of an SGLang engine: its model, its servers, and how new weights come."""
+"""Settings of an SGLang engine: its model, its servers, and the transport of new weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rollout.models.adapter_weights import AdapterShape
     from rollout.models.layout import Projection
 
-PUSH_TRANSPORTS = ("tensor", "distributed")  # write into the servers while these pause
+PUSH_TRANSPORTS = ("tensor", "distributed")  # they write into the servers, which pause meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class SGLangSettings:
     """Settings of an SGLang engine, which are validated.
 
     Attributes:
-        folder: Hugging Face model.
-        max_length: tokens of prompt and reply.
-        rows: requests that a server decodes at once.
+        folder: Hugging Face folder of the model.
+        max_length: maximum number of tokens of prompt and reply.
+        rows: maximum number of requests that a server decodes at once.
         version: version of the weights in `folder`.
         threads: CPU threads of a server without a GPU.
         python: interpreter of SGLang's environment, which starts the servers; None with `urls`.
@@ -41,7 +41,7 @@ class SGLangSettings:
         key: API key of the servers at `urls`.
         multi_node: True if servers may be on other nodes; they then listen at their node's address.
         members: file with the URLs of servers that join and leave, one a line.
-        replicas: number of servers to start.
+        replicas: number of servers to start; not used with `urls`.
         tp: GPUs of each server.
         transport: transport of new weights; see `TRANSPORTS`.
         weights_folder: folder that trainer and servers see; None: one in shared memory.
@@ -49,12 +49,13 @@ class SGLangSettings:
         gpus: GPUs of each server that Ray does not place; empty: all that this process sees.
         shares_gpus: True if other servers are on the same GPUs. They start one after another.
         options: further arguments of sglang.launch_server.
-        environment: variables of the servers.
-        compare_servers: compare the servers' checksums with each other after every update.
-        routing: completions name the experts of each token.
-        grammar: requests may have a grammar.
-        adapters: adapters that the servers hold in addition to the model, which is then frozen.
-        restarts: most restarts of a server within an hour.
+        environment: environment variables of the servers.
+        compare_servers: True to compare the servers' checksums with each other after every update.
+        routing: True if completions name the experts of each token.
+        grammar: True if requests may have a grammar.
+        adapters: shapes of the adapters that the servers hold in addition to the model, which is
+            then frozen.
+        restarts: maximum number of restarts within an hour, of all servers together.
         start_s: seconds that a server may take to answer for the first time.
         timeout_s: seconds that a request may take.
         log: log file of the servers; a number is put before the suffix.
@@ -122,7 +123,7 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments that `options`, adapters, routing and grammars give the servers."""
+        """Arguments of the servers for adapters, routing and grammars, and from `options`."""
         options = with_dashes(self.options)
         arguments: dict[str, Any] = {}
         if self.adapters:
@@ -152,8 +153,8 @@ class SGLangSettings:
         """Environment variables of the servers."""
         variables = {"OMP_NUM_THREADS": str(self.threads)}
         if self.max_length <= self._model_config.max_position_embeddings:
-            # A server's context is a few tokens longer than `max_length`. Near the model's last
-            # position it would refuse that, though it never computes those tokens.
+            # A server's context is a few tokens longer than `max_length`. It would refuse a context
+            # beyond the model's last position, though it never computes those tokens.
             variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         return variables | dict(self.environment)
 
@@ -161,13 +162,13 @@ class SGLangSettings:
     def server_key(self) -> str:
         """API key of servers that are started here.
 
-        They ask for it on the loopback too, because they take weights, and pickles of them.
+        They require it on the loopback too, because they accept weights, also as pickles.
         """
         return self.key or secrets.token_hex(32)
 
     @property
     def memory_share(self) -> float | None:
-        """Part of its GPUs' whole memory that each server takes; None if SGLang chooses."""
+        """Share of the total memory of its GPUs that each server takes; None if SGLang chooses."""
         share = self.arguments.get("mem-fraction-static")
         return float(share) if self.shares_gpus and share is not None else None
 
@@ -178,7 +179,7 @@ class SGLangSettings:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """Experts of the model, if completions name those of each token."""
+        """Experts of the model; None if completions do not name those of each token."""
         return read_architecture(self.folder).experts if self.routing else None
 
     @property
@@ -223,9 +224,9 @@ class SGLangSettings:
 
 
 def adapter_error(targets: Sequence[Projection]) -> str:
-    """Return why SGLang 0.5.23 would not compute all of an adapter, or "".
+    """Return the reason why SGLang 0.5.23 would not compute all of an adapter, or "".
 
-    It stacks q, k and v by the names of q's tensors, and gate and up by gate's
+    SGLang stacks q, k and v by the names of q's tensors, and gate and up by those of gate's
     (`normalize_qkv_proj` of lora/lora.py). A missing k becomes zeros, and a missing v fails.
     """
     projections = set(targets)

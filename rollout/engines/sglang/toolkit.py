@@ -1,22 +1,22 @@
-"""Compilers of SGLang's servers, which compile kernels when they start."""
+"""Compilers for SGLang's servers, which compile kernels when they start."""
 
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-_TOOLKIT = Path("/usr/local/cuda")  # where SGLang looks last
+_TOOLKIT = Path("/usr/local/cuda")  # toolkit of the machine; SGLang looks here last
 
 
 def build_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which the server of an interpreter finds nvcc and ninja.
+    """Return the environment variables with which a server finds nvcc and ninja.
 
     A machine's own CUDA toolkit comes first. Without one, the server gets the toolkit that
     requirements/sglang.sh assembled of the wheels in SGLang's environment.
 
     Args:
         python: interpreter of SGLang's environment.
-        environment: variables of the server, without these.
+        environment: other variables of the server.
     """
     search_path = environment.get("PATH", os.defpath)
     variables = {"PATH": f"{python.parent}{os.pathsep}{search_path}"}
@@ -27,7 +27,7 @@ def build_environment(python: Path, environment: Mapping[str, str]) -> dict[str,
 
 
 def toolchain_problem(python: Path, environment: Mapping[str, str]) -> str:
-    """Return which compiler the servers of an interpreter would miss, with advice, or "".
+    """Return an error that names the compiler which servers would not find, or "".
 
     Args:
         python: interpreter of SGLang's environment.
@@ -51,9 +51,9 @@ def toolchain_problem(python: Path, environment: Mapping[str, str]) -> str:
 
 
 def _machine_nvcc(environment: Mapping[str, str]) -> Path | None:
-    """Return the nvcc that SGLang takes with these variables, or None.
+    """Return the nvcc that SGLang finds with these variables, or None.
 
-    This is the order of `cuda_home` in its kernels/jit/utils/compile/toolchain.py.
+    The order of the search is that of `cuda_home` in SGLang's kernels/jit/utils/compile/toolchain.py.
     """
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:

@@ -12,7 +12,7 @@ _PATH = "/weights_checker"
 
 
 class WeightCheck:
-    """Check that all servers hold the same weights after an update.
+    """Comparison of the weights of all servers after an update.
 
     SGLang returns a checksum of every tensor in a server's memory. The tensors are in the server's
     own layout, so a trainer cannot know their checksums, but servers that have taken the same
@@ -20,22 +20,22 @@ class WeightCheck:
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        """Nothing is compared yet.
+        """Begin without checksums.
 
         Args:
             tell: called with one line if the servers return no checksums.
         """
         self._tell = tell
         self._available: bool | None = None  # None until the first server was asked
-        self._url = ""  # of the first server of the present update
-        self._checksums: list[dict[str, str]] = []  # of each of its ranks, by tensor
+        self._url = ""  # URL of the first server that was checked in the present update
+        self._checksums: list[dict[str, str]] = []  # checksums by tensor, of each of its ranks
 
     def begin_update(self) -> None:
         """Forget the checksums of the update before."""
         self._checksums = []
 
     async def check(self, replica: Replica, version: int) -> None:
-        """Compare a server that has taken the present update with the first one that did.
+        """Compare the weights of a server after an update with those of the first server checked.
 
         Raises:
             EngineError: a tensor of the two servers differs.
