@@ -43,8 +43,8 @@ class Tally:
     Attributes:
         spent: spending on requests that were sent, with retries.
         seconds: total time of the requests that were answered.
-        answers: number of these requests.
-        cache_hits: replies that needed no request of their own.
+        answers: number of requests that were answered.
+        cache_hits: number of replies that needed no request of their own.
     """
 
     spent: Spending = field(default_factory=Spending)
@@ -53,7 +53,7 @@ class Tally:
     cache_hits: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by name; the mean latency only if there was an answer."""
+        """Return metrics by name; `latency_s`, the mean time of a request, only if one was answered."""
         metrics = {
             "calls": float(self.spent.calls),
             "tokens": float(self.spent.tokens),
@@ -86,7 +86,12 @@ class _Question:
 
 @dataclass(slots=True)
 class _Flight:
-    """Calls for one question, which ends when nobody waits for its answer any more."""
+    """Calls for one question, shared by all callers that ask it at the same time.
+
+    Attributes:
+        task: task that makes the calls; it is cancelled when no caller waits any more.
+        waiting: number of callers that wait for the answer.
+    """
 
     task: asyncio.Task[Answer]
     waiting: int = 0
@@ -112,7 +117,10 @@ class _LoopState:
 
 
 class Caller:
-    """Client of a frozen model, for several event loops one after another, but not two at once."""
+    """Client of a frozen model, with a cache, a budget, retries and deadlines.
+
+    A caller may be used from several event loops one after another, but not from two at once.
+    """
 
     def __init__(self, config: RemoteConfig, folder: Path) -> None:
         """Read the key, and open the ledger in `folder`.
@@ -159,15 +167,17 @@ class Caller:
         *,
         deadline: float = math.inf,
     ) -> Answer:
-        """Return the model's reply for an agent. Equal questions at a time are asked once.
+        """Return the model's reply for an agent. Concurrent equal questions are sent once.
 
         Args:
+            agent: agent that the cost is recorded for.
+            tally: tally of this agent, which is updated.
             deadline: time.monotonic() that no pause between retries may reach.
 
         Raises:
             Unanswered: there was no reply within the retries, or a pause would pass the deadline.
             Refused: the server refuses this prompt.
-            BudgetExhausted: the call may cost more than is left.
+            BudgetExhausted: the call may cost more than the rest of the budget.
             RemoteError: the model cannot be used at all.
         """
         digest = self._digest(messages, settings)
@@ -210,7 +220,7 @@ class Caller:
         return flight
 
     async def aclose(self) -> None:
-        """Cancel calls in flight, and close the connections and the ledger."""
+        """Cancel the running calls, and close the connections of this event loop and the ledger."""
         await cancel_tasks(self._state.tasks)
         await self._state.provider.aclose()
         drop_per_loop(self)
@@ -302,13 +312,13 @@ class Caller:
             ) from None
         finally:
             self._ledger.settle(reservation, cost, reply)
-            question.tally.spent += cost or reservation.max_cost
+            question.tally.spent += reservation.max_cost if cost is None else cost
             # Wake the calls that wait for budget. Later calls wait for the next settlement.
             self._state.settled.set()
             self._state.settled = asyncio.Event()
 
     async def _reserve(self, question: _Question) -> Reservation:
-        """Reserve the most that a call may cost; wait while calls in flight may leave enough."""
+        """Reserve the upper bound of a call's cost; wait while running calls may turn out cheaper."""
         max_cost = self._max_cost(question.messages, question.settings)
         while True:
             try:
@@ -326,7 +336,7 @@ class Caller:
         return text if self._key is None else self._key.redact(text)
 
     def _max_cost(self, messages: Sequence[Message], settings: ReplySettings) -> Spending:
-        """Return an upper bound of a call's cost: a token is at least one byte of UTF-8."""
+        """Return an upper bound of a call's cost, as every token has at least one byte of UTF-8."""
         prompt_tokens = 0
         for message in messages:
             prompt_tokens += len(message.content.encode()) + _TEMPLATE_TOKENS

@@ -37,13 +37,13 @@ class RemoteClient:
     ) -> PolicyReply:
         """Return the model's reply; see `PolicyClient`.
 
-        Tools of a chat are described in its messages. `top_k` is not sent, because OpenAI's
-        protocol has no such field.
+        Tools of a chat are described in its messages. `top_k` and the stops of a chat are not sent;
+        OpenAI's protocol has no field for `top_k`.
 
         Raises:
             EngineError: there is no reply within the retries and the deadline, or the server
                 refuses the prompt.
-            BudgetExhausted: the call may cost more than is left.
+            BudgetExhausted: the call may cost more than the rest of the budget.
             RemoteError: the model cannot be used at all.
         """
         tools = () if chat is None else chat.tools
@@ -74,7 +74,7 @@ class RemoteClient:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the calls since the last call of `metrics`."""
+        """Return the metrics of the calls since `metrics` was called last."""
         tally = self._tally
         self._tally = Tally()
         return tally.metrics()

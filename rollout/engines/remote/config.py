@@ -12,9 +12,9 @@ from rollout.base.section import Section
 from rollout.base.urls import Url, check_private
 from rollout.engines.remote.registry import PROVIDERS
 
-# A price per million tokens, in units of 1e-9 (nanos) per token.
+# A price of 1 per million tokens is 1000 nanos (units of 1e-9) per token.
 _NANOS_PER_TOKEN = 1000
-_ROUNDING = 1e-6  # nanos; a cost that exceeds a whole number by less is that number
+_ROUNDING = 1e-6  # nanos by which a cost may exceed a whole number and still be rounded down to it
 
 
 class PriceConfig(Section):
@@ -34,11 +34,11 @@ class PriceConfig(Section):
 class BudgetConfig(Section):
     """Limits of the spending over all starts of a run; None: no limit."""
 
-    # Most requests, counting retries.
+    # Maximum number of requests, including retries.
     calls: int | None = Field(default=None, ge=1)
-    # Most tokens of prompts and replies.
+    # Maximum number of tokens of prompts and replies.
     tokens: int | None = Field(default=None, ge=1)
-    # Most money, in the currency of the prices.
+    # Maximum cost, in the currency of the prices.
     money: float | None = Field(default=None, ge=0)
 
 
@@ -59,9 +59,9 @@ class RemoteConfig(Section):
     proxy: Url | None = None
     # Further fields of the request; null removes a field.
     request: dict[str, JsonValue] = Field(default_factory=dict)
-    # Most prompts that are answered at the same time.
+    # Maximum number of prompts that are answered at the same time.
     concurrency: int = Field(default=16, ge=1)
-    # Most further requests for a reply after one that failed.
+    # Maximum number of further requests for a reply after one that failed.
     retries: int = Field(default=4, ge=0)
     # Deadline of one request, in seconds.
     timeout_s: float = Field(default=60.0, gt=0)

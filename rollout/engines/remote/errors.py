@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rollout.base.errors import Unusable
 from rollout.base.http import error_for_status
 
-# Statuses that no other prompt changes: key, quota, permission, and model or URL.
+# Statuses that every prompt would get: wrong key, no quota, no permission, and wrong model or URL.
 _UNUSABLE_STATUSES = (401, 402, 403, 404)
 
 
@@ -31,7 +31,7 @@ def status_error(status: int, body: str, headers: Mapping[str, str]) -> Exceptio
 
 
 def _is_out_of_quota(body: str) -> bool:
-    """Return True if OpenAI says so; it sends status 429 for too many requests too."""
+    """Return True if OpenAI's body names the quota; status 429 also stands for too many requests."""
     try:
         return bool(json.loads(body)["error"]["code"] == "insufficient_quota")
     except (ValueError, KeyError, TypeError):

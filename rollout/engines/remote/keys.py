@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from retrieval.regular_files import read_regular_text
 from rollout.engines.remote.errors import RemoteError
 
-# A key may be cut off at the end of a text. So many of its first characters stay visible there.
+# A key may be cut off at the end of a text. Up to this number of its first characters stay visible there.
 SHOWN_KEY_CHARS = 3
 # A shorter key could not be redacted without harm to other words of a text.
 _MIN_KEY_CHARS = 8
@@ -26,7 +26,7 @@ class ApiKey(SecretStr):
     def redact(self, text: str) -> str:
         """Return `text` with "[key]" in place of the key, which servers quote in error messages.
 
-        A key that is cut off at the end of the text is replaced too.
+        The beginning of a key at the end of the text, where it may be cut off, is replaced too.
         """
         key = self.get_secret_value()
         text = text.replace(key, "[key]")
@@ -40,7 +40,7 @@ class ApiKey(SecretStr):
 
 
 def hide_key(variable: str | None) -> None:
-    """Move a key from the environment to this process's memory, so that no child inherits it."""
+    """Move a key from the environment into this process's memory, so that child processes do not inherit it."""
     if variable is None:
         return
     value = os.environ.pop(variable, None)
@@ -60,7 +60,7 @@ def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
         The key, or None if neither is named.
 
     Raises:
-        RemoteError: there is no key, or none that can be used. The message does not contain it.
+        RemoteError: there is no key, or it cannot be used. The message does not contain the key.
     """
     if file is not None:
         return _validate_key(_read_key_file(file), str(file))

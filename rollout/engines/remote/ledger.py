@@ -1,8 +1,8 @@
 """Ledger of a frozen model: replies and spending in a SQLite file, which survive a killed run.
 
-The most that a call may cost is recorded before the call is sent. After the call, its cost and its
+An upper bound of a call's cost is recorded before the call is sent. After the call, its cost and its
 reply are recorded in one transaction. A call that did not end (killed, cancelled or timed out)
-remains charged at the most that it may have cost.
+remains charged at the upper bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout.engines.remote.config import BudgetConfig
 from rollout.engines.remote.errors import RemoteError
 from rollout.engines.remote.protocol import Answer
 
-_VERSION = 1  # of the tables
+_VERSION = 1  # version of the tables
 _SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
 _LOCK_TIMEOUT_S = 2.0
 _NANOS = 1e9  # units of 1e-9 in one unit of the currency
@@ -123,7 +123,7 @@ class Ledger:
         self._database.execute("PRAGMA synchronous = NORMAL")
 
     def _create_tables(self, path: Path) -> None:
-        """Create the tables of a new file; raise RemoteError if they are of another version."""
+        """Create the tables of a new file; raise RemoteError if an existing file is of another version."""
         version = self._database.execute("PRAGMA user_version").fetchone()[0]
         if version == _VERSION:
             return
@@ -159,7 +159,7 @@ class Ledger:
         )
 
     def reserve(self, agent: str, max_cost: Spending) -> Reservation:
-        """Charge the most that a call may cost, before it is sent.
+        """Charge the upper bound of a call's cost, before the call is sent.
 
         Raises:
             BudgetExhausted: the call may exceed a limit.
@@ -198,8 +198,8 @@ class Ledger:
         """Charge the cost of a call in place of its upper bound, and record its reply.
 
         Args:
-            cost: None: it is not known, and the upper bound remains charged.
-            reply: None: there is none.
+            cost: cost of the call; None: it is not known, and the upper bound remains charged.
+            reply: reply to record; None: there is none.
         """
         with self._database:  # commits, or rolls back
             self._database.execute("BEGIN IMMEDIATE")

@@ -14,7 +14,8 @@ class ReplySettings:
     """Sampling of one reply.
 
     Attributes:
-        seed: None: no seed is sent.
+        max_tokens: maximum number of tokens of the reply.
+        seed: seed of the sampling; None: no seed is sent.
     """
 
     temperature: float = 0.0
@@ -39,10 +40,11 @@ class Answer:
 
 
 class Provider(Protocol):
-    """Client of one vendor's API, which is made from a `RemoteConfig` and an `ApiKey`, or None.
+    """Client of one vendor's API.
 
-    It sends single requests; retries, cache and budget are the work of `Caller`. The constructor
-    raises RemoteError if a library is not installed, or if a key is needed and there is none.
+    A provider sends single requests; retries, cache and budget are the work of `Caller`. Its class is
+    called with a `RemoteConfig` and an `ApiKey` (None without a key), and raises RemoteError if a
+    library is not installed, or if a key is needed and there is none.
     """
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:

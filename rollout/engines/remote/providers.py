@@ -21,15 +21,15 @@ _ANTHROPIC_URL = "https://api.anthropic.com"
 _GEMINI_URL = "https://generativelanguage.googleapis.com"
 
 _MAX_REPLY_BYTES = 4 * 2**20
-# Seeds that the APIs accept.
+# The APIs accept seeds below these numbers.
 _OPENAI_SEEDS = 2**63
 _GEMINI_SEEDS = 2**31
 
 
 class OpenAIChat:
-    """Client of `POST {url}/chat/completions`.
+    """Client of OpenAI's chat completions, `POST {url}/chat/completions`.
 
-    It follows no redirects, so that the key is sent to one host only.
+    Redirects are not followed, so that the key is sent to one host only.
     """
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
@@ -112,7 +112,8 @@ class AnthropicMessages:
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Send one request and return its answer; see `Provider`.
 
-        Messages other than the system's must alternate between user and assistant.
+        Messages other than the system's must alternate between user and assistant. `top_p` and the
+        seed of the settings are not sent.
         """
         system, chat = _split_system(messages)
         fields = {
@@ -225,7 +226,7 @@ def _parse_gemini_content(reply: Any) -> Answer:
 
 
 def _split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
-    """Return the text of the system's messages, None without any, and all other messages."""
+    """Return the joined text of the system's messages (None without any), and all other messages."""
     system = [message.content for message in messages if message.role == "system"]
     others = [message for message in messages if message.role != "system"]
     return "\n\n".join(system) or None, others

@@ -15,7 +15,7 @@ PROVIDERS = {
 
 
 def provider_class(name: str) -> Any:
-    """Return the class of a provider: of a key of `PROVIDERS`, or of an import path.
+    """Return the class of a provider by its key in `PROVIDERS`, or by its import path.
 
     Raises:
         UnknownName: there is no such provider.
