@@ -202,11 +202,11 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "SwiGLU and head not fused": _without_fused_layers,
     "pageable": _patched("torch", "empty", _without_pinned_memory),
     "waiting in each step": _patched(
-        f"{_PIPELINE}:Pipeline", "_step", partial(_after, lambda: torch.cuda.synchronize())
+        f"{_PIPELINE}:Pipeline", "_forward_step", partial(_after, lambda: torch.cuda.synchronize())
     ),
     "a stream's wait in each step": _patched(
         f"{_PIPELINE}:Pipeline",
-        "_step",
+        "_forward_step",
         partial(_after, lambda: torch.cuda.current_stream().synchronize()),
     ),
     "not ahead": _patched(_PIPELINE, "prefetch", _upload_late),

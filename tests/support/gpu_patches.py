@@ -47,7 +47,7 @@ _REGIONS = (
     ("mcore_mas.megatron.model.decoder", "PackedGPTModel", "_preprocess", "embedding"),
     ("mcore_mas.megatron.model.decoder", "PackedGPTModel", "_postprocess", "head"),
     ("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "_recompute", None),
-    ("mcore_mas.megatron.step.pipeline", "Pipeline", "_train", "loss"),
+    ("mcore_mas.megatron.step.pipeline", "Pipeline", "_weighted_loss", "loss"),
     ("mcore_mas.megatron.step.trainer", "MegatronTrainer", "_step", "optimizer"),
     ("mcore_mas.megatron.step.trainer", "MegatronTrainer", "_gradient_norm", "norms"),
 )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -59,7 +60,7 @@ _LossFunction: TypeAlias = Callable[[_Output, _StageInput], tuple[Tensor, TokenS
 
 
 class Pipeline:
-    """One rank's part of the passes; all ranks of the process group make the same calls."""
+    """One rank's part of forward and backward passes; all ranks of the process group make the same calls."""
 
     def __init__(
         self, stages: Sequence[torch.nn.Module], spec: TrainerSpec, architecture: Architecture
@@ -68,6 +69,8 @@ class Pipeline:
 
         Args:
             stages: this rank's pipeline stages, wrapped for training, first to last.
+            spec: specification of the trainer.
+            architecture: architecture of the model.
         """
         self._stages = list(stages)
         self._spec = spec
@@ -89,9 +92,19 @@ class Pipeline:
         Returns:
             Statistics of this rank's micro-batches on the last pipeline stage; [] on other stages.
         """
-        rows = self._pass(microbatches, forward_only=False).values()
-        columns = iter(download([column for row in rows for column in row.values()]))
-        return [{name: next(columns) for name in row} for row in rows]
+        on_device = list(self._pass(microbatches, forward_only=False).values())
+
+        # The columns of all micro-batches are copied together, so that the host waits only once.
+        columns: list[Tensor] = []
+        for statistics in on_device:
+            columns += statistics.values()
+        downloaded = iter(download(columns))
+
+        on_host: list[TokenStatistics] = []
+        for statistics in on_device:
+            batch_columns = islice(downloaded, len(statistics))
+            on_host.append(dict(zip(statistics, batch_columns, strict=True)))
+        return on_host
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Compute the log-probabilities of all labels, or a critic's values.
@@ -100,19 +113,19 @@ class Pipeline:
             microbatches: those of all data-parallel ranks.
 
         Returns:
-            Of each micro-batch [N] on the CPU, on every rank.
+            Scores [N] of each micro-batch, on the CPU of every rank.
         """
         if not microbatches:
             return []
         with torch.no_grad():
-            rows = self._pass(microbatches, forward_only=True)
+            statistics_by_index = self._pass(microbatches, forward_only=True)
 
         lengths = [len(batch.labels) for batch in microbatches]
         scores = torch.zeros(sum(lengths), device=self._device)
         if reports_outputs():
             slots = scores.split(lengths)
-            for number, row in rows.items():
-                slots[number].copy_(row["score"])
+            for index, statistics in statistics_by_index.items():
+                slots[index].copy_(statistics["score"])
         # Every number is set by one rank and is zero on the others, so the sum is exact.
         torch.distributed.all_reduce(scores)
         return list(scores.cpu().split(lengths))
@@ -122,14 +135,18 @@ class Pipeline:
     ) -> dict[int, TokenStatistics]:
         """Run one pass over this data-parallel rank's micro-batches, of which there may be none.
 
+        Args:
+            microbatches: those of all data-parallel ranks.
+            forward_only: True to compute scores, False to compute losses and their gradients.
+
         Returns:
-            Statistics by the micro-batch's index among all of them; {} before the last stage.
+            Statistics by the micro-batch's index in `microbatches`; {} before the last stage.
         """
         costs = [self._cost.batch_work(batch) for batch in microbatches]
         assignment = balance_work(costs, self._spec.dp)
-        own_numbers = assignment[parallel_state.get_data_parallel_rank()]
-        batches = [microbatches[number] for number in own_numbers]
-        idle_count = self._passes(assignment, own_numbers) - len(batches)
+        local_indices = assignment[parallel_state.get_data_parallel_rank()]
+        batches = [microbatches[index] for index in local_indices]
+        idle_count = self._batches_to_run(assignment, len(batches)) - len(batches)
         batches += [microbatches[0].idle()] * idle_count
 
         lengths = self._padded_lengths(batches)
@@ -141,9 +158,9 @@ class Pipeline:
         communication = {}
         if self._spec.pp > 1 and not is_interleaved:
             communication = self._stage_communication(lengths)
-        loss_function = self._scores if forward_only else self._train
-        rows: list[TokenStatistics] = self._run_schedule(
-            forward_step_func=partial(self._step, loss_function),
+        loss_function = self._zero_loss_and_scores if forward_only else self._weighted_loss
+        statistics: list[TokenStatistics] = self._run_schedule(
+            forward_step_func=partial(self._forward_step, loss_function),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
             num_microbatches=len(batches),
@@ -152,18 +169,23 @@ class Pipeline:
             forward_only=forward_only,
             **communication,
         )
-        if not rows:
+        if not statistics:
             return {}
-        return dict(zip(own_numbers, rows[: len(own_numbers)], strict=True))
+        # The idle micro-batches come last, and have no index.
+        return dict(zip(local_indices, statistics[: len(local_indices)], strict=True))
 
-    def _passes(self, assignment: Sequence[Sequence[int]], own_numbers: Sequence[int]) -> int:
+    def _batches_to_run(self, assignment: Sequence[Sequence[int]], assigned: int) -> int:
         """Return the number of micro-batches that this rank must run, idle ones included.
 
         Ranks exchange gradients during the pass, so each must run at least one. With expert
         parallelism each micro-batch involves the experts of all ranks, so all run equally many.
         Interleaved stages run them in groups of pp.
+
+        Args:
+            assignment: indices of the micro-batches of each data-parallel rank.
+            assigned: number of micro-batches of this rank.
         """
-        needed = max(1, len(own_numbers))
+        needed = max(1, assigned)
         if self._spec.ep > 1:
             needed = max(map(len, assignment))
         group_size = self._spec.pp if self._spec.vpp > 1 else 1
@@ -206,7 +228,7 @@ class Pipeline:
         # Megatron keeps the data of the two apart, but not its messages about their lengths.
         return [max(lengths)] * len(lengths)
 
-    def _step(
+    def _forward_step(
         self, loss_function: _LossFunction, inputs: Iterator[_StageInput], model: torch.nn.Module
     ) -> tuple[Tensor | _Output, Any]:
         """Run the forward pass of a stage, as Megatron's schedule asks for it.
@@ -250,10 +272,14 @@ class Pipeline:
         routing: Tensor = own_part.unflatten(1, (-1, self._experts.per_token))
         return routing
 
-    def _scores(self, output: _Output, _: _StageInput) -> tuple[Tensor, TokenStatistics]:
+    def _zero_loss_and_scores(
+        self, output: _Output, _: _StageInput
+    ) -> tuple[Tensor, TokenStatistics]:
         return output[0].new_zeros(()), {"score": output[0]}
 
-    def _train(self, output: _Output, stage_input: _StageInput) -> tuple[Tensor, TokenStatistics]:
+    def _weighted_loss(
+        self, output: _Output, stage_input: _StageInput
+    ) -> tuple[Tensor, TokenStatistics]:
         """Compute the weighted loss of a micro-batch and the statistics of its rows."""
         if self._spec.head == "policy":
             losses, statistics = self._policy_loss(output, stage_input)
@@ -376,7 +402,7 @@ def _tile_sizes(
     if TileSizes.min_shared_memory_kib(architecture.head_dim, spec.bf16) > shared_memory_kib:
         return None
 
-    # Context-parallel ranks repeat key/value heads if there are too few for all of them.
+    # Context-parallel ranks repeat key/value heads that cannot be divided among them.
     kv_heads = math.lcm(architecture.kv_heads // spec.tp, spec.cp)
     heads_per_kv_head = architecture.heads // spec.tp // kv_heads
     return TileSizes.of(heads_per_kv_head, architecture.head_dim, spec.bf16, shared_memory_kib)

@@ -8,7 +8,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 
 
 class LearningRateSchedule:
-    """Sets an optimizer's learning rate from the number of updates alone.
+    """Learning rate of an optimizer as a function of the number of updates alone.
 
     It has no state, so a resumed run has none to restore.
     """
@@ -26,8 +26,8 @@ class LearningRateSchedule:
             max_lr=spec.lr,
             min_lr=spec.min_lr,
             lr_warmup_steps=spec.warmup_steps,
-            # Megatron asserts that this exceeds the warm-up, though a constant rate does not use
-            # it.
+            # Megatron asserts that this exceeds the warm-up, even for a constant rate, which does
+            # not use it.
             lr_decay_steps=max(spec.decay_steps or 0, spec.warmup_steps + 1),
             lr_decay_style=spec.schedule,
             start_wd=spec.weight_decay,

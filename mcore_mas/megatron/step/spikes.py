@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SpikeMonitor:
-    """Judges gradient norms, one by one, against the running median of earlier norms.
+    """Detector of spikes among gradient norms, by the running median of earlier norms.
 
     A spike is a norm that is not finite, or more than `factor` times the median of the last
     `window` finite norms. Spikes enter the window too: if norms stay high, the median follows, and
@@ -17,7 +17,7 @@ class SpikeMonitor:
     def __init__(
         self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()
     ) -> None:
-        """Start with the norms of an earlier monitor.
+        """Start with earlier norms, if there are any.
 
         Args:
             factor: times the median that makes a norm a spike.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mcore_mas.equations.divergence import histogram_quantile, log_histogram
 
-# Statistics of a micro-batch's rows by name, each [N]; those of its replies have one number for each reply.
+# Statistics of a micro-batch by name: [N], one number for each row, or one number for each reply.
 TokenStatistics = dict[str, Tensor]
 
-# Partial statistics by name, as plain numbers that ranks can exchange: of a name that ends in
-# "_p99" a histogram; of any other name sum, number of tokens, minimum and maximum.
+# Partial statistics by name, as plain numbers that ranks can exchange: a histogram if the name ends
+# in "_p99", and otherwise sum, count, minimum and maximum.
 _Partial: TypeAlias = dict[str, list[float]]
 
 
@@ -30,7 +30,8 @@ def summarise(
 
     The end of a name decides: `_count` is a sum, `_max` and `_min` are extremes, `_p99` is the 99th
     percentile (up to 5 % too large), and any other name is a mean. A token whose statistic is NaN
-    does not count, and a statistic that no token has is left out.
+    does not count, and a statistic that no token has is left out. A loss that is NaN is not left
+    out: it makes the sum NaN.
 
     Args:
         rows: statistics of each micro-batch on the CPU. "loss" is required, and is multiplied by
@@ -67,7 +68,7 @@ def _reduce_column(name: str, column: Tensor) -> list[float]:
     """Return the partial statistics of one micro-batch under one name."""
     values = column.double()
     if name != "loss":
-        # NumPy selects by the mask. torch would use all threads, which took 4 ms a column on 16.
+        # NumPy selects by the mask. torch would use all threads, which took 4 ms a column with 16.
         numbers = values.numpy()
         values = torch.from_numpy(numbers[~np.isnan(numbers)])
     if name.endswith("_p99"):

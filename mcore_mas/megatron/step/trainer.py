@@ -41,7 +41,7 @@ _WHOLE_GRADIENT = ""
 
 
 class MegatronTrainer:
-    """Trains one policy.
+    """Trainer of one policy or critic.
 
     Every rank of the policy's process group holds a trainer and makes the same calls.
 
@@ -54,6 +54,7 @@ class MegatronTrainer:
         """Load `spec.model` into this rank's shard. The process group must exist.
 
         Args:
+            spec: specification of the trainer.
             base: trainer of adapters on the same model. Its frozen weights are shared, so that they
                 are in memory once; see `ShardedModel`.
 
@@ -120,16 +121,16 @@ class MegatronTrainer:
         return self._model
 
     def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
-        """Compute the log-probabilities of all labels, after temperature; of a critic its values.
+        """Compute the log-probabilities of all labels at their temperatures, or a critic's values.
 
         Args:
             microbatches: those of all data-parallel ranks.
-            reference: use the frozen weights of `spec.model` instead. They are read on first use
-                and kept as one copy of the shard in host memory; a policy with adapters leaves its
-                adapters out and needs no copy.
+            reference: True to compute them with the frozen weights of `spec.model`. These are read
+                on first use and kept as one copy of the shard in host memory; a policy with
+                adapters leaves its adapters out and needs no copy.
 
         Returns:
-            Of each micro-batch [N] float32 on the CPU, the same on every rank.
+            Scores [N] float32 of each micro-batch, on the CPU and the same on every rank.
         """
         self._check_not_offloaded()
         if not reference:
@@ -147,9 +148,9 @@ class MegatronTrainer:
 
         The gradient of each agent is computed by itself, so that its norm is known even if agents
         share the policy. With `spec.balance`, the gradients of several agents are rescaled before
-        they are summed; metrics of an agent are those before. If the norm of the whole gradient is not finite, or with
-        `spec.skip_spikes` is a spike, the parameters and the optimizer stay as they are, on all
-        ranks.
+        they are summed, and an agent's metrics describe its gradient before that. If the norm of
+        the whole gradient is not finite, or with `spec.skip_spikes` is a spike, the parameters and
+        the optimizer stay as they are, on all ranks.
 
         Args:
             microbatches: those of all data-parallel ranks, at least one.
@@ -159,9 +160,10 @@ class MegatronTrainer:
             Metrics, the same on every rank.
         """
         self._check_not_offloaded()
-        by_agent: dict[str, list[Microbatch]] = {}
+        batches_by_agent: dict[str, list[Microbatch]] = {}
         for batch in sorted(microbatches, key=lambda batch: batch.agent):
-            by_agent.setdefault(batch.agent, []).append(batch)
+            batches_by_agent.setdefault(batch.agent, []).append(batch)
+        has_several_agents = len(batches_by_agent) > 1
 
         # If a rank steps only its part of the gradient, the sum fits on the device. Otherwise it
         # would be a second whole gradient there, and is kept in host memory.
@@ -171,40 +173,44 @@ class MegatronTrainer:
         metrics: dict[str, float] = {}
         norms: dict[str, float] = {}
         reply_sums = dict.fromkeys(REPLY_SUMS, 0.0)
-        for number, (agent, agent_batches) in enumerate(by_agent.items(), 1):
+        for number, (agent, agent_batches) in enumerate(batches_by_agent.items(), 1):
             agent_metrics = self._compute_gradients(agent_batches)
-            norm = agent_metrics["grad_norm"]
+            norms[agent] = agent_metrics["grad_norm"]
             for name in REPLY_SUMS:
                 reply_sums[name] += agent_metrics.pop(name, 0.0)
-            agent_metrics["grad_spikes"] = float(self._is_spike(agent, norm))
+            agent_metrics["grad_spikes"] = float(self._observe_norm(agent, norms[agent]))
             metrics |= {f"agent/{agent}/{name}": value for name, value in agent_metrics.items()}
-            norms[agent] = norm
-            if len(by_agent) > 1:
+
+            if has_several_agents:
                 if self.spec.balance is not None:
-                    self._scale_gradients(part_factor(norm, self.spec.balance[agent]))
+                    self._scale_gradients(part_factor(norms[agent], self.spec.balance[agent]))
                 self._accumulate_agents(
-                    sum_memory, is_first=number == 1, is_last=number == len(by_agent)
+                    sum_memory, is_first=number == 1, is_last=number == len(batches_by_agent)
                 )
-        if len(by_agent) > 1:
+
+        if has_several_agents:
             if self.spec.balance is not None:
                 self._scale_gradients(sum_factor(norms, self.spec.balance))
-            norm = self._gradient_norm()
+            whole_norm = self._gradient_norm()
+        else:
+            (whole_norm,) = norms.values()
+
         metrics |= effective_sample_metrics(reply_sums)
         lr_scale = 1.0
         if self.spec.scales_lr:
             lr_scale = math.sqrt(metrics.get("effective_sample_share", 1.0))
-        return metrics | self._step(self.updates if at is None else at, norm, lr_scale)
+        return metrics | self._step(self.updates if at is None else at, whole_norm, lr_scale)
 
     def _compute_gradients(self, microbatches: list[Microbatch]) -> dict[str, float]:
         """Set `main_grad` to the gradients of one agent's micro-batches; return its metrics."""
         for stage in self._stages:
             stage.zero_grad_buffer()
         self._optimizer.zero_grad()
-        rows = self._pipeline.backward(microbatches)
+        statistics = self._pipeline.backward(microbatches)
         metrics = {"grad_norm": self._gradient_norm()}
         # Each data-parallel rank reports once; the other ranks send nothing.
         return metrics | summarise(
-            rows, lambda partial: all_gather_json(partial if reports_outputs() else {})
+            statistics, lambda partial: all_gather_json(partial if reports_outputs() else {})
         )
 
     def _scale_gradients(self, factor: float) -> None:
@@ -232,14 +238,16 @@ class MegatronTrainer:
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
-    def _is_spike(self, gradient_name: str, norm: float) -> bool:
+    def _observe_norm(self, gradient_name: str, norm: float) -> bool:
+        """Record the norm of an agent's or of the whole gradient; return True if it is a spike."""
         if gradient_name not in self._spikes:
             self._spikes[gradient_name] = SpikeMonitor(self.spec.spike_factor)
         return self._spikes[gradient_name].observe(norm)
 
     def _step(self, at: int, norm: float, lr_scale: float) -> dict[str, float]:
+        """Step the optimizer, unless the gradient is to be skipped; return the metrics of the step."""
         lr = self._schedule.set(at, lr_scale)
-        is_spike = self._is_spike(_WHOLE_GRADIENT, norm)
+        is_spike = self._observe_norm(_WHOLE_GRADIENT, norm)
         is_skipped = not math.isfinite(norm) or (is_spike and self.spec.skip_spikes)
         if not is_skipped:
             self._optimizer.step()
@@ -265,7 +273,7 @@ class MegatronTrainer:
         return self._offload.sleep()
 
     def wake(self) -> None:
-        """Load to the GPU again, if `sleep` has been called, what `sleep` offloaded."""
+        """Restore the tensors that `sleep` offloaded; do nothing if the trainer is not asleep."""
         if self._is_offloaded:
             self._offload.wake()
             self._is_offloaded = False
@@ -298,7 +306,7 @@ class MegatronTrainer:
         return self._checkpoint.wait_written()
 
     def restore(self, folder: Path) -> None:
-        """Continue from the files that `save` wrote, in whatever layout.
+        """Continue from the files that `save` wrote in any layout.
 
         Raises:
             ModelError: they are of another model, or incomplete.
