@@ -44,7 +44,7 @@ def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:
     gradient = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     part = trainer._state.stepped_part(parameter)
     if part is not None:
-        elements = slice(part.first, part.last)
+        elements = slice(part.first, part.end)
         gradient.view(-1)[elements] = local.reshape(-1)[elements]
     is_expert = not getattr(parameter, "allreduce", True)
     if is_expert:

@@ -38,12 +38,9 @@ def keep_moments_on_host(optimizer: Any) -> HostMoments:
 
 def _allocate_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
     """Allocate page-locked memory for the moments of all weights that are on a GPU."""
-    weights = [
-        weight
-        for group in adam.param_groups
-        for weight in group["params"]
-        if weight.device.type != "cpu"
-    ]
+    weights: list[Tensor] = []
+    for group in adam.param_groups:
+        weights += [weight for weight in group["params"] if weight.device.type != "cpu"]
     buffers = iter(pinned_buffers(4 * weight.numel() for weight in weights for _ in MOMENTS))
     moments: dict[Tensor, dict[str, Tensor]] = {}
     # The buffers come in descending order of size.
@@ -57,11 +54,11 @@ def _allocate_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
 def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMoments) -> None:
     """Step one weight after the other, with its moments on its device meanwhile.
 
-    Adam steps every weight independently, so the result has the bits of a single call. A
-    group's settings and counts are those after its last weight.
+    Adam steps every weight independently, so the result has the bits of a single call. An Adam
+    that counts its steps in a group, as Transformer Engine's does, counts one step for all weights.
 
     Args:
-        adam: steps the weights in its `param_groups`.
+        adam: optimizer that steps the weights in its `param_groups`.
         step: the original `adam.step`.
         host_moments: moments that are on the host, by weight; those of other weights stay in `adam.state`.
     """
@@ -83,8 +80,9 @@ def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMom
                 for moment, host_tensor in host_tensors.items():
                     if moment in state:
                         state[moment] = host_tensor.copy_(state[moment], non_blocking=True)
-            counts = {key: value for key, value in single_group.items() if key != "params"}
-            group.update(counts)
+            # Keep what the last of these steps has changed in the group, such as a step count.
+            single_group.pop("params")
+            group.update(single_group)
     finally:
         adam.param_groups = groups
     if torch.cuda.is_available():

@@ -198,7 +198,7 @@ def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: T
     The value head of a critic is not frozen.
 
     Raises:
-        ModelError: a layer of the model has none of the target projections.
+        ModelError: a layer of the model lacks a linear layer with target projections.
     """
     lora = spec.lora
     assert lora is not None

@@ -9,7 +9,7 @@ from mcore_mas.megatron.host_memory import BlockMemory, flat_storages
 
 
 class Offload:
-    """Frees gradient buffers, and moves other tensors to host memory and back.
+    """Gradient buffers that are freed for a while, and other tensors that are moved to host memory.
 
     The storages are emptied and filled in place, so that every view of them stays valid: a parameter
     in its buffer, a gradient, an optimizer's part.
@@ -34,7 +34,7 @@ class Offload:
         self._offloaded: list[Tensor] = []  # storages that are on the host now
 
     def sleep(self) -> int:
-        """Free the memory; return the number of bytes."""
+        """Free the memory; return the number of bytes that became free."""
         self._offloaded = flat_storages(self._offloaded_tensors())
         for part, slot in self._host_memory.slots(self._offloaded):
             slot.copy_(part, non_blocking=True)

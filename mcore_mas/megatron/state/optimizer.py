@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
 
-# Kind of the master weight, in addition to those of the moments.
+# Key of the master weight in `OptimizerShard.tensors`, besides those of the moments.
 _WEIGHT = "weight"
 
 
@@ -54,25 +54,25 @@ def gathers_late(spec: TrainerSpec) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerShard:
-    """Elements [first, last) of a parameter's flat shard, which this rank steps.
+    """Elements [first, end) of a parameter's flat shard, which this rank steps.
 
     Attributes:
-        tensors: float32 [last - first], by kind: "weight", the master weight, and after a step
+        tensors: float32 [end - first], by kind: "weight", the master weight, and after a step
             Adam's moments.
     """
 
     first: int
-    last: int
+    end: int
     tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedPart:
-    """Tensor that an inner Adam steps for elements [first, last) of a flat shard."""
+    """Tensor that an inner Adam steps for elements [first, end) of a flat shard."""
 
     tensor: Tensor
     first: int
-    last: int
+    end: int
 
 
 class OptimizerState:
@@ -100,12 +100,12 @@ class OptimizerState:
         self.is_distributed = any(
             hasattr(chained, "model_param_group_index_map") for chained in self._chained
         )
-        self._adam_by_tensor = {
-            id(tensor): chained.optimizer
-            for chained in self._chained
-            for group in chained.optimizer.param_groups
-            for tensor in group["params"]
-        }
+        self._adam_by_tensor = {}
+        for chained in self._chained:
+            for group in chained.optimizer.param_groups:
+                self._adam_by_tensor |= {
+                    id(tensor): chained.optimizer for tensor in group["params"]
+                }
         self._parameters = parameters
         self._host_moments = host_moments or {}
 
@@ -122,24 +122,21 @@ class OptimizerState:
                 tensors |= {moment: adam_state[part.tensor][moment] for moment in MOMENTS}
             shards[name] = OptimizerShard(
                 first=part.first,
-                last=part.last,
+                end=part.end,
                 tensors={kind: tensor.detach().reshape(-1) for kind, tensor in tensors.items()},
             )
         return shards
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the inner Adams: those that they step, then their moments.
+        """Return all tensors of the inner Adams: those that they step, then their state.
 
         A stepped tensor may be the parameter itself.
         """
-        adams = [chained.optimizer for chained in self._chained]
-        state_values = [
-            value for adam in adams for state in adam.state.values() for value in state.values()
-        ]
-        return [
-            *self._stepped_tensors(),
-            *(value for value in state_values if isinstance(value, Tensor)),
-        ]
+        tensors = list(self._stepped_tensors())
+        for chained in self._chained:
+            for state in chained.optimizer.state.values():
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return tensors
 
     def gradients(self) -> list[Tensor]:
         """Return the float32 gradients that this rank steps by; call `prepare_grads` before."""
@@ -154,8 +151,8 @@ class OptimizerState:
         """Set weights and optimizer state to those that `parts` returned on all ranks.
 
         Args:
-            read: returns elements [first, last) of a parameter's flat shard, called with its name,
-                the kind, first and last. One result is held at a time.
+            read: returns elements [first, end) of a parameter's flat shard, called with its name,
+                the kind, first and end. One result is held at a time.
             steps: optimizer steps taken before; if 0, there are no moments.
         """
         for chained in self._chained:
@@ -167,7 +164,7 @@ class OptimizerState:
                 parameter.copy_(weight.view(parameter.shape))
                 if part is None:
                     continue
-                part.tensor.copy_(weight[part.first : part.last].view(part.tensor.shape))
+                part.tensor.copy_(weight[part.first : part.end].view(part.tensor.shape))
             if steps:
                 self._load_moments(name, part, read, steps)
 
@@ -179,7 +176,7 @@ class OptimizerState:
         if moments is None:
             moments = {moment: torch.empty_like(stepped) for moment in MOMENTS}
         for moment, tensor in moments.items():
-            tensor.copy_(read(name, moment, part.first, part.last).view(stepped.shape))
+            tensor.copy_(read(name, moment, part.first, part.end).view(stepped.shape))
         # Every parameter needs a step tensor of its own, because Adam increments it in place.
         step = torch.tensor(float(steps), device=stepped.device)
         self._adam_by_tensor[id(stepped)].state[stepped] = {"step": step, **moments}
@@ -188,11 +185,11 @@ class OptimizerState:
         """Return the part of a parameter that this rank steps; None if only other ranks step it."""
         if not self.is_distributed:
             tensor = getattr(parameter, "main_param", parameter)
-            return SteppedPart(tensor=tensor, first=0, last=parameter.numel())
+            return SteppedPart(tensor=tensor, first=0, end=parameter.numel())
         for chained in self._chained:
             if parameter in chained.model_param_group_index_map:
                 group, index = chained.model_param_group_index_map[parameter]
                 span = chained._get_model_param_range_map(parameter)["param"]
                 tensor = chained.optimizer.param_groups[group]["params"][index]
-                return SteppedPart(tensor=tensor, first=span.start, last=span.end)
+                return SteppedPart(tensor=tensor, first=span.start, end=span.end)
         return None

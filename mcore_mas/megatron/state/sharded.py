@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _RECORD = "trainer.json"
 
 
 class ShardedCheckpoint:
-    """Saves and restores one rank's part of a trainer."""
+    """One rank's part of a trainer's checkpoints, which it saves and restores."""
 
     def __init__(
         self, state: OptimizerState, parameters: Mapping[str, Tensor], architecture: Architecture
@@ -40,6 +41,7 @@ class ShardedCheckpoint:
         Args:
             state: state of the optimizer.
             parameters: this rank's shards by Megatron name.
+            architecture: architecture of the model.
         """
         self._state = state
         self._parameters = parameters
@@ -57,11 +59,13 @@ class ShardedCheckpoint:
         Every rank must call it, and then `wait_written`.
 
         Args:
-            record: JSON values that rank 0 writes too; `restore` returns it.
+            folder: folder of the checkpoint.
+            record: JSON values that rank 0 writes too, and that `restore` returns. The value
+                "updates" is the number of optimizer steps taken.
         """
         assert self._writing is None, "the last save's files are still being written"
         rank = dist.get_rank()
-        blocks = [block for own_blocks in self._written_blocks.values() for block in own_blocks]
+        blocks = list(chain.from_iterable(self._written_blocks.values()))
         shapes, copies = self._copy_blocks()
 
         def write() -> dict[str, Digest]:
@@ -88,7 +92,9 @@ class ShardedCheckpoint:
         self._writing = self._thread.submit(write)
 
     def wait_written(self) -> dict[str, Digest]:
-        """Wait until the files of the last `save` are on disk; a second call writes them again.
+        """Wait until the files of the last `save` are on disk.
+
+        A second call writes them again, so that a caller can retry after an error.
 
         Returns:
             Size and digest of each file of this rank, by name.
@@ -113,10 +119,10 @@ class ShardedCheckpoint:
         record: dict[str, Any] = read_json(folder / _RECORD)
         saved = _SavedBlocks(folder)
 
-        def read(name: str, kind: str, first: int, last: int) -> Tensor:
+        def read(name: str, kind: str, first: int, end: int) -> Tensor:
             heartbeat()
-            flat = torch.zeros(last - first)
-            saved.read(self._blocks(name, (first, last)), kind=kind, flat=flat, first=first)
+            flat = torch.zeros(end - first)
+            saved.read(self._blocks(name, (first, end)), kind=kind, flat=flat, first=first)
             return flat
 
         self._state.load(read, record["updates"])
@@ -128,18 +134,18 @@ class ShardedCheckpoint:
         Returns:
             Shape of each block, by its key in the file; their bytes, in several parts.
         """
-        blocks = {
-            f"{kind}/{block.key}": block.of(tensor, part.first)
-            for name, part in self._state.parts().items()
-            for kind, tensor in part.tensors.items()
-            for block in self._written_blocks[name]
-        }
+        blocks: dict[str, Tensor] = {}
+        for name, shard in self._state.parts().items():
+            for kind, tensor in shard.tensors.items():
+                for block in self._written_blocks[name]:
+                    blocks[f"{kind}/{block.key}"] = block.of(tensor, shard.first)
+
         copies = [
             slot.copy_(part, non_blocking=True)
             for part, slot in self._host_memory.slots(blocks.values())
         ]
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # wait until the copies are complete
         return {key: tensor.shape for key, tensor in blocks.items()}, copies
 
     def _blocks(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
@@ -157,28 +163,30 @@ class ShardedCheckpoint:
         first, each to the holder with the fewest elements so far.
         """
         held_blocks = {
-            name: self._blocks(name, (part.first, part.last))
-            for name, part in self._state.parts().items()
+            name: self._blocks(name, (shard.first, shard.end))
+            for name, shard in self._state.parts().items()
             # A tied output layer on the last pipeline stage is a copy of the first stage's
             # embedding.
             if not (self._architecture.tied and name == "output_layer.weight")
         }
-        own_sizes = {block.key: block.numel for blocks in held_blocks.values() for block in blocks}
-        sizes_by_rank: list[dict[str, int]] = all_gather_json(own_sizes)
+        local_sizes = {
+            block.key: block.numel for block in chain.from_iterable(held_blocks.values())
+        }
+        sizes_by_rank: list[dict[str, int]] = all_gather_json(local_sizes)
         sizes: dict[str, int] = {}
         for rank_sizes in sizes_by_rank:
             sizes |= rank_sizes
 
         loads = [0] * len(sizes_by_rank)
-        own_keys = set()
+        keys_to_write = set()
         for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
             holders = [rank for rank, held in enumerate(sizes_by_rank) if key in held]
             writer = min(holders, key=lambda rank: loads[rank])
             loads[writer] += sizes[key]
             if writer == dist.get_rank():
-                own_keys.add(key)
+                keys_to_write.add(key)
         return {
-            name: [block for block in held_blocks.get(name, ()) if block.key in own_keys]
+            name: [block for block in held_blocks.get(name, ()) if block.key in keys_to_write]
             for name in self._parameters
         }
 

@@ -46,7 +46,7 @@ class ShardedModel:
     Attributes:
         architecture: architecture of the model.
         stages: pipeline stages of the rank, in order; more than one if stages are interleaved.
-        all_parameters: parameters by name, numbered over the whole model.
+        all_parameters: parameters by name, with layers and experts numbered over the whole model.
         trained_parameters: those that have gradients, optimizer state and a place in checkpoints.
         base_parameters: all parameters except those of adapters.
     """
@@ -166,7 +166,7 @@ class ShardedModel:
             self._reference_memory.swap(trained)
 
     def _initial_weights(self) -> SafeTensors | RandomTensors:
-        """Return the source of the base's weights at the start of training."""
+        """Return the source of the weights, without adapters, that training starts from."""
         if self._spec.init == "folder":
             return SafeTensors(Path(self._spec.model))
         # The module of a value head initialises its own weights.
@@ -215,8 +215,8 @@ class ShardedModel:
     def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield (Hugging Face name, full tensor) of all weights, with adapters merged into their base.
 
-        All ranks must iterate to the end. A tensor comes in blocks of its rows. Blocks that no
-        other rank has a part of are not copied.
+        All ranks must iterate to the end. A tensor comes in blocks of its rows, which may be views
+        of the parameters; see `export_weights`.
         """
         return self._export("weights", self.base_parameters, self._merged_weight)
 

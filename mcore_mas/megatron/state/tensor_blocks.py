@@ -53,9 +53,9 @@ class TensorBlock:
         return flat[begin : begin + self.numel].view(self.size)
 
     def common(self, other: TensorBlock) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return the intersection with another rectangle of the tensor.
+        """Return the intersection with another rectangle of the same tensor, or None if it is empty.
 
-        It is a pair of indices into the two rectangles, and None if they do not intersect.
+        The intersection is a pair: its index into this rectangle, and its index into the other one.
         """
         own_ranges = []
         other_ranges = []
@@ -83,15 +83,16 @@ def tensor_blocks(
     Args:
         mapping: weight mapping of the parameter.
         shard_shape: shape of tensor-parallel rank `rank`'s shard of the parameter.
+        architecture: architecture of the model.
         tp: number of tensor-parallel ranks.
+        rank: number of the tensor-parallel rank.
         span: first element, and the one after the last.
     """
-    first, last = span
-    return [
-        part
-        for block in _shard_blocks(mapping, shard_shape, architecture, tp, rank)
-        for part in _clip_block(block, first, last)
-    ]
+    first, end = span
+    blocks: list[TensorBlock] = []
+    for block in _shard_blocks(mapping, shard_shape, architecture, tp, rank):
+        blocks += _clip_block(block, first, end)
+    return blocks
 
 
 def _shard_blocks(
@@ -103,63 +104,66 @@ def _shard_blocks(
 ) -> Iterator[TensorBlock]:
     """Yield the blocks of neighbouring rows of a whole shard.
 
-    They are found by sharding small tensors of numbers in the way that the real tensors are
-    sharded. Each row of the tensors is `parts` numbers, 1 or the number of parts that a row of a
-    matrix may be cut into, and the numbers count through all tensors from 1 on; 0 is padding.
+    They are found by sharding small tensors of labels in the way that the real tensors are sharded.
+    A row of a matrix is cut into `tp` parts, each of which has a label; a row of a vector has one
+    label. The labels count through all tensors from 1 on, and 0 is padding.
     """
     shapes = list(mapping.shapes(shard_shape, architecture, tp).values())
-    is_matrix = len(shapes[0]) == 2
-    parts = tp if is_matrix else 1
+    parts_per_row = tp if len(shapes[0]) == 2 else 1
     # First row of each tensor, if the rows of all tensors are counted through.
     first_rows = list(accumulate((shape[0] for shape in shapes), initial=0))
-    numbers = []
+    labels = []
     for first_row, shape in zip(first_rows, shapes, strict=False):
-        count = torch.arange(first_row * parts + 1, (first_row + shape[0]) * parts + 1)
-        numbers.append(count.view(-1, *[parts] * (len(shape) - 1)))
+        first_label = first_row * parts_per_row + 1
+        tensor_labels = torch.arange(first_label, first_label + shape[0] * parts_per_row)
+        labels.append(tensor_labels.view(-1, *[parts_per_row] * (len(shape) - 1)))
 
-    shard_parts = shard_shape[1] * parts // shapes[0][1] if len(shard_shape) == 2 else 1
+    # Number of parts of a row that this shard has: all of them, or one if columns are split.
+    shard_parts = 1
+    if len(shard_shape) == 2:
+        shard_parts = shard_shape[1] * parts_per_row // shapes[0][1]
     sharded = torch.zeros(shard_shape[0], shard_parts, dtype=torch.int64)
     target = sharded if len(shard_shape) == 2 else sharded[:, 0]
-    sources = [LazyTensor.of(tensor) for tensor in numbers]
+    sources = [LazyTensor.of(tensor) for tensor in labels]
     mapping.sharding.fill(target, sources, architecture, tp, rank)
 
-    rows = (sharded[:, 0] - 1) // parts  # -1 is padding
-    column_part = int(sharded[0, 0] - 1) % parts
+    rows = (sharded[:, 0] - 1) // parts_per_row  # -1 is padding
+    column_part = int(sharded[0, 0] - 1) % parts_per_row
     is_break = (rows[1:] != rows[:-1] + 1) | torch.isin(rows[1:], torch.tensor(first_rows))
     breaks = (is_break.nonzero()[:, 0] + 1).tolist()
-    for first, last in pairwise([0, *breaks, len(rows)]):
+    for first, end in pairwise([0, *breaks, len(rows)]):
         row = int(rows[first])
         if row < 0:
             continue
-        number = bisect_right(first_rows, row) - 1
-        shape = shapes[number]
-        width = math.prod(shape[1:]) * shard_parts // parts
+        tensor_index = bisect_right(first_rows, row) - 1
+        shape = shapes[tensor_index]
+        width = math.prod(shape[1:]) * shard_parts // parts_per_row
         yield TensorBlock(
-            tensor=mapping.tensors[number],
+            tensor=mapping.tensors[tensor_index],
             shape=shape,
-            start=(row - first_rows[number], column_part * width)[: len(shape)],
-            size=(last - first, width)[: len(shape)],
+            start=(row - first_rows[tensor_index], column_part * width)[: len(shape)],
+            size=(end - first, width)[: len(shape)],
             offset=first * width,
         )
 
 
-def _clip_block(block: TensorBlock, first: int, last: int) -> Iterator[TensorBlock]:
-    """Yield the parts of a block within [first, last) of the flat shard.
+def _clip_block(block: TensorBlock, first: int, end: int) -> Iterator[TensorBlock]:
+    """Yield the parts of a block within [first, end) of the flat shard.
 
     They are rectangles: the end of a row, whole rows, the beginning of a row.
     """
     width = block.size[1] if len(block.size) == 2 else 1
     low = max(first - block.offset, 0)
-    high = min(last - block.offset, block.numel)
+    high = min(end - block.offset, block.numel)
     while low < high:
         row, column = divmod(low, width)
         has_whole_rows = column == 0 and high - low >= width
         if has_whole_rows:
-            end = high // width * width
-            size = ((end - low) // width, *block.size[1:])
+            part_end = high // width * width
+            size = ((part_end - low) // width, *block.size[1:])
         else:
-            end = min(high, (row + 1) * width)
-            size = (1, end - low)
+            part_end = min(high, (row + 1) * width)
+            size = (1, part_end - low)
         yield TensorBlock(
             tensor=block.tensor,
             shape=block.shape,
@@ -167,4 +171,4 @@ def _clip_block(block: TensorBlock, first: int, last: int) -> Iterator[TensorBlo
             size=size,
             offset=block.offset + low,
         )
-        low = end
+        low = part_end

@@ -20,7 +20,7 @@ class LazyTensor:
 
     Attributes:
         shape: shape of the tensor.
-        part: returns the elements at one slice for each dimension.
+        part: function that reads the elements at a tuple of slices, one for each dimension.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ def _expert_of_stack(stack: LazyTensor, expert: int, projection: str) -> LazyTen
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """Initial weights: matrices with normally distributed elements, norm layers of 1, biases of 0.
+    """Initial weights: normally distributed matrices, norm weights of 1, and biases of 0.
 
     A tensor depends on its name, its shape and the seed alone, so every layout starts from the
     same model. Each rank draws a whole tensor and takes its part.

@@ -18,7 +18,7 @@ from mcore_mas.megatron.state.weight_import import WeightMapping, weight_mapping
 from rollout.models.architecture import Architecture
 from rollout.models.tensors import buckets
 
-# Upper bound of the bytes of one rank's shards that are gathered in one call.
+# Upper bound of the bytes of one rank's shards that are gathered in one call, unless one is larger.
 _BUCKET_BYTES = 64 << 20
 
 
@@ -28,12 +28,12 @@ class Bucket:
 
     Attributes:
         stage: pipeline rank that has the parameters.
-        expert: True for parameters of experts; each expert-parallel rank has different experts.
-        shards: each parameter's mapping, and an empty ("meta") tensor of its shard's shape.
+        is_expert: True for parameters of experts; each expert-parallel rank has different experts.
+        shards: each parameter's mapping, and a tensor on the "meta" device of its shard's shape.
     """
 
     stage: int
-    expert: bool
+    is_expert: bool
     shards: tuple[tuple[WeightMapping, Tensor], ...]
 
 
@@ -53,7 +53,7 @@ def plan_export(
     Args:
         local: this rank's tensors by Megatron parameter name: parameters, or tensors of their shapes.
         architecture: architecture of the model.
-        bucket_bytes: upper bound of a bucket.
+        bucket_bytes: upper bound of the bytes of a bucket, unless it has a single larger shard.
     """
     types_and_shapes = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -71,10 +71,10 @@ def plan_export(
             planned.update(mapping.tensors)
             dtype, shape = parameters[mapping.parameter]
             shard = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            groups.setdefault((mapping.expert, dtype), []).append((mapping, shard))
-        for (expert, _), shards in groups.items():
+            groups.setdefault((mapping.is_expert, dtype), []).append((mapping, shard))
+        for (is_expert, _), shards in groups.items():
             for bucket in buckets(shards, bucket_bytes):
-                plan.append(Bucket(stage=stage, expert=expert, shards=tuple(bucket)))
+                plan.append(Bucket(stage=stage, is_expert=is_expert, shards=tuple(bucket)))
     return tuple(plan)
 
 
@@ -83,8 +83,9 @@ def export_weights(
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Yield (Hugging Face name, full tensor in blocks of rows) from all ranks' shards.
 
-    All ranks must iterate to the end. Blocks of a tensor that is not split are views of the result
-    of `local`.
+    All ranks must iterate to the end. Where a single rank has all shards of a bucket, and there is
+    one pipeline stage, the blocks are views of the results of `local` unless those are not
+    contiguous.
 
     Args:
         local: returns this rank's tensor by Megatron parameter name; called when the tensor is sent.
@@ -104,7 +105,7 @@ def export_weights(
 
 def _gather_shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]]:
     """Gather the shards of a bucket's parameters from all ranks; return those of each parameter."""
-    if bucket.expert:  # in this group, the tensor-parallel ranks of an expert are neighbours
+    if bucket.is_expert:  # in this group, the tensor-parallel ranks of an expert are neighbours
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -145,7 +146,7 @@ def _mappings_by_expert_rank(
     The parameter has another expert's weights on each of them. For other parameters, return the
     mapping itself.
     """
-    if not mapping.expert:
+    if not mapping.is_expert:
         return [mapping]
     assert architecture.experts is not None
     ranks = parallel_state.get_expert_model_parallel_world_size()

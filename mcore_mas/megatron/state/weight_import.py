@@ -1,4 +1,8 @@
-"""Weight map and import: the Hugging Face tensors of each Megatron parameter, in any layout."""
+"""Hugging Face tensors of each Megatron parameter in any layout (`WEIGHT_MAP`), and their import.
+
+`import_weights` fills a rank's shards, and `write_folder` writes full tensors as a Hugging Face
+folder.
+"""
 
 from __future__ import annotations
 
@@ -214,8 +218,8 @@ class WeightMapping:
     tensors: tuple[str, ...]
 
     @property
-    def expert(self) -> bool:
-        """True for parameters of experts, of which each expert-parallel rank holds others."""
+    def is_expert(self) -> bool:
+        """True for parameters of experts; each expert-parallel rank has different experts."""
         return EXPERT_NUMBER.search(self.parameter) is not None
 
     def join(self, shards: Sequence[Tensor], architecture: Architecture) -> list[list[Tensor]]:
@@ -229,6 +233,7 @@ class WeightMapping:
 
         Args:
             shard: shape of a rank's shard.
+            architecture: architecture of the model.
             tp: number of ranks that hold a shard.
         """
         joined = self.join([torch.empty(tuple(shard), device="meta")] * tp, architecture)
@@ -245,7 +250,7 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
         tied: the output layer is a copy of the embedding, which the last pipeline stage holds.
 
     Raises:
-        KeyError: a parameter is not in the table.
+        KeyError: a parameter is not in `WEIGHT_MAP`.
     """
     mappings = []
     for name in parameters:
@@ -264,7 +269,10 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
 
 
 def _expert_numbers(name: str) -> range:
-    """Return the experts that a Megatron parameter holds; 0 if it is not of experts."""
+    """Return the experts that a Megatron parameter holds.
+
+    For other parameters, return a single number, which the names of their tensors do not contain.
+    """
     match = EXPERT_NUMBER.search(name)
     if match is None:
         return range(1)
@@ -287,7 +295,7 @@ def import_weights(
         where: folder of the source, for errors.
 
     Raises:
-        ModelError: a tensor does not have the shape that config.json implies.
+        ModelError: a tensor is missing, or does not have the shape that config.json implies.
     """
     with torch.no_grad():
         for mapping in weight_mappings(local, tied=architecture.tied):
@@ -317,7 +325,7 @@ def full_shapes(
 
 def tensor_parallel(mapping: WeightMapping) -> tuple[int, int]:
     """Return the number of ranks that a parameter is split over, and this rank's number."""
-    if mapping.expert:
+    if mapping.is_expert:
         return (
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_rank(),

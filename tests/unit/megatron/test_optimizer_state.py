@@ -70,7 +70,7 @@ def load_threes(
     adam = SimpleNamespace(param_groups=[group], state={})
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
     state = OptimizerState(optimizer, {"weight": weight}, moments)
-    state.load(lambda name, kind, first, last: torch.full((last - first,), 3.0), steps=7)
+    state.load(lambda name, kind, first, end: torch.full((end - first,), 3.0), steps=7)
     return adam.state
 
 

@@ -315,7 +315,7 @@ def test_parameters_of_transformer_engine_hold_the_same_tensors(fused: str, plai
     fused_mapping, plain_mapping = weight_mappings([layer + fused, layer + plain])
     assert fused_mapping.tensors == plain_mapping.tensors
     assert fused_mapping.sharding == plain_mapping.sharding
-    assert fused_mapping.expert == plain_mapping.expert
+    assert fused_mapping.is_expert == plain_mapping.is_expert
 
 
 def test_a_parameter_of_an_expert_holds_its_tensors() -> None:
@@ -324,7 +324,7 @@ def test_a_parameter_of_an_expert_holds_its_tensors() -> None:
         "model.layers.3.mlp.experts.5.gate_proj.weight",
         "model.layers.3.mlp.experts.5.up_proj.weight",
     )
-    assert mapping.expert
+    assert mapping.is_expert
 
 
 @pytest.mark.parametrize("parameter", WEIGHT_MAP)
