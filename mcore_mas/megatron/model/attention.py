@@ -64,7 +64,7 @@ class TreeAttention(torch.nn.Module):
             packed_seq_params: the layout.
 
         Returns:
-            [T, 1, heads · head_dim]; on a CPU float32 or the type of `value`.
+            [T, 1, heads · head_dim], in the type of `value`.
         """
         layout = packed_seq_params
         assert layout is not None, "TreeAttention runs on packed trees only"
@@ -146,7 +146,7 @@ class ContextAttention(TreeAttention):
         super().__init__(config, *args, **kwargs)
         ranks = config.context_parallel_size
         kv_heads = config.num_query_groups // config.tensor_model_parallel_size
-        # If the key/value heads cannot be divided among the ranks, some go to several ranks.
+        # If the key/value heads cannot be divided among the ranks, each is repeated.
         self.copies = ranks // math.gcd(ranks, kv_heads)
 
     def forward(
@@ -170,7 +170,8 @@ class ContextAttention(TreeAttention):
         # [T, 1, heads / cp · head_dim]
         attended = super().forward(q[:, None], k[:, None], v[:, None], *args, **kwargs)
 
-        # [cp, T / cp, heads / cp · head_dim]; on a CPU queries are float32, values may not be.
+        # [cp, T / cp, heads / cp · head_dim]. On a CPU the rotated queries are float32, and the
+        # values became float32 when they were concatenated with them.
         sent_back = attended.squeeze(1).unflatten(0, (ranks, -1)).to(value.dtype)
         received_back: Tensor = all_to_all(group, sent_back)
         return received_back.transpose(0, 1).reshape(query.shape[0], 1, -1)

@@ -74,7 +74,7 @@ class BlockAttention(torch.autograd.Function):
             for grad, block_grad in zip((grad_q, grad_k, grad_v), block_grads, strict=True):
                 _write_blocks(grad, blocks, block_grad)
         for queries, keys in ctx.layout.unmasked_pairs:
-            more_q, more_k, more_v = attend_backward(
+            more_grad_q, more_grad_k, more_grad_v = attend_backward(
                 _read_range(grad_out, queries),
                 _read_range(q, queries),
                 _read_range(k, keys),
@@ -84,9 +84,9 @@ class BlockAttention(torch.autograd.Function):
                 causal=False,
                 scale=ctx.scale,
             )
-            grad_q[queries] += more_q[0].transpose(0, 1)
-            grad_k[keys] += more_k[0].transpose(0, 1)
-            grad_v[keys] += more_v[0].transpose(0, 1)
+            grad_q[queries] += more_grad_q[0].transpose(0, 1)
+            grad_k[keys] += more_grad_k[0].transpose(0, 1)
+            grad_v[keys] += more_grad_v[0].transpose(0, 1)
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None, None
 
 

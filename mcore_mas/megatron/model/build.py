@@ -63,8 +63,8 @@ def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
     return ContextAttention if config.context_parallel_size > 1 else TreeAttention
 
 
-def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Return a layer with Megatron's linear layers, and `GroupedExperts` if it is sparse."""
+def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Return the spec of a layer with Megatron's linear layers, and `GroupedExperts` if it is sparse."""
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -89,8 +89,8 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     return layer
 
 
-def _transformer_engine(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Return a layer with Transformer Engine's linear layers, which include the norm before them.
+def _transformer_engine_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Return the spec of a layer with Transformer Engine's linear layers, which include the norm before them.
 
     All experts of a layer run in one grouped product. Transformer Engine's attention has no layout
     for shared prompts, so it is used only for micro-batches whose sequences share nothing.
@@ -115,20 +115,21 @@ def _use_gated_mlp(layer: ModuleSpec) -> None:
         mlp.module = GatedMLP
 
 
-def _fused_norm() -> Any:
+def _transformer_engine_norm() -> Any:
     # Transformer Engine is an optional dependency.
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
 
 
-# By kind: a function that returns the specification of a layer, whose second argument is the number
-# of experts of a sparse layer or None, and a function that returns the final norm.
+# By kind (`TrainerSpec.layers`): a function that returns the spec of a layer, and a function that
+# returns the class of the final norm. The second argument of the former is the number of experts of
+# a sparse layer, or None.
 LAYERS: dict[
     str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]
 ] = {
-    "local": (_local, lambda: RMSNorm),
-    "te": (_transformer_engine, _fused_norm),
+    "local": (_local_layer_spec, lambda: RMSNorm),
+    "te": (_transformer_engine_layer_spec, _transformer_engine_norm),
 }
 
 
@@ -166,7 +167,7 @@ def _expert_settings(architecture: Architecture, spec: TrainerSpec) -> dict[str,
     }
 
 
-def _layout(spec: TrainerSpec) -> dict[str, Any]:
+def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
     """Return the settings of the parallel layout and of the communication between its ranks."""
     # DeepEP sums bfloat16 only.
     uses_deep_ep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16
@@ -218,7 +219,7 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_expert_settings(architecture, spec),
-        **_layout(spec),
+        **_parallel_settings(spec),
         # precision, recomputation and initialisation
         bf16=spec.bf16,
         deterministic_mode=spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
@@ -254,6 +255,8 @@ def build_model(
     """Return this rank's shard of one pipeline stage; its weights are not loaded yet.
 
     Args:
+        architecture: architecture of the model.
+        spec: specification of the trainer.
         vp_stage: number of the stage, if this rank has several.
     """
     config = transformer_config(architecture, spec)

@@ -18,7 +18,7 @@ class ColumnMasks:
     Attributes:
         masks: [M, bytes] uint8 masks over the whole vocabulary; see `Microbatch.masks`.
         rows: [N] int64 index of each row's mask.
-        first_column: token of the rank's first column.
+        first_column: token id of the rank's first column.
         columns: number of the rank's columns without padding.
     """
 

@@ -98,6 +98,9 @@ def rotate_on_cpu(x: Tensor, cos_and_sin: Tensor, interleaved: bool = False) -> 
         cos_and_sin: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: the cosines of d angles, of which
             the second half repeats the first, and the factors −sin and sin of the swapped halves.
         interleaved: False; no supported model pairs neighbouring elements.
+
+    Returns:
+        [T, 1, heads, d] float32.
     """
     assert not interleaved, "no supported model pairs neighbouring elements"
     out: Tensor = _CPURotation.apply(x, cos_and_sin)

@@ -92,7 +92,8 @@ def logprobs_and_entropy(
         labels: [N] global token ids.
         temperatures: [N], all > 0.
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
-        embeds: True if the weight is also the embedding of this rank's tokens.
+        embeds: True if the weight is also the embedding of this pipeline stage, which then passes
+            on its gradient.
         exact: True if the bits of a row's logits must not depend on the other rows.
         masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
 
@@ -267,6 +268,6 @@ def _logits(
 
 
 def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which labels are columns of this rank [rows], and their clamped columns [rows, 1]."""
+    """Return a mask of the labels that are columns of this rank [rows], and their clamped columns [rows, 1]."""
     is_local = (labels >= 0) & (labels < width)
     return is_local, labels.clamp(0, width - 1)[:, None]

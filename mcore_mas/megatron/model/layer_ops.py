@@ -24,7 +24,7 @@ _NORM_WARPS = 16 * 132
 
 
 def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
-    """Return the number of blocks, the programs of the gradient, and the kernels' options.
+    """Return the number of row blocks, of programs of the gradient kernel, and the kernels' options.
 
     A thread computes 16 elements of a block.
     """
@@ -52,7 +52,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _norm_gradient(
     x: Tensor, weight: Tensor, grad_out: Tensor, eps: float, trains_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and each program's part of the weight's [programs, width].
+    """Return the gradients of x, and of the weight in one part of each program [programs, width].
 
     For a frozen weight the second result is [0, width].
     """
@@ -109,8 +109,10 @@ class KernelNorm(torch.autograd.Function):
         return grad_x, mark_grad_as_added(weight), None
 
 
-# Columns of a row that a program of SwiGLU computes, and its warps.
-LAYER_BLOCK = 1024
+# Columns of a row that a program of SwiGLU computes.
+SWIGLU_BLOCK = 1024
+
+# Warps of a program of SwiGLU, and of the rotation.
 _LAYER_WARPS = 4
 
 
@@ -130,7 +132,9 @@ def swiglu(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     out = _empty_swiglu_output(gate_and_up)
     width = out.shape[-1]
     grid = _swiglu_grid(out)
-    kernels.swiglu_kernel[grid](gate_and_up, scale, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
+    kernels.swiglu_kernel[grid](
+        gate_and_up, scale, out, width, SWIGLU_BLOCK, num_warps=_LAYER_WARPS
+    )
     return out
 
 
@@ -142,7 +146,7 @@ def _empty_swiglu_output(gate_and_up: Tensor, scale: Tensor | None = None) -> Te
 def _swiglu_gradient(
     gate_and_up: Tensor, scale: Tensor | None, grad_out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `gate_and_up`, and each block's part of that of `scale` [..., blocks].
+    """Return the gradients of `gate_and_up`, and of `scale` in one part of each block [..., blocks].
 
     Without a scale the second result is [0].
     """
@@ -156,7 +160,7 @@ def _swiglu_gradient(
         grad_gate_and_up,
         scale_parts,
         grad_out.shape[-1],
-        LAYER_BLOCK,
+        SWIGLU_BLOCK,
         num_warps=_LAYER_WARPS,
     )
     return grad_gate_and_up, scale_parts
@@ -173,7 +177,7 @@ def _empty_swiglu_gradients(
 def _swiglu_grid(out: Tensor) -> tuple[int, int]:
     """Return the number of rows, and of blocks in a row."""
     width = out.shape[-1]
-    return out.numel() // width, -(-width // LAYER_BLOCK)
+    return out.numel() // width, -(-width // SWIGLU_BLOCK)
 
 
 def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -297,9 +301,8 @@ class KernelHead(torch.autograd.Function):
     counted from this rank's first column, `columns` is the number of its columns without padding,
     `embeds` is True if the embedding shares the weight and passes on a gradient itself, `chunks`
     are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`, or
-    None. The gradient of the weight is added to
-    Megatron's float32 buffer, if there is one. Logits are float32, and never rounded to the
-    factors' bfloat16.
+    None. The gradient of the weight is added to Megatron's float32 buffer, if there is one. Logits
+    are float32, and never rounded to the factors' bfloat16.
     """
 
     @staticmethod

@@ -55,11 +55,11 @@ class CausalBlocks:
 class TileSizes:
     """Sizes of the tiles of Triton's attention kernels.
 
-    A tile of queries has a row for each token and each of the `group` heads that share a key/value
-    head.
+    A tile of queries has a row for each token and each of the `group` query heads that share a
+    key/value head.
 
     Attributes:
-        group: heads that share a key/value head.
+        group: number of query heads that share a key/value head.
         rows: rows of a query tile in the forward kernel and that of the queries' gradient; at
             least `group`.
         keys: keys of a key tile in these kernels.
@@ -113,7 +113,7 @@ class TileSizes:
 
 
 def _next_power(count: int) -> int:
-    """Return the smallest power of two that is not below `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -203,12 +203,12 @@ class PackedTrees(PackedSeqParams):
     Attributes:
         causal_blocks: blocks of tokens that attend to themselves; every token is in one block.
         unmasked_pairs: ranges of queries and of keys; each of the queries attends to all the keys.
-        paths: token ranges from the root to each segment; set on a CPU only.
+        paths: by segment, the token ranges from the root of its tree to it; set on a CPU only.
         block_plan: plan for Triton's kernels, in place of `causal_blocks` and `unmasked_pairs`.
         sequence_starts: [sequences + 1] int32, first token of each sequence, and T; None if
             sequences share tokens.
         longest_segment: number of tokens of the longest segment.
-        longest_sequence: number of tokens of the longest sequence.
+        longest_sequence: number of tokens of the longest sequence, from a root to a leaf.
         predictors: [n] tokens of this rank that predict a label; set if the other tokens do not
             leave the last layer.
         routing: [tokens of this rank, sparse layers, k] experts on record, see `EngineRoutingReplay`.
@@ -229,13 +229,13 @@ class PackedTrees(PackedSeqParams):
 
     @classmethod
     def of(
-        cls, segments: Sequence[Segment], kind: str = "cpu", sizes: TileSizes | None = None
+        cls, segments: Sequence[Segment], device_type: str = "cpu", sizes: TileSizes | None = None
     ) -> PackedTrees:
         """Lay out segments end to end; the tensors are on the CPU.
 
         Args:
             segments: depth first, so that the segments that continue one follow it directly.
-            kind: type of the device that torch's kernels will run on.
+            device_type: type of the device that torch's kernels will run on, "cpu" or "cuda".
             sizes: sizes of the tiles of Triton's kernels; None: torch's kernels are used.
         """
         lengths = [segment.tokens for segment in segments]
@@ -245,14 +245,16 @@ class PackedTrees(PackedSeqParams):
 
         layout = cls(
             longest_segment=max(lengths),
-            longest_sequence=max(map(sum, zip(depths(segments), lengths, strict=True))),
+            longest_sequence=max(
+                depth + tokens for depth, tokens in zip(depths(segments), lengths, strict=True)
+            ),
         )
-        if kind == "cpu":
+        if device_type == "cpu":
             layout.paths = _paths(segments, ranges)
         if sizes is not None:
             layout.block_plan = BlockPlan.of(lengths, subtree_ends, sizes)
         else:
-            max_block_tokens = _CPU_BLOCK if kind == "cpu" else max(lengths)
+            max_block_tokens = _CPU_BLOCK if device_type == "cpu" else max(lengths)
             layout.causal_blocks, layout.unmasked_pairs = _attention_calls(
                 ranges, subtree_ends, max_block_tokens
             )

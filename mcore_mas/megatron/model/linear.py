@@ -64,8 +64,8 @@ def trained_linear(
 ) -> Tensor:
     """Compute a linear layer on a CPU; elsewhere, call Megatron's implementation.
 
-    Megatron's is also called for frozen weights, and where the ranks communicate during the
-    product.
+    Megatron's is also called where the ranks communicate during the product, and for frozen weights
+    unless `exact`.
 
     Args:
         megatron_forward: Megatron's implementation, called with all other arguments but `exact`.
@@ -81,8 +81,8 @@ def trained_linear(
         [..., rows]
     """
     ranks_communicate = allreduce_dgrad or sequence_parallel
-    is_frozen = not weight.requires_grad and not exact
-    if x.device.type != "cpu" or is_frozen or ranks_communicate:
+    is_frozen = not weight.requires_grad
+    if x.device.type != "cpu" or ranks_communicate or (is_frozen and not exact):
         return megatron_forward(
             x,
             weight,

@@ -12,8 +12,8 @@ class TreeRotary(RotaryEmbedding):
 
     Attributes:
         position_ids: [T], set for each micro-batch.
-        positions: an upper bound of `position_ids`. It is a number, because reading it from the GPU
-            would make the host wait.
+        positions: number of positions, larger than every position id. It is a Python number, because
+            reading it from the GPU would make the host wait.
     """
 
     position_ids: Tensor

@@ -16,8 +16,8 @@ STAGES = 3
 STAGES_BACKWARD = 2
 
 
-def _pointer(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return a tensor [T, heads, d] with its strides, as the kernels take it."""
+def _with_strides(x: Tensor) -> tuple[Tensor, int, int]:
+    """Return a tensor [T, heads, d] and its first two strides, as the kernels take it."""
     assert x.stride(2) == 1, "elements of a head must be neighbours"
     return x, x.stride(0), x.stride(1)
 
@@ -57,10 +57,10 @@ def _attention(
     query_blocks = _query_blocks(plan)
     kv_heads = k.shape[1]
     kernels.forward_kernel[query_blocks, kv_heads](
-        _pointer(q),
-        _pointer(k),
-        _pointer(v),
-        _pointer(out),
+        _with_strides(q),
+        _with_strides(k),
+        _with_strides(v),
+        _with_strides(out),
         lse,
         _plan_arguments(q, plan, scale),
         _kernel_shape(q.shape[2], group, rows, keys),
@@ -95,23 +95,23 @@ def _attention_backward(
     options = {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
     # The first kernel writes `delta`, and the second one reads it.
     kernels.backward_q_kernel[query_blocks, kv_heads](
-        _pointer(q),
-        _pointer(k),
-        _pointer(v),
-        (_pointer(out), lse, delta),
-        _pointer(grad_out),
-        _pointer(grad_q),
+        _with_strides(q),
+        _with_strides(k),
+        _with_strides(v),
+        (_with_strides(out), lse, delta),
+        _with_strides(grad_out),
+        _with_strides(grad_q),
         plan_arguments,
         _kernel_shape(q.shape[2], group, rows, keys),
         **options,
     )
     kernels.backward_kv_kernel[key_blocks, kv_heads](
-        (_pointer(q), lse, delta),
-        _pointer(k),
-        _pointer(v),
-        _pointer(grad_out),
-        _pointer(grad_k),
-        _pointer(grad_v),
+        (_with_strides(q), lse, delta),
+        _with_strides(k),
+        _with_strides(v),
+        _with_strides(grad_out),
+        _with_strides(grad_k),
+        _with_strides(grad_v),
         plan_arguments,
         _kernel_shape(q.shape[2], group, rows_kv, keys_kv),
         **options,

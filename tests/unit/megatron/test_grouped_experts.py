@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from benchmarks.gpu.shapes import make_batch
 from mcore_mas.megatron.model import experts, head, mlp, norm
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, swiglu
+from mcore_mas.megatron.model.layer_ops import SWIGLU_BLOCK, swiglu
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 from tests.support.gradients import full_gradients
@@ -67,7 +67,7 @@ def test_the_rows_of_a_token_are_summed_in_float32() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("width", [48, LAYER_BLOCK + 6])
+@pytest.mark.parametrize("width", [48, SWIGLU_BLOCK + 6])
 def test_scaled_swiglu_computes_the_results_of_torch(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     gate_and_up = torch.randn(5, 2 * width, generator=draw)

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, silu
 
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.layer_ops import (
-    LAYER_BLOCK,
+    SWIGLU_BLOCK,
     KernelNorm,
     rotate_with_kernel,
     swiglu,
@@ -55,7 +55,7 @@ def test_swiglu_by_hand() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("width", [5, LAYER_BLOCK, LAYER_BLOCK + 6])
+@pytest.mark.parametrize("width", [5, SWIGLU_BLOCK, SWIGLU_BLOCK + 6])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, BF16_TOLERANCE)]
 )
