@@ -20,8 +20,9 @@ _TOKEN_COLUMNS = ("token_ids", "position_ids", "routing")
 # All bytes of `Microbatch.routing` of a token whose experts are not on record.
 UNKNOWN_EXPERT = 255
 
-# Largest number of micro-batches per pipeline stage that is tried. More and smaller ones shorten the
-# pipeline bubble: the time in which the stages wait for the first and the last micro-batch.
+# `CostModel.batch_counts` proposes up to this number of micro-batches for each pipeline rank. More and
+# smaller ones shorten the pipeline bubble: the time in which the stages wait for the first and the
+# last micro-batch.
 _MAX_PER_STAGE = 2
 
 # `CostModel.sharing_cost` on a CPU, where attention to a shared segment is a call of its own, whose
@@ -88,7 +89,9 @@ class Microbatch:
         weights: [N] float32 weights in the loss, divided by the denominator of the update.
         kl_coef: [N] float32 coefficients of the KL term.
         entropy_coef: [N] float32 coefficients of the entropy bonus.
-        proximal: [N] float32 log-probabilities under the weights at the start of the step.
+        proximal: [N] float32 log-probabilities under the weights at the start of the step. This and
+            the next three columns are NaN in the rows of a sample that has no such values, and None
+            if no sample has any.
         reference: [N] float32 log-probabilities under the frozen reference model.
         values: [N] float32 values of the critic at the start of the step.
         returns: [N] float32 targets of the critic.
@@ -342,7 +345,9 @@ class CostModel:
             return []
         step = self.pp if self.vpp > 1 else 1
         min_per_rank = -(-min_count // (self.dp * step)) * step
-        max_per_rank = max(min_per_rank, _MAX_PER_STAGE * self.pp if self.pp > 1 else 1)
+        max_per_rank = min_per_rank
+        if self.pp > 1:
+            max_per_rank = max(min_per_rank, _MAX_PER_STAGE * self.pp)
         return [self.dp * per_rank for per_rank in range(min_per_rank, max_per_rank + 1, step)]
 
     def makespan(self, loads: Sequence[float]) -> float:

@@ -16,14 +16,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
         total += a @ b
-    else:  # cuBLAS adds the product of bfloat16 factors to a float32 matrix without rounding
+    else:  # cuBLAS adds a product of bfloat16 factors to a float32 matrix without rounding it first
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def mark_grad_as_added(weight: Tensor) -> Tensor:
-    """Mark a weight's gradient as added to `main_grad`, and return an empty tensor in its place.
+    """Mark a weight's gradient as added to `main_grad`; return an uninitialised tensor of its shape.
 
-    Megatron's hooks need some tensor as the gradient, and skip it because of the mark.
+    Autograd gets this tensor as the gradient. Megatron's hooks need one, and ignore its values
+    because of the mark.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)
@@ -63,7 +64,11 @@ class HeadWeightGrad:
             add_product(self._total, grad_logits.t(), hidden)
 
     def result(self) -> Tensor | None:
-        """Return the gradient of the weight as the head's backward pass hands it to autograd."""
+        """Return the gradient of the weight that the head's backward pass hands to autograd.
+
+        None if the weight is frozen, or if the gradient is in the buffer already and the embedding
+        hands over the other part.
+        """
         if self._total is None:
             return None
         if not self._is_in_buffer:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from rollout.base.processes import ProcessLost
 
-# How often the status files are read within the time after which ranks count as hung.
+# Number of times that the status files are read within `RankMonitor.hang_s`.
 _POLLS = 8
 
 # Number of a stack's frames in an error message; the innermost frame is last.
@@ -79,7 +79,10 @@ class RankMonitor:
         )
 
     def _last_progress(self, rank: int) -> int:
-        """Return the time of a rank's last progress, in ns; 0 if its watchdog has written stacks."""
+        """Return the time of a rank's last progress, in ns.
+
+        It is 0 if the rank's watchdog has written stacks, or if there is no status file yet.
+        """
         path = self.status_file(rank)
         with suppress(OSError):
             if _TRACEBACK_HEADER not in path.read_text():
@@ -87,7 +90,10 @@ class RankMonitor:
         return 0
 
     def _describe(self, ranks: Sequence[int]) -> str:
-        """Describe ranks, those in the same state together, and those that do not respond first."""
+        """Describe ranks, those in the same state together.
+
+        Ranks that do not respond come first, because their descriptions do so alphabetically.
+        """
         ranks_by_state: dict[str, list[int]] = {}
         for rank in ranks:
             ranks_by_state.setdefault(self._state(rank), []).append(rank)

@@ -18,6 +18,8 @@ from rollout.models.layout import ParallelLayout, Recompute
 class TrainerSpec(ParallelLayout):
     """Specification of one trainer, as plain data that is sent to every rank.
 
+    `ParallelLayout` documents the sizes of the parallel layout.
+
     Attributes:
         model: Hugging Face folder.
         init: "folder": load its weights; "random": seeded weights in the shape of its config.json.
@@ -28,7 +30,7 @@ class TrainerSpec(ParallelLayout):
         distributed_optimizer: split the optimizer state over data-parallel ranks.
         overlap: reduce gradients during the backward pass and, with the distributed optimizer,
             gather weights during the forward pass.
-        bucket: parameters of one overlapping exchange; None: Megatron's choice.
+        bucket: number of parameters in one overlapping exchange; None: Megatron's choice.
         host_moments: keep Adam's moments in host memory, except for the weight that is being
             stepped.
         recompute: activations that the backward pass recomputes.
@@ -36,7 +38,8 @@ class TrainerSpec(ParallelLayout):
         attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
         bf16: train in bfloat16 with float32 master weights.
         deterministic: compute in float32 on a CPU with the same bits as the embedded engine.
-        cumem: NCCL_CUMEM_ENABLE of the ranks, unless it is set; None: NCCL's choice.
+        cumem: value of NCCL_CUMEM_ENABLE for the ranks, unless the environment sets it; None:
+            NCCL's choice.
         lr: learning rate after the warm-up.
         warmup_steps: updates of linear warm-up.
         schedule: schedule of the learning rate after the warm-up.
@@ -44,7 +47,7 @@ class TrainerSpec(ParallelLayout):
         decay_steps: updates, including the warm-up; None for a constant rate.
         betas, eps: parameters of Adam.
         weight_decay: weight decay of parameters other than norms and biases.
-        clip_grad: largest norm of a gradient.
+        clip_grad: norm to which a larger gradient is scaled down.
         spike_factor: times the running median that makes a gradient norm a spike.
         skip_spikes: skip the step of a spike. The step of a gradient that is not finite is always
             skipped.
@@ -111,15 +114,15 @@ def init_process_groups(
 ) -> None:
     """Join the policy's process groups, with NCCL where there is CUDA and with gloo elsewhere.
 
-    Neighbouring ranks are in one tensor-parallel group, then in one context-parallel group, then in
-    one data-parallel group.
+    Ranks are numbered through tensor-parallel groups first, then through context-, data- and
+    pipeline-parallel groups.
 
     Args:
         layout: layout of the ranks; None: this rank is alone.
         rank: number of this rank.
         threads: threads of torch's operations on the CPU.
         store: store at which the ranks find each other; None only if this rank is alone.
-        patience_s: time that a rank waits for another one.
+        patience_s: time that a rank waits for the others, also in a collective.
     """
     # Megatron is imported here, so that code that only writes a specification does not load it.
     import mcore_mas.megatron.patches  # noqa: F401  before Megatron
@@ -155,7 +158,7 @@ def init_process_groups(
 
 
 def destroy_process_groups() -> None:
-    """Leave the process group."""
+    """Leave all process groups."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -52,16 +51,22 @@ def prefetch(
 
     So the transfer of a micro-batch runs during the computation of the one before it.
     """
-
-    def start(value: _T) -> tuple[_T, torch.cuda.Event | None]:
+    previous: tuple[_T, torch.cuda.Event | None] | None = None
+    for value in values:
         uploaded = upload(value, device, stream)
-        return uploaded, stream.record_event() if stream else None
+        arrival = stream.record_event() if stream else None
+        if previous is not None:
+            yield _await_arrival(*previous, device)
+        previous = uploaded, arrival
+    if previous is not None:
+        yield _await_arrival(*previous, device)
 
-    started = chain(map(start, values), [None])
-    for (value, arrived), _ in pairwise(started):  # type: ignore[misc]
-        if arrived:
-            torch.cuda.current_stream(device).wait_event(arrived)
-        yield value
+
+def _await_arrival(value: _T, arrival: torch.cuda.Event | None, device: torch.device) -> _T:
+    """Make the device's current stream wait for the transfer of a value; return the value."""
+    if arrival is not None:
+        torch.cuda.current_stream(device).wait_event(arrival)
+    return value
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
