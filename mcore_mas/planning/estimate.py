@@ -36,9 +36,10 @@ PROCESS_BYTES = 1.0e9  # GPU memory of the CUDA context of each process
 # 8 MB for each of 58 prompt lengths, as SGLang 0.5.23 reserves them (`reserve_for_graph_mb`).
 GRAPH_BYTES = 0.9e9
 # A server's KV cache also has room for the prefixes of sessions whose agents wait for each other,
-# and for memory that loading leaves behind: twice what its slots fill, and no less than this.
+# and for memory that loading leaves behind. It takes no more than this multiple of what its slots
+# fill, or this number of bytes if that is more.
 _KV_CACHE_FACTOR = 2
-_MIN_FULL_KV_CACHE = 2e9
+_MIN_KV_CACHE_LIMIT = 2e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +128,13 @@ def trainers_by_ranks(config: RunConfig) -> list[list[GroupKey]]:
         policy = config.policies[name]
         parts: list[Part] = ["trainer"] if policy.critic is None else ["trainer", "critic"]
         for part in parts:
-            ranks_of: GroupKey = (config.holder(name), "trainer" if policy.share_base else part)
-            sharing.setdefault(ranks_of, []).append((name, part))
+            rank_owner: GroupKey = (config.holder(name), "trainer" if policy.share_base else part)
+            sharing.setdefault(rank_owner, []).append((name, part))
     return list(sharing.values())
 
 
 def engine_weights(config: RunConfig, models: Models) -> dict[str, float]:
-    """Return the weights on one GPU of each engine, by the policy that it belongs to."""
+    """Return the bytes of weights on one GPU of each engine, by the policy that it belongs to."""
     weights = {}
     for policy, architecture in models.items():
         if engine_holder(config, policy) != policy:
@@ -151,8 +152,8 @@ def estimate_peak_memory(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
     """Estimate the peak GPU memory of a run in the update and the rollout phase.
 
     The KV cache of a server takes the remaining memory, but at most twice as much as all of its
-    slots can fill, and at least one sequence of the maximum length. That of an embedded engine has
-    a sequence of the maximum length in every slot.
+    slots can fill or 2 GB, whichever is more, and at least one sequence of the maximum length. That
+    of an embedded engine has a sequence of the maximum length in every slot.
     """
     if config.cluster.pool == "split":
         return _peak_of_split_pool(config, models, gpu)
@@ -163,13 +164,13 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
     largest_trainer = max((rank.peak for rank in _trainer_ranks(config, models)), default=0.0)
     largest_engine = max(engine_weights(config, models).values())
 
-    engine = largest_engine + _engine_process_bytes(config)
-    free = USABLE_SHARE * gpu.memory_bytes - engine
+    without_cache = largest_engine + _engine_process_bytes(config)
+    free = USABLE_SHARE * gpu.memory_bytes - without_cache
     kv_cache = _kv_cache_within(config, models, free)
     return PeakMemory(
         kv_cache=kv_cache,
         update=largest_trainer + PROCESS_BYTES,
-        rollout=engine + kv_cache,
+        rollout=without_cache + kv_cache,
     )
 
 
@@ -213,24 +214,24 @@ def _engine_process_bytes(config: RunConfig) -> float:
 
 
 def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
-    """Return the size of an engine's KV cache in so many free bytes, within its bounds."""
-    least = 0.0
-    most = 0.0
+    """Return the bytes of an engine's KV cache, given the free bytes and the bounds of the cache."""
+    lower = 0.0
+    upper = 0.0
     for policy, architecture in models.items():
         engine = for_policy(config, policy).engine
         if engine.name == "embedded":
-            slots = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
-            least = max(least, slots)
-            most = max(most, slots)
+            all_slots = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
+            lower = max(lower, all_slots)
+            upper = max(upper, all_slots)
             continue
         sequence = kv_bytes_per_token(architecture, engine.tp) * engine.max_length
-        least = max(least, sequence)
-        most = max(most, _KV_CACHE_FACTOR * sequence * engine.slots, _MIN_FULL_KV_CACHE)
-    return min(most, max(least, free))
+        lower = max(lower, sequence)
+        upper = max(upper, _KV_CACHE_FACTOR * sequence * engine.slots, _MIN_KV_CACHE_LIMIT)
+    return min(upper, max(lower, free))
 
 
 def estimate_host_memory(config: RunConfig, models: Models) -> float:
-    """Estimate the host memory that the trainers of a run take on all machines together.
+    """Estimate the bytes of host memory that the trainers of a run take on all machines together.
 
     A rank has in host memory the weights of the reference and the moments that are kept there. It
     also has, at different times, its offloaded state and the sum of the agents' gradients. Saving a
@@ -253,7 +254,7 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
 
 
 def estimate_disk(config: RunConfig, models: Models) -> float:
-    """Estimate the disk space of the checkpoints and finished models of a run."""
+    """Estimate the bytes on disk of the checkpoints and the finished models (bfloat16) of a run."""
     # One more checkpoint than is kept, as the oldest is removed after the newest is written.
     checkpoints = config.trainer.keep_checkpoints + config.keep_best + 1
     total = 0.0

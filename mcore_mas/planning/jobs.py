@@ -1,7 +1,7 @@
 """Needs of the jobs of a run: the nodes, GPUs, CPUs and memory that each stage requests.
 
-`job_needs` derives them from the config; Snakemake passes them to Slurm. docs/cluster.md has the
-measurements behind the constants.
+`job_needs` derives them from the config; Snakemake passes them to Slurm. docs/cluster.md lists what a
+job requests. The memory of jobs on CPUs was measured, and that of jobs on GPUs is an estimate.
 """
 
 from collections.abc import Iterable
@@ -67,7 +67,9 @@ _BM25_BUILDING_BYTES = 3_600
 _ENCODER_DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}
 
 _TASKS_MB = 1_000
-_TASKS_PER_FILE_SIZE = 10  # DeepCoder's tasks take 4.3 times its file; in others tests are packed
+# Bytes of memory for a byte of the data files. DeepCoder's tasks take 4.3 times as much as its file;
+# in the files of other benchmarks, tests are compressed.
+_TASKS_PER_FILE_SIZE = 10
 
 TOKEN_BYTES = 72  # in a micro-batch: ids, positions, labels and the inputs of the loss
 _LEAST_OBJECT_STORE_MB = 256

@@ -72,10 +72,10 @@ def hide_gpus_from_cpu_run(config: RunConfig) -> Iterator[None]:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, at most 8.
+    """Return the number of cores that this process may use.
 
-    This is OMP_NUM_THREADS, which Snakemake sets, or else the cores that the container and the affinity mask grant.
-    Matrix products of models that CPUs can train are too small for more threads.
+    This is OMP_NUM_THREADS, which Snakemake sets, or else the number of cores that the container and the affinity
+    mask grant, but at most 8: matrix products of models that CPUs can train are too small for more threads.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads):

@@ -1,7 +1,7 @@
 """Memory of one rank of a trainer and of one GPU of an engine, by formula; all sizes are bytes.
 
 Weights, gradients and optimizer state are counted tensor by tensor, activations as the layers save
-them. `tests/unit/planning/test_memory.py` compares the formulas with real trainers.
+them. `tests/unit/planning/test_trainer_memory.py` compares the formulas with real trainers.
 """
 
 from __future__ import annotations

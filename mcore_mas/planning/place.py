@@ -17,6 +17,7 @@ from mcore_mas.planning.estimate import (
     load_architectures,
 )
 from mcore_mas.planning.gpus import Cluster, PlanError
+from mcore_mas.planning.shared_pool import MEMORY_SHARE
 from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
 from rollout.base.errors import ModelError
 from rollout.models.layout import ParallelLayout, check_fit
@@ -43,21 +44,22 @@ def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
     embedded engine gets as many of its `slots` as there is memory for their keys and values.
 
     Raises:
-        PlanError: no placement fits; names the shortfall and a cluster that would do.
+        PlanError: no placement fits, or `check_plannable` refuses the run. The message names the
+            shortfall and a cluster that would do.
         ModelError: the architecture of a model is not known.
     """
     check_plannable(config)
     models = load_architectures(config)
-    candidate = _smallest_that_fits(config, models, cluster)
+    candidate = _best_candidate(config, models, cluster)
     if candidate is None or candidate.shortfall > 0:
-        raise PlanError(_nothing_fits(config, models, cluster, candidate))
+        raise PlanError(_describe_shortfall(config, models, cluster, candidate))
 
     values = candidate.config.model_dump(mode="json")
     if config.engine.name == "sglang":
         weights = engine_weights(candidate.config, models)
         kv_cache = estimate_peak_memory(candidate.config, models, cluster.gpu).kv_cache
         share = (max(weights.values()) + kv_cache) / cluster.gpu.memory_bytes
-        values["engine"]["options"]["mem-fraction-static"] = round(share, 3)
+        values["engine"]["options"][MEMORY_SHARE] = round(share, 3)
     return RunConfig.from_values(values, f"run '{config.run}'")
 
 
@@ -65,8 +67,9 @@ def check_plannable(config: RunConfig) -> None:
     """Check that the engines of a run are on its own GPUs, all split alike.
 
     Raises:
-        PlanError: an engine is on the CPU, of the user's own, runs elsewhere or several times, or a
-            policy's engine has separate settings.
+        PlanError: the run or its engine is on CPUs, the engine is of another kind, runs elsewhere or
+            has several embedded replicas, or a policy overrides the kind, size or place of its
+            engine.
     """
     engine = config.engine
     on_gpus = engine.name == "sglang" or (
@@ -114,7 +117,7 @@ def check_placement(config: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def _smallest_that_fits(config: RunConfig, models: Models, cluster: Cluster) -> _Candidate | None:
+def _best_candidate(config: RunConfig, models: Models, cluster: Cluster) -> _Candidate | None:
     """Return the first candidate that fits, else the one with the smallest shortfall.
 
     None if no tensor parallelism divides both the models and the cluster.
@@ -133,7 +136,9 @@ def _smallest_that_fits(config: RunConfig, models: Models, cluster: Cluster) -> 
 def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[RunConfig]:
     """Yield the placements in the order in which they are tried."""
     sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
-    for one_by_one in (False,) if config.collects_ahead else (False, True):
+    # Trainers that take turns must be offloaded, and those of a run that collects ahead are not.
+    turn_choices = [False] if config.collects_ahead else [False, True]
+    for one_by_one in turn_choices:
         for tp in sizes:
             placed = _with_tensor_parallelism(config, cluster, tp, one_by_one=one_by_one)
             yield _with_slots_that_fit(placed, models, cluster)
@@ -203,17 +208,18 @@ def _with_slots_that_fit(config: RunConfig, models: Models, cluster: Cluster) ->
         return config
     one_slot = config.engine.model_copy(update={"slots": 1})
     peak = estimate_peak_memory(config.model_copy(update={"engine": one_slot}), models, cluster.gpu)
-    with_cache = peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
-    free = USABLE_SHARE * cluster.gpu.memory_bytes - with_cache
-    sequences = len(engine_weights(config, models)) * peak.kv_cache  # one in each engine
-    slots = min(config.engine.slots, max(1, 1 + int(free // sequences)))
+    phase_with_caches = peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
+    free = USABLE_SHARE * cluster.gpu.memory_bytes - phase_with_caches
+    slot_bytes = len(engine_weights(config, models)) * peak.kv_cache  # a slot in each engine
+    slots = min(config.engine.slots, max(1, 1 + int(free // slot_bytes)))
     engine = config.engine.model_copy(update={"slots": slots})
     return config.model_copy(update={"engine": engine})
 
 
-def _nothing_fits(
+def _describe_shortfall(
     config: RunConfig, models: Models, cluster: Cluster, closest: _Candidate | None
 ) -> str:
+    """Return the error of a run that does not fit, with the smallest cluster that would do."""
     if closest is None:
         reason = f"no tensor parallelism divides both its models and {cluster.gpus} GPUs"
     else:
@@ -224,7 +230,7 @@ def _nothing_fits(
 
     larger = [replace(cluster, gpus=gpus) for gpus in _CLUSTER_SIZES if gpus > cluster.gpus]
     for size in larger:
-        candidate = _smallest_that_fits(config, models, size)
+        candidate = _best_candidate(config, models, size)
         if candidate is not None and candidate.shortfall == 0:
             return f"{config.run}: nothing fits {cluster}; {reason}; the least that fits: {size}"
     largest = replace(cluster, gpus=_CLUSTER_SIZES[-1])

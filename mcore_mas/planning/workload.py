@@ -40,9 +40,9 @@ def _policy_workload(config: RunConfig, policy: str) -> Workload:
     names = [name for name, agent in config.agents.items() if agent.policy == policy]
     agents = [config.agents[name] for name in names]
     prompt_budgets = [max(0, config.engine.max_length - agent.max_tokens) for agent in agents]
-    replies_per_call = sum(1 + _alternatives(config, name) for name in names)
+    turns_per_round = sum(1 + _alternatives(config, name) for name in names)
     return Workload(
-        turns=_trajectories_per_step(config) * _turns_per_agent(config) * replies_per_call,
+        turns=_trajectories_per_step(config) * _rounds(config) * turns_per_round,
         prompt_tokens=MEAN_PROMPT_SHARE * fmean(prompt_budgets),
         reply_tokens=MEAN_REPLY_SHARE * fmean(agent.max_tokens for agent in agents),
     )
@@ -55,13 +55,16 @@ def _trajectories_per_step(config: RunConfig) -> float:
 
 
 def _alternatives(config: RunConfig, agent: str) -> int:
-    """Return the most alternatives of a turn of an agent."""
+    """Return the largest number of alternatives of a turn of an agent."""
     replays = config.trainer.replays
     return replays.alternatives if replays and agent in config.replayed_agents else 0
 
 
-def _turns_per_agent(config: RunConfig) -> float:
-    """Return the most turns of one agent in a trajectory, by the options of the orchestra."""
+def _rounds(config: RunConfig) -> float:
+    """Return the most rounds of a trajectory, by the options of the orchestra.
+
+    Every agent has one turn in a round.
+    """
     options = config.orchestra.options
     if options.get("max_nodes"):  # the nodes of a search tree are shared by all agents
         return float(options["max_nodes"]) / len(config.agents)

@@ -41,16 +41,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     jobs = []
     for name, layout in LAYOUTS.items():
-        (folder / f"held_{name}").mkdir()
-        spec = ranks.make_spec(
-            str(folder / (name if name in reference.FAMILIES else "qwen2")), **layout
-        )
+        out = folder / f"memory_{name}"
+        out.mkdir()
+        family = name if name in reference.FAMILIES else "qwen2"
+        spec = ranks.make_spec(str(folder / family), **layout)
         sizes = {size: layout[size] for size in ("tp", "pp", "dp") if size in layout}
-        arguments = {
-            "spec": spec,
-            "out": folder / f"held_{name}",
-            "samples": reference.make_samples(),
-        }
+        arguments = {"spec": spec, "out": out, "samples": reference.make_samples()}
         jobs.append(ranks.Job(function=ranks.measure_trainer_memory, arguments=arguments, **sizes))
     ranks.run_jobs(jobs)
     return folder
@@ -61,7 +57,7 @@ def test_a_real_trainer_holds_as_much(measured: Path, name: str) -> None:
     layout = dict(LAYOUTS[name])
     family = name if name in reference.FAMILIES else "qwen2"
     architecture = read_architecture(measured / family)
-    files = sorted((measured / f"held_{name}").glob("*.json"))
+    files = sorted((measured / f"memory_{name}").glob("*.json"))
     measured_ranks = [json.loads(file.read_text()) for file in files]
     sizes = ParallelLayout(
         **{key: layout[key] for key in ("tp", "pp", "dp", "sp") if key in layout}
@@ -102,32 +98,29 @@ MODEL = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-DEEP = {1: 256, 4: 1024}  # tokens of an update, by layers
+TOKENS_BY_LAYERS = {1: 256, 4: 1024}  # tokens of an update, by the number of the model's layers
 
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the peak of processes that train a model of one or four layers, by layout."""
     folder = tmp_path_factory.mktemp("grown")
-    for layers, tokens in DEEP.items():
+    for layers, tokens in TOKENS_BY_LAYERS.items():
         (folder / str(layers)).mkdir()
         (folder / str(layers) / "config.json").write_text(
             json.dumps(MODEL | {"num_hidden_layers": layers})
         )
         batch = make_batch([(tokens, -1, 100)], vocab=256)
         for name, layout in RESIDENT.items():
-            (folder / str(layers) / name).mkdir()
+            out = folder / str(layers) / name
+            out.mkdir()
             spec = ranks.make_spec(str(folder / str(layers)), init="random", **layout)
-            arguments = {"spec": spec, "out": folder / str(layers) / name, "batches": [batch]}
-            ranks.run_jobs(
-                [
-                    ranks.Job(
-                        function=ranks.measure_process_memory,
-                        arguments=arguments,
-                        tp=layout.get("tp", 1),
-                    )
-                ]
+            job = ranks.Job(
+                function=ranks.measure_process_memory,
+                arguments={"spec": spec, "out": out, "batches": [batch]},
+                tp=layout.get("tp", 1),
             )
+            ranks.run_jobs([job])  # in new processes, which no earlier job has enlarged
     return folder
 
 
@@ -142,7 +135,7 @@ def test_a_process_grows_by_about_as_much(grown: Path, name: str) -> None:
     planned = {}
     peaks = {}
     sizes = ParallelLayout(**{key: layout[key] for key in ("tp", "sp") if key in layout})
-    for layers, tokens in DEEP.items():
+    for layers, tokens in TOKENS_BY_LAYERS.items():
         settings = TrainerSettings(
             bf16=False,
             distributed_optimizer=False,
