@@ -28,14 +28,14 @@ from tests.support.precision import EPS, FACTOR, Errors
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 HEAD = f"""# Exactness
 
-`make exactness` writes this page, and `make test` asserts a part of it. Each row trains a tiny model with Megatron
+`make exactness` writes this page, and `make test-slow` asserts a part of it. Each row trains a tiny model with Megatron
 in float32 for {STEPS} optimizer steps, and compares it with a reference: a plain Hugging Face model with the same
 initial weights and samples, trained with plain torch in float64, one sequence at a time, with AdamW and gradient
 clipping at norm 1. Norms and routers of the reference are in float64 too. The numbers are the largest relative
 errors over all steps. In each row, the loaded weights must be exported bit for bit before the first step, and all
 ranks must report the same metrics.
 
-The bound of an error is measured in the same run, so that it holds on any machine. The plain model is also trained
+The bound of an error is measured in the same run, so it holds on any machine. The plain model is also trained
 in float32 three times, with other orders of the sums over samples and inside linear layers. An error may be
 {FACTOR} times the largest error of these runs, which the second table lists. Errors smaller than one rounding count
 as {EPS:.1e}.
@@ -120,9 +120,10 @@ def main() -> int:
         for row, measurement in zip(ROWS, measurements, strict=True)
         if measurement.excessive
     }
-    for objective in objective_measurements:
-        if objective.excessive:
-            excessive[f"{objective.case.name} in layout {objective.row.name}"] = objective.excessive
+    for measurement in objective_measurements:
+        if measurement.excessive:
+            name = f"{measurement.case.name} in layout {measurement.row.name}"
+            excessive[name] = measurement.excessive
     for name, errors in excessive.items():
         print(
             f"{name} is further from the reference than plain float32 allows: {errors}",

@@ -31,7 +31,7 @@ class Row:
         shared_base: True to train on the frozen weights of another trainer of adapters, which is
             trained in turn with this one.
         balance: weight of each agent in the balanced gradient; None: the gradient is not balanced.
-        deep: True to train on turns whose sequences share prefixes at three levels.
+        deep: True to train on turns whose sequences share prefixes at two levels (trees of depth 3).
         tested: True if the tests measure it too.
     """
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def task(self) -> tuple[str, bool, bool]:
-        """Model, and whether the samples are deep and the gradient is balanced.
+        """Name of the model, True if the samples are deep, and True if the gradient is balanced.
 
         Rows with the same task must have equal results.
         """

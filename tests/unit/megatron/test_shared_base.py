@@ -179,7 +179,7 @@ def test_policies_on_the_same_actors_train_at_once_sleep_together_and_resume(
     batches = pack(reference.make_samples(), 12)
 
     async def run(rotation: MemoryRotation | None) -> list[Any]:
-        """Return metrics and scores; with `turns`, one policy at a time is on the GPUs."""
+        """Return metrics and scores; with a rotation, one policy at a time is on the GPUs."""
         solver = TrainerGroup("solver", specs["solver"], threads=1, rotation=rotation)
         verifier = TrainerGroup("verifier", specs["verifier"], threads=1, base=solver)
         await asyncio.gather(verifier.ready(), solver.ready())
