@@ -245,8 +245,9 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
     for (name, part), memory in estimate_trainers(config, models).items():
         policy = config.policies[name]
         offloaded = memory.weights + memory.optimizer if policy.offload else 0.0
-        has_reference = config.loss.kl.coef > 0 and part == "trainer" and policy.lora is None
-        reference = memory.weights if has_reference else 0.0
+        uses_reference = for_policy(config, name).loss.kl.coef > 0 and part == "trainer"
+        # With adapters, the reference is the model without them, which is in memory already.
+        reference = memory.weights if uses_reference and policy.lora is None else 0.0
 
         per_rank = max(offloaded, memory.host_gradient_sum) + memory.host_moments + reference
         ranks += per_rank * policy.ranks

@@ -181,6 +181,19 @@ def test_host_memory_has_a_checkpoint_offloaded_state_and_the_reference() -> Non
     assert estimate_host_memory(on_host, models) == checkpoint + moments
 
 
+def test_only_policies_with_a_kl_term_have_a_reference_in_host_memory() -> None:
+    experiment = "drmas_t1_4b_separate_drmas"
+    plain = config(experiment)
+    solver_only = config(experiment, "policies.solver.overrides.loss={kl: {coef: 0.1}}")
+    models = load_architectures(plain)
+    weights = estimate_trainers(plain, models)["solver", "trainer"].weights
+    reference = plain.policies["solver"].ranks * weights
+    assert reference > 0
+    assert estimate_host_memory(solver_only, models) == pytest.approx(
+        estimate_host_memory(plain, models) + reference
+    )
+
+
 def test_disk_has_one_checkpoint_more_than_is_kept_and_the_finished_model() -> None:
     newest_and_best = one_policy("trainer.keep_checkpoints=2")
     models = load_architectures(newest_and_best)
