@@ -184,8 +184,11 @@ def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
     # trained at once, and engines receive new weights while other policies are still trained.
     peaks = [trainer.peak for trainer in trainers]
     active_trainers = max(peaks, default=0.0) if config.cluster.one_by_one else sum(peaks)
-    offloaded = any(config.policies[policy].offload for policy in config.trained)
-    resting_trainers = 0.0 if offloaded else sum(trainer.persistent for trainer in trainers)
+    resting_trainers = 0.0
+    for keys, trainer in zip(trainers_by_ranks(config), trainers, strict=True):
+        policy, _ = keys[0]  # trainers that share their ranks are offloaded together
+        if not config.policies[policy].offload:
+            resting_trainers += trainer.persistent
 
     update = processes + engines + active_trainers
     rollout = processes + engines + resting_trainers

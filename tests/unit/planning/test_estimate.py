@@ -72,6 +72,24 @@ def test_a_shared_pool_in_turn() -> None:
     assert peak.kv_cache > estimate_peak_memory(one_policy(*overrides), models, H100).kv_cache
 
 
+def test_a_trainer_that_is_not_offloaded_keeps_its_memory_in_the_rollout() -> None:
+    shared = [
+        "cluster.pool=shared",
+        "engine.transport=tensor",
+        "engine.sleep=true",
+        "policies.solver.offload=true",
+    ]
+    experiment = "drmas_t1_4b_separate_drmas"
+    one_offloaded = config(experiment, *shared)
+    both_offloaded = config(experiment, *shared, "policies.verifier.offload=true")
+    models = load_architectures(one_offloaded)
+    verifier = estimate_trainers(one_offloaded, models)["verifier", "trainer"]
+    with_verifier = estimate_peak_memory(one_offloaded, models, H100)
+    without = estimate_peak_memory(both_offloaded, models, H100)
+    caches = 2 * (with_verifier.kv_cache - without.kv_cache)
+    assert with_verifier.rollout - without.rollout == pytest.approx(verifier.persistent + caches)
+
+
 def test_the_kv_cache_is_bounded_by_the_slots_and_by_the_usable_memory() -> None:
     experiment = "drmas_t1_4b_separate_drmas"
     settings = [
