@@ -213,10 +213,19 @@ def estimate_trainer_memory(
 
 
 def _largest_weight(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Return the size of a rank's largest weight: the embedding, or gate and up projection."""
+    """Return the elements of a rank's largest weight: the embedding, or a gate and up projection.
+
+    The weights of a layer's experts are one parameter, except with Transformer Engine.
+    """
     embedding = architecture.vocab_padded(layout.tp) // layout.tp * architecture.hidden
     gate_and_up = 2 * architecture.hidden * architecture.ffn // layout.tp
-    return max(embedding, gate_and_up)
+    experts = architecture.experts
+    if experts is None:
+        return max(embedding, gate_and_up)
+
+    rank_experts = experts.count // layout.ep
+    stacked_experts = rank_experts * 2 * architecture.hidden * experts.ffn // layout.tp
+    return max(embedding, gate_and_up, stacked_experts)
 
 
 def _activation_gradient_bytes(

@@ -152,6 +152,29 @@ def test_moments_in_host_memory_leave_those_of_the_largest_weight_on_the_gpu() -
     assert memory.optimizer == 4 * n + 8 * gate_and_up
 
 
+def test_the_experts_of_a_layer_are_one_weight_whose_moments_stay_on_the_gpu() -> None:
+    mixture = tiny(
+        model_type="qwen3_moe",
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+    )
+    settings = TrainerSettings(
+        bf16=True,
+        distributed_optimizer=False,
+        recompute="full",
+        microbatch_tokens=TOKENS,
+        host_moments=True,
+    )
+    for ep, rank_experts in ((1, 4), (2, 2)):
+        layout = ParallelLayout(dp=ep, ep=ep)
+        memory = estimate_trainer_memory(mixture, layout, settings)
+        gate_and_up = rank_experts * 2 * 12 * 8  # a single dense one has 2 * 16 * 8
+        assert memory.optimizer == 4 * count_rank_parameters(mixture, layout) + 8 * gate_and_up
+
+
 def test_gradients_of_several_agents_are_summed_on_the_host_or_in_parts_on_the_gpus() -> None:
     n = TINY_PARAMETERS
     one_agent = tiny_memory()
