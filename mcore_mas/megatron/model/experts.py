@@ -61,11 +61,12 @@ add_grouped.register_fake(lambda *_: None)
 
 
 class _MoveRows(torch.autograd.Function):
-    """Copies tokens to the rows of their experts, or sums the rows of each token.
+    """Copy of tokens to the rows of their experts, or the sum of the rows of each token.
 
-    `apply(x, to_rows, token_of_row, rows_of_token)`: with `to_rows`, x is [T, h], and the result is
-    row `token_of_row` [R] of it for each row. Without, x is [R, h], and the result is the sum of
-    the rows `rows_of_token` [T, k] for each token. Each direction is the gradient of the other.
+    `apply(x, to_rows, token_of_row, rows_of_token)`: if `to_rows`, x is [T, h], and row r of the
+    result [R, h] is the token `token_of_row[r]` of x. Otherwise x is [R, h], and token t of the result
+    [T, h] is the sum of the rows `rows_of_token[t]` of x, of which there are k. Each direction is
+    the gradient of the other.
     """
 
     @staticmethod

@@ -100,7 +100,7 @@ class OptimizerState:
         self.is_distributed = any(
             hasattr(chained, "model_param_group_index_map") for chained in self._chained
         )
-        self._adam_by_tensor = {}
+        self._adam_by_tensor: dict[int, Any] = {}
         for chained in self._chained:
             for group in chained.optimizer.param_groups:
                 self._adam_by_tensor |= {
