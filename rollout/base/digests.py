@@ -29,8 +29,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
         failpoint(f"chunks.begun:{path.name}")
         for chunk in chunks:
             digest.update(chunk)
-            file.write(chunk)
-            size += len(chunk)
+            size += file.write(chunk)  # bytes; the length of a memoryview may count elements
         file.flush()
         os.fsync(file.fileno())
     failpoint(f"chunks.written:{path.name}")

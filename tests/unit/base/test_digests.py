@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout.base.digests import check_tree, sha256, tree_sha256, write_chunks
@@ -20,9 +21,10 @@ def test_several_files_have_the_digest_of_their_concatenation(tmp_path: Path) ->
 
 def test_written_chunks_have_the_digest_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    digest = write_chunks(path, [b"a", memoryview(b"bc")])
-    assert path.read_bytes() == b"abc"
-    assert digest == {"bytes": 3, "sha256": sha256(path)}
+    numbers = np.array([1, 2], dtype="<i4")
+    digest = write_chunks(path, [b"a", memoryview(b"bc"), memoryview(numbers)])
+    assert path.read_bytes() == b"abc" + b"\1\0\0\0\2\0\0\0"
+    assert digest == {"bytes": 3 + 2 * 4, "sha256": sha256(path)}
 
 
 def test_a_changed_or_missing_file_of_a_folder_is_refused(tmp_path: Path) -> None:
