@@ -102,7 +102,7 @@ def test_an_unknown_key_has_its_nearest_or_its_section(
     assert line(values) == expected
 
 
-def test_a_part_of_a_config_is_named_with_its_place() -> None:
+def test_a_part_of_a_config_is_named_with_its_key() -> None:
     expected = "policies.a.trainer.steps: Field required"
     assert line({"trainer": {}}, prefix="policies.a") == expected
 

@@ -96,7 +96,7 @@ def test_a_pause_is_as_long_as_the_server_asks_unless_patience_ends_before() -> 
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_a_busy_server_has_not_worked_on_the_request(status: int) -> None:
+def test_a_request_to_a_busy_server_may_be_repeated_and_costs_nothing(status: int) -> None:
     with pytest.raises(Unanswered, match=f"status {status}: slow down") as caught:
         HttpReply(status, {"retry-after": "3"}, b"slow\n down").raise_for_status()
     assert caught.value.retry_after_s == 3.0

@@ -1,4 +1,4 @@
-"""Numbers of users' code become Python's, or are refused by the name of what they are."""
+"""Numbers of users' code become Python's; other values are refused with their type."""
 
 from decimal import Decimal
 from fractions import Fraction

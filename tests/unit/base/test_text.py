@@ -38,7 +38,7 @@ def test_lone_surrogates_are_replaced() -> None:
     [
         ("http://user:word@host/x", "http://[redacted]@host/x"),
         ("password=abc max_token=5", "password=[redacted] max_token=5"),
-        ("key sk-0123456789 used", "key [redacted] used".replace("[", "sk-[")),
+        ("key sk-0123456789 used", "key sk-[redacted] used"),
         ("token_file: a.txt", "token_file: a.txt"),
     ],
 )

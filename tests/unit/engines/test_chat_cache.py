@@ -1,4 +1,4 @@
-"""A chat's turns reuse the keys and values of its earlier tokens: each token is computed once by the engine."""
+"""The turns of a chat reuse cached keys and values: the engine computes each token once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
-TURNS, SAMPLED, OBSERVED = 16, 3, 5
+TURNS = 16
+SAMPLED = 3  # tokens of each reply
+OBSERVED = 5  # tokens of the tool's result after each reply
 TASK = tuple(range(1, 21))
 
 
@@ -24,7 +26,7 @@ def test_sixteen_turns_prefill_each_token_once(tmp_path: Path) -> None:
         [(_, completion)] = done
         assert isinstance(completion, Completion)
         if turn:
-            # all but the last sampled token, which nothing was computed from, and what the tool said
+            # All tokens but the result of the tool and the last sampled token, which has no keys yet.
             assert completion.cached_tokens == len(prompt) - OBSERVED - 1
         prompt += completion.token_ids + tuple(range(30, 30 + OBSERVED))
     assert engine.stats.prefill_tokens == len(TASK) + (TURNS - 1) * (OBSERVED + 1)

@@ -1,4 +1,4 @@
-"""Engines by name, and the engine of the tests that says what it is told to."""
+"""Engines by name, and the scripted engine of the tests."""
 
 from __future__ import annotations
 

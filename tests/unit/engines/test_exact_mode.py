@@ -101,7 +101,7 @@ def test_trainer_and_engine_agree_to_the_bit(family: str, tmp_path: Path) -> Non
     make_model(family, tmp_path)
     trainer = make_trainer(tmp_path)
     samples = sample(tmp_path, make_prompts())
-    engine_logprobs = [sample.behaviour for sample in samples]
+    engine_logprobs = [reply.behaviour for reply in samples]
     for share in (False, True):
         batches = pack(samples, 900, share=share)
         assert unpack(batches, trainer.score(batches), samples) == engine_logprobs
@@ -121,7 +121,7 @@ def test_the_gap_of_later_updates_in_a_step_uses_the_scores_before_the_step(
     ]
     assert trainer.update(batches)[GAP] == 0.0
     assert trainer.update(scored)[GAP] == 0.0
-    # Without `proximal` the present weights score, which two updates have changed.
+    # Without `proximal`, the present weights compute the scores, and two updates have changed them.
     assert trainer.update(batches)[GAP] > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Replicas of the embedded engine: which one answers, what they sample, and what the death of one costs."""
+"""Replicas of the embedded engine: choice of the replica, equal replies, and the death of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request has as long as the longest reply may take, and a server's start as its model's size needs."""
+"""Deadlines of requests cover the longest reply, and deadlines of starts the size of the model."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_a_reply_of_32768_tokens_ends_before_its_request_does() -> None:
     assert config.engine.request_deadline_s > 2 * longest / tokens_per_s  # after a wait
 
 
-def test_what_is_set_holds_and_short_replies_have_ten_minutes() -> None:
+def test_a_configured_deadline_holds_and_the_default_is_at_least_ten_minutes() -> None:
     assert EngineConfig(timeout_s=5.0).request_deadline_s == 5.0
     assert EngineConfig(slots=8, max_length=512).request_deadline_s == 600.0
 

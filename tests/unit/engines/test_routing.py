@@ -42,7 +42,7 @@ def mixture(folder: Path, experts: int) -> Any:
 
 
 @torch.no_grad()
-def chosen(model: Any, ids: list[int], k: int = 3) -> np.ndarray:
+def reference_experts(model: Any, ids: list[int], k: int = 3) -> np.ndarray:
     """Return the experts [tokens, sparse layers, k] of all tokens but the last, by transformers."""
     router_logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
     experts = [logits.topk(k).indices.sort().values for logits in router_logits]
@@ -66,7 +66,7 @@ def test_completions_have_the_experts_that_transformers_chooses(
         for number, prompt in prompts.items():
             ids = prompt + list(done[number].token_ids)
             experts = np.frombuffer(done[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
-            assert (np.sort(experts) == chosen(model, ids)).all()
+            assert (np.sort(experts) == reference_experts(model, ids)).all()
         return done
 
     prompt = np.random.default_rng(0).integers(0, 64, 40).tolist()
@@ -126,9 +126,9 @@ def sglang_reply(numbers: np.ndarray, tokens: int) -> dict[str, Any]:
 
 
 def test_the_experts_in_a_reply_of_sglang_are_validated() -> None:
-    numbers = np.random.default_rng(0).permuted(
-        np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2
-    )[..., :8]
+    # For each of 7 tokens and 48 layers, 8 different ones of 128 experts.
+    all_experts = np.tile(np.arange(128), (5 + 3 - 1, 48, 1))
+    numbers = np.random.default_rng(0).permuted(all_experts, axis=2)[..., :8]
     assert parse_routing(sglang_reply(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
     many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
     assert (

@@ -1,4 +1,4 @@
-"""Draws follow their distribution, and only their own seed and position."""
+"""Sampled tokens follow their distribution, and depend on their seed and position alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_frequencies_pass_chi_square(settings: dict, candidates: int) -> None:
     assert chi_square < 20.5  # 99.9 % point of chi-square with 5 degrees of freedom
 
 
-def test_uniforms_are_a_counter() -> None:
+def test_uniforms_depend_on_seed_and_position_as_in_splitmix64() -> None:
     seeds = np.array([7, 7, 8, 2**64 - 1], dtype=np.uint64)
     first = uniforms(seeds, np.array([0, 1, 0, 5]))
     assert first.dtype == np.float32
@@ -90,7 +90,7 @@ def test_the_largest_uniform_still_hits_a_token_with_mass() -> None:
         assert logprobs.min() > -60
 
 
-def test_greedy_rows_report_temperature_one() -> None:
+def test_greedy_rows_report_log_probabilities_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, np.log(3.0)], [0.0, np.log(3.0)]])
     tokens, logprobs = sample_tokens(
         logits.float(),

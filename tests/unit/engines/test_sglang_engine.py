@@ -416,12 +416,12 @@ def test_late_and_cancelled_requests_are_aborted_and_servers_end(make: Make) -> 
         os.kill(pid, 0)
 
 
-def test_only_memory_that_is_free_is_taken_and_the_reverse(make: Make) -> None:
+def test_memory_is_freed_and_allocated_only_once(make: Make) -> None:
     async def memory_calls() -> list[str]:
         record = await server_record(engine)
         return [path for path in record["calls"] if "memory" in path or "health" in path]
 
-    at_restart: list[list[str]] = []  # before and after it, in the guard
+    at_restart: list[list[str]] = []  # state before and after the restart, inside the guard
 
     @asynccontextmanager
     async def restart_guard() -> AsyncIterator[None]:
@@ -440,21 +440,22 @@ def test_only_memory_that_is_free_is_taken_and_the_reverse(make: Make) -> None:
         await engine.wake()
         await engine.wake()
         asleep.append(sorted(engine.fleet.replicas[0].asleep))
-        slept = await memory_calls()
+        first_calls = await memory_calls()
         await engine.sleep()
         await kill_server(engine)
         await engine.wake(("weights",))
         await engine.load_weights(tensors(), 4)
         await engine.wake(("kv_cache",))
-        return slept, await memory_calls()
+        return first_calls, await memory_calls()
 
-    slept, died = asyncio.run(play())
-    give, take = "/release_memory_occupation", "/resume_memory_occupation"
-    assert slept == [give, take]
+    first_calls, calls_after_death = asyncio.run(play())
+    release = "/release_memory_occupation"
+    resume = "/resume_memory_occupation"
+    assert first_calls == [release, resume]
     assert asleep == [["cuda_graph", "kv_cache"], []]
     # The server starts and frees its memory again inside the guard.
-    assert at_restart == [["1", "cuda_graph", "kv_cache", "weights"], [give, "2"]]
-    assert died == [give, take, take]
+    assert at_restart == [["1", "cuda_graph", "kv_cache", "weights"], [release, "2"]]
+    assert calls_after_death == [release, resume, resume]
     assert engine.starts == 2
 
 

@@ -69,7 +69,7 @@ def test_a_missing_compiler_is_named(node: Path) -> None:
     assert toolchain_problem(python, environment | {"CXX": "clang++"}) == ""
 
 
-def test_check_and_doctor_name_it_before_anything_starts(
+def test_check_and_doctor_name_a_missing_compiler_before_anything_starts(
     node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = node / "env" / "bin" / "python"

@@ -13,7 +13,7 @@ from rollout.engines.sglang.weight_check import WeightCheck
 
 
 class Server:
-    """A replica and its client: a server with two ranks that returns these checksums."""
+    """A replica and its client in one: a server that returns these checksums, one mapping a rank."""
 
     def __init__(self, number: int, *checksums: dict[str, str], available: bool = True) -> None:
         self.client = self
@@ -32,7 +32,10 @@ class Server:
 
 
 def check(servers: Sequence[Any], lines: list[str] | None = None) -> WeightCheck:
-    weight_check = WeightCheck(tell=[].append if lines is None else lines.append)
+    """Check servers after an update to version 4; append the lines of the check to `lines`."""
+    if lines is None:
+        lines = []
+    weight_check = WeightCheck(tell=lines.append)
     weight_check.begin_update()
     for server in servers:
         asyncio.run(weight_check.check(server, 4))
@@ -44,8 +47,9 @@ def test_servers_with_the_same_weights_pass() -> None:
     servers = [Server(number, *ranks) for number in (1, 2)]
     weight_check = check(servers)
     weight_check.begin_update()
-    servers[0].checksums = servers[1].checksums = ({"norm": "5"}, {"norm": "5"})
     for server in servers:  # another update has other checksums
+        server.checksums = ({"norm": "5"}, {"norm": "5"})
+    for server in servers:
         asyncio.run(weight_check.check(server, 5))  # type: ignore[arg-type]
     assert [server.requests for server in servers] == [2, 2]
 

@@ -25,10 +25,10 @@ from tests.support.three_tensors import NAMES, tensors
 
 
 class Server:
-    """Servers that take buckets as SGLang does; they unpickle what this very process shares."""
+    """Server that loads buckets as SGLang does, from the memory that this process itself shares."""
 
     def __init__(self) -> None:
-        self.tensors: dict[int, dict[str, Tensor]] = {}  # by the server's rank
+        self.tensors: dict[int, dict[str, Tensor]] = {}  # tensors by name, by rank of the server
         self.versions: set[str] = set()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:

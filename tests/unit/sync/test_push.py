@@ -34,8 +34,10 @@ def test_sglang_can_reconstruct_the_tensors_of_a_bucket() -> None:
         ("byte", torch.ones(1).byte()),
     ]
     flat, metadata = flatten(named_tensors)
-    # Bytes in little-endian order: 0.5 in float32; 1, 2 and 3 in bfloat16; 1 in uint8.
-    assert flat.tolist() == [*(0, 0, 0, 63), *(128, 63), *(0, 64), *(64, 64), 1]
+    # Bytes in little-endian order.
+    half_in_float32 = [0, 0, 0, 63]
+    one_two_three_in_bfloat16 = [128, 63, 0, 64, 64, 64]
+    assert flat.tolist() == [*half_in_float32, *one_two_three_in_bfloat16, 1]
     assert [(entry.name, entry.start_idx, entry.end_idx, entry.numel) for entry in metadata] == [
         ("one", 0, 4, 4),
         ("half", 4, 10, 6),
