@@ -309,9 +309,10 @@ def _input_files(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _code_identity() -> dict[str, str]:
-    """Return the commit of the running code, and one digest over all of its files.
+    """Return the commit of the running code, and one digest over its files.
 
-    The commit of the code that made the table may be another one; it is in made.json.
+    Files with other suffixes than _CODE_SUFFIXES, such as templates, are not covered. The commit of
+    the code that made the table may be another one; it is in made.json.
     """
     package_root = Path(__file__).resolve().parents[2]
     folders = [(package_root, name) for name in PACKAGES]

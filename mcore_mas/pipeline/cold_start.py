@@ -61,7 +61,8 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         out_dir: folder of the cold start.
 
     Raises:
-        Stopped: a stop signal is pending (`queued_again` blocks them); a checkpoint is saved.
+        Stopped: a stop signal is pending, which `requeue_when_stopped` blocks; a checkpoint is
+            saved.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start

@@ -79,25 +79,26 @@ def convert(files: Sequence[Path], source: Source, out: Path) -> RowCounts:
 
 
 def check_data(path: Path, source: Source) -> RowCounts:
-    """Count the rows of a data file that was there before.
+    """Count the rows of a data file that existed before its acquisition.
 
     Raises:
         AcquireError: the file cannot be read, or no row can be used.
     """
     counts = RowCounts()
-    # The file may have been made in another way, so its rows are not compared with the source's.
+    # `convert` has left only drawn rows in the file, so none are drawn here.
     undrawn = source.model_copy(update={"drawn": None})
     try:
         for _ in _usable_rows([path], undrawn, counts):
             pass
     except RecordError as error:
         raise AcquireError(f"{error}; remove it to have it fetched") from error
+    # The user may have made the file in another way, so any number of rows is accepted.
     _check_counts(str(path), source, counts, expected_rows=None)
     return counts
 
 
 def _check_counts(where: str, source: Source, counts: RowCounts, expected_rows: int | None) -> None:
-    if expected_rows not in (None, counts.rows):
+    if expected_rows is not None and counts.rows != expected_rows:
         raise AcquireError(
             f"{where}: {counts.rows} rows, expected {expected_rows}; "
             "see revision and rows in sources.yaml"
@@ -126,7 +127,9 @@ def _usable_rows(
         try:
             problem = data_format.problem(row)
         except BadRow as error:
-            counts.drop(re.split(r":| \(", str(error))[0])
+            # The message continues with values of the row, which would make each reason unique.
+            reason = re.split(r":| \(", str(error))[0]
+            counts.drop(reason)
             continue
         if problem is None:
             counts.drop("has nothing to score")

@@ -235,7 +235,7 @@ def _verified(path: Path, expected: Mapping[str, str | None]) -> Digest:
     """Return the digest of a downloaded file; remove the file if the digest is wrong.
 
     Args:
-        expected: SHA-256 by who states it, None if it does not.
+        expected: SHA-256 by the file or the host that states it; None if it states none.
     """
     digest = sha256(path)
     for authority, stated in expected.items():

@@ -250,7 +250,8 @@ def write_paper_table(
     table = PaperTable.load(name)
     files = {key: [Path(path) for path in paths] for key, paths in evaluations.items()}
 
-    # The costs of a run are those of its trained team, or else of another of its evaluations.
+    # The costs of a run are those of its trained team, or else of another of its evaluations. The
+    # evaluation that comes last decides in `state_by_run`, so those of trained teams are sorted last.
     evaluated = sorted(
         (path for paths in files.values() for path in paths),
         key=lambda path: path.stem == "trained",

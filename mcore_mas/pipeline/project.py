@@ -63,8 +63,8 @@ def _check_name(name: str) -> None:
             f"'{name}' cannot be a Python package; expected letters, digits and _, at most 100, such as "
             "my_team"
         )
-    folders = {file.name for file in _TEMPLATE.iterdir()} - {_TEMPLATE_NAME} | {"results"}
-    if name in folders:
+    template_folders = {file.name for file in _TEMPLATE.iterdir()} - {_TEMPLATE_NAME}
+    if name in {*template_folders, "results"}:
         raise ProjectError(
             f"'{name}' is one of a project's own folders; take another name, such as my_{name}"
         )

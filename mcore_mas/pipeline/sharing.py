@@ -17,9 +17,10 @@ from mcore_mas.runtime.input_digests import module_digests
 
 Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 
-# Keys of a config that tasks, passages and their index depend on, in addition to the retriever's corpus.
+# Keys of a config that tasks, passages and their index depend on, in addition to those keys of the
+# retriever that are not in _SERVER_KEYS.
 _TASK_KEYS = ("seed", "data")
-# Keys of a retriever that its corpus and index do not depend on.
+# Keys of the retriever that decide how its server runs, but not which passages and index it has.
 _SERVER_KEYS = ("urls", "key_file", "patience_s", "threads", "shards", "device", "python")
 # Keys that a cold start depends on, in addition to the agents.
 _COLD_START_KEYS = (
@@ -96,6 +97,10 @@ def _task_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _index_settings(config: Mapping[str, Any]) -> list[Any]:
+    """Return the settings of tasks and index, and those of the server.
+
+    Runs that share an index also share the probe of its server, which depends on threads and device.
+    """
     return [_task_settings(config), config.get("retriever")]
 
 

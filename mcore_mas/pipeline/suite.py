@@ -49,7 +49,8 @@ class Suite:
     cross_play: CrossPlay
     # For each run, the first run whose untrained team is evaluated in the same way.
     base_evaluation_owner: Mapping[str, str]
-    # For each run, the first run with the same tasks and, if runs build an index, the same index.
+    # For each run, the first run with the same tasks and the same retriever, whose index and probe it
+    # shares.
     task_owner: Mapping[str, str]
     scale: str = "paper"  # or "tiny"
     folder: Path | None = None  # folder of the suite file
@@ -150,7 +151,7 @@ class Suite:
         return self.index_manifest(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
 
     def index_manifest(self, run: str) -> str | None:
-        """Return the manifest of the index that a run's retrieval server searches.
+        """Return the path of the manifest of the index that a run's retrieval server searches.
 
         Return None if the run has no retriever, or if servers elsewhere are named.
         """
