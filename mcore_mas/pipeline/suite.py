@@ -342,7 +342,7 @@ def _compose_runs(
         try:
             runs[run] = _compose_run(suite, run, run_overrides, configs, cache)
         except SuiteError as error:
-            mistake = str(error.__cause__).removeprefix(f"run '{run}': ")
+            mistake = str(error.__cause__ or error).removeprefix(f"run '{run}': ")
             lines_by_mistake.setdefault(mistake, str(error))
     if lines_by_mistake:
         raise SuiteError("\n  ".join(lines_by_mistake.values()))

@@ -154,6 +154,13 @@ def test_every_mistake_of_every_run_is_reported_in_a_line() -> None:
     assert third.startswith("run 'e': engine.max_length: Input should be a valid integer")
     assert '(got "1o")' in third
 
+    runs = {"a": [*MATH, "results=x"], "b": [*MATH, "results=y"], "c": [*MATH, "results=y"]}
+    with pytest.raises(SuiteError) as refusal:
+        Suite.load(suite(**runs))
+    first, second = str(refusal.value).split("\n  ")
+    assert first.startswith("run 'a': results=x: all runs of a suite have one folder")
+    assert second.startswith("run 'b': results=y: all runs of a suite have one folder")
+
 
 def test_the_evaluation_of_an_untrained_team_depends_on_settings_that_decide_replies() -> None:
     config = Suite.load(suite(a=MATH)).runs["a"]
