@@ -329,18 +329,33 @@ def task_count_problems(config: RunConfig, train_tasks: int) -> Iterator[str]:
 
 
 def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[str]:
-    """Yield the policies whose evaluation needs more GPUs than one machine has."""
+    """Yield a problem for each policy whose evaluation needs more GPUs than one machine has.
+
+    This machine counts, unless it submits jobs to others or has no GPU; then `node_gpus` does.
+    """
     if config.cluster.device == "cpu":
         return
-    available = node_gpus if _submits_jobs() else count_visible_gpus() or node_gpus
+    visible_gpus = 0 if _submits_jobs() else count_visible_gpus()
+    if visible_gpus:
+        available = visible_gpus
+        limit = (
+            f"this machine has {visible_gpus}; lower engine.tp, or name servers elsewhere "
+            "(engine.urls)"
+        )
+    else:
+        available = node_gpus
+        limit = (
+            f"node_gpus is {node_gpus}; lower engine.tp, name servers elsewhere (engine.urls), or "
+            "raise node_gpus where machines have more"
+        )
+
     retriever_gpus = config.retriever.gpus if config.retriever else 0
     for policy, engine_gpus in gpus_per_engine(config).items():
         needed = engine_gpus + retriever_gpus
         if needed > available:
             yield (
                 f"an evaluation needs {needed} GPUs of one machine for a server of {policy} "
-                f"(engine.tp {engine_gpus}), and node_gpus is {available}; lower engine.tp, name "
-                "servers elsewhere (engine.urls), or raise node_gpus where machines have more"
+                f"(engine.tp {engine_gpus}), and {limit}"
             )
 
 

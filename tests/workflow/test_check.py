@@ -128,6 +128,25 @@ def test_a_training_with_too_few_gpus_is_reported(
         assert demo_problems(*overrides) == (expected if problem and "SGLang" in problem else [])
 
 
+def test_a_server_needs_no_more_gpus_than_the_machine_of_its_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = [*SGLANG, "cluster.device=auto", "policies.solver.overrides.engine.tp=16"]
+    needed = (
+        "run 'demo_math': an evaluation needs 16 GPUs of one machine for a server of solver "
+        "(engine.tp 16), and "
+    )
+    set_machine(monkeypatch, gpus=2)
+    lines = demo_problems(*overrides)
+    here = "this machine has 2; lower engine.tp, or name servers elsewhere (engine.urls)"
+    assert f"{needed}{here}" in lines
+
+    # Jobs are submitted to machines with 8 GPUs, by default.
+    set_machine(monkeypatch, gpus=2, slurm=True)
+    lines = demo_problems(*overrides)
+    assert any(line.startswith(f"{needed}node_gpus is 8; lower engine.tp") for line in lines)
+
+
 def test_a_run_on_cpus_has_no_engine_or_retriever_on_a_gpu() -> None:
     with pytest.raises(
         SuiteError,
