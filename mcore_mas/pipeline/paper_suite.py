@@ -122,13 +122,13 @@ def _cross_play(
     tables: Iterable[PaperTable], seeds: Sequence[int]
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the evaluations of the tables in which other models play, for each seed."""
-    evaluate = {}
+    evaluate: dict[str, dict[str, dict[str, Any]]] = {}
     for table in tables:
         for experiment, states in table.evaluate.items():
             for seed in seeds:
-                evaluate[seed_run(experiment, seed)] = {
-                    state: _seats_of_seed(seats, seed) for state, seats in states.items()
-                }
+                seats_by_state = evaluate.setdefault(seed_run(experiment, seed), {})
+                for state, seats in states.items():
+                    seats_by_state[state] = _seats_of_seed(seats, seed)
     return evaluate
 
 
