@@ -105,7 +105,9 @@ def key_curves(metrics: Mapping[str, Metrics]) -> str:
 
 
 def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
-    """Return the same section as an SVG file, without the runs whose metrics cannot be read.
+    """Return reward and validation accuracy of each run as the content of an SVG file.
+
+    Runs whose metrics cannot be read are left out.
 
     Args:
         runs: the metrics.jsonl of each run.

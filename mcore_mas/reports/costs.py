@@ -21,7 +21,8 @@ class AnswerCosts:
     """Mean costs of an answer, or of an agent's part in it."""
 
     calls: float
-    tokens: float
+    tokens: float  # sampled tokens
+    # Of an answer: from its first call to the end of its last one. Of an agent: the sum of its calls.
     seconds: float
 
 
@@ -58,8 +59,9 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
 def training_costs(run: Path) -> dict[str, float]:
     """Return the sampled tokens and the device hours of a run's finished training.
 
-    A device hour is an hour of one GPU, or of one CPU on a machine without GPUs. Only the time of
-    steps counts: starting, validating and writing checkpoints are left out.
+    A device hour is an hour of one GPU, or of one CPU on a machine without GPUs. Only the time in
+    which trajectories are collected and policies are updated counts: starting, validating and
+    writing checkpoints are left out.
 
     Args:
         run: folder of the run.
@@ -69,7 +71,7 @@ def training_costs(run: Path) -> dict[str, float]:
         before the training has finished.
 
     Raises:
-        MetricsError: a row of the metrics has no step.
+        MetricsError: the metrics cannot be read, or a row has no step.
         FolderError: the record of the finished training is damaged.
     """
     metrics = run / "train" / "metrics.jsonl"

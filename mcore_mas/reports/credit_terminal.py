@@ -184,21 +184,23 @@ def _turns_table(
     has_removal = any("removal" in sample.scores for sample in samples)
     if has_removal:
         headings.append("removal")
-    has_replays = any(sample.is_alternative for sample in samples)
     table = Table(
         "sample",
         "node",
         Column("turn", justify="right"),
         "agent",
         *(Column(heading, justify="right") for heading in headings),
-        *(["later turns"] if has_replays else []),
         show_edge=False,
     )
+    has_replays = any(sample.is_alternative for sample in samples)
+    if has_replays:
+        table.add_column("later turns")
+
     for row in rows:
         sample = samples[row]
-        advantages = sample.advantages or (0.0,)
+        advantages = sample.advantages or (0.0,)  # by token
         low, high = min(advantages), max(advantages)
-        table.add_row(
+        cells = [
             sample.trajectory.rpartition("/")[2],  # its task is in the title
             sample.node,
             str(sample.turn),
@@ -206,9 +208,12 @@ def _turns_table(
             f"{sample.reward:g}",
             *(f"{float(statistics.score[row]):g}" for statistics in groups.values()),
             f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
-            *([_signed(sample.scores.get("removal"))] if has_removal else []),
-            *([_describe_replay(sample)] if has_replays else []),
-        )
+        ]
+        if has_removal:
+            cells.append(_signed(sample.scores.get("removal")))
+        if has_replays:
+            cells.append(_describe_replay(sample))
+        table.add_row(*cells)
     return table
 
 

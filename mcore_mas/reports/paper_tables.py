@@ -49,10 +49,10 @@ class PaperCell:
 class PaperTable(Section):
     """A table of a paper, as a file of workflow/tables defines it.
 
-    A row, a column and a block have fields for the name of the experiment, and may have `dataset`
-    (a data source, `all` tasks, or the `average` of the sources), `state` (base, trained, a name of
-    `evaluate`, or gain, which is trained - base) and `metric` (ours: avg, pass or maj). Fields of columns
-    take precedence over those of rows, and those over blocks.
+    Rows, columns and blocks have fields for the name of the experiment, and may have `dataset` (a data
+    source, `all` tasks, or the `average` of the sources), `state` (base, trained, a name of `evaluate`,
+    or gain, which is trained - base) and `metric` (ours: avg, pass or maj). Fields of columns take
+    precedence over fields of rows, and fields of rows over those of blocks.
     """
 
     name: str = ""  # key of the table in its file

@@ -147,7 +147,7 @@ def _loss_option(option: str, config: RunConfig) -> Any:
 
 
 def _describe_choice(choice: Choice | None) -> Any:
-    """Return the name of a choice, followed by its numeric options if it has any."""
+    """Return a list of the name of a choice and those of its options that are floats."""
     if choice is None:
         return None
     if choice.name == "none":

@@ -16,7 +16,7 @@ from rollout.base.nested import dotted_items
 class ScoreDifference:
     """A metric of two runs on the tasks that both have."""
 
-    state: str  # state of the policies: "base", "trained", or a cell
+    state: str  # "base", "trained", or the name of an evaluation with other models
     metric: str
     first: float
     second: float

@@ -35,8 +35,8 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
         outputs: files to write, .csv or .md.
 
     Raises:
-        MetricsError: there is nothing that a team is compared by, its estimators have different
-            seeds, or a run has not finished.
+        MetricsError: the runs of a team have only one setting, its settings have different seeds, or
+            a run has not finished.
     """
     runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
     findings = pd.DataFrame(
@@ -137,7 +137,10 @@ def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _measure_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what each run of a team is compared by, its seed and all its measures."""
+    """Return a row for each run of a team: its setting, its seed and all its measures.
+
+    The setting is the estimator, or the run's name without the seed if the team has one estimator.
+    """
     estimators = {config["advantage"]["name"] for config in runs.values()}
     rows = []
     for run, config in runs.items():
@@ -198,7 +201,7 @@ def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
         MetricsError: there is only one setting, or their seeds differ.
     """
     # A run lacks measures of agents that were never called; these values are unknown (NaN). A run
-    # without infinite norms lacks their number, which is 0.
+    # whose norms are all finite lacks the number of the others, which is 0.
     missing_values: dict[str, float] = {}
     for run in runs:
         for measure in run:

@@ -167,7 +167,9 @@ def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
     Overlong replies count as wrong, because their prompt was too long. Cut replies had a part of
     their prompt left out. Failed replies are left out of the scores.
     """
-    failures: Counter[str] = sum(map(Counter, runs["failed"]), Counter())
+    failures: Counter[str] = Counter()
+    for failures_of_run in runs["failed"]:
+        failures.update(failures_of_run)
     return {
         "replies": int(runs["replies"].sum()),
         "overlong_replies": int(runs["overlong"].sum()),
@@ -270,7 +272,7 @@ def _read_averages(table: Path) -> pd.DataFrame:
 
 
 def headline(table: Path) -> list[dict[str, str]]:
-    """Return a row for each experiment of a table, or none if the table has other states."""
+    """Return the rows of `result_rows`, or [] if it refuses the table."""
     try:
         return list(result_rows(table))
     except TableError:
