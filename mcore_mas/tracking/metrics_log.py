@@ -14,6 +14,7 @@ MetricsRow = Mapping[str, Any]  # one line of metrics.jsonl
 
 STEP_TIME = "time/unix_s"  # when the step ended, in seconds since the epoch
 _NOT_METRICS = frozenset({"step", STEP_TIME})
+_NO_STEP = -2  # before the first validation, which is step -1
 
 
 class MetricsLog:
@@ -31,7 +32,7 @@ class MetricsLog:
 
         rows = read_json_lines(path)[0] if path.is_file() else []
         retained = [row for row in rows if _is_step_before(row, first_step)]
-        self._last_step: int = retained[-1]["step"] if retained else -2
+        self._last_step: int = retained[-1]["step"] if retained else _NO_STEP
         write_text(path, "".join(f"{json.dumps(row)}\n" for row in retained))
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -55,8 +55,8 @@ class MlflowStore:
 
         Args:
             uri: tracking URI, such as sqlite:///results/mlflow.db or http://host:5000.
-            experiment: its name.
-            results: folder with the lock of a store that is not a local file.
+            experiment: name of the experiment.
+            results: folder of the lock file, for a store that is not a local file.
         """
         set_mlflow_variables()
         from mlflow import MlflowClient
@@ -92,8 +92,8 @@ class MlflowStore:
         Args:
             key: see `run_key`.
             name: shown by MLflow's pages.
-            tags: set on the run, also if it was there.
-            parent: id of the run that it is shown below.
+            tags: set on the run, also if it existed before.
+            parent: id of the run that MLflow's pages show it below.
             start_time: start of a new run, in seconds since the epoch; by default now.
         """
         tags = {**tags, "key": key}
@@ -131,9 +131,8 @@ class MlflowStore:
         rows = [
             Param(metric_name(name), str(value)[:_PARAM_LENGTH]) for name, value in params.items()
         ]
-        with (
-            self._exclusive()
-        ):  # two processes that log the same parameter at once make MLflow fail
+        # MLflow fails if two processes log the same parameter at once.
+        with self._exclusive():
             for start in range(0, len(rows), _PARAMS_PER_CALL):
                 self.client.log_batch(run_id, params=rows[start : start + _PARAMS_PER_CALL])
 
@@ -205,8 +204,8 @@ def open_store(config: RunConfig) -> MlflowStore:
 def set_mlflow_variables() -> None:
     """Set environment variables of MLflow, which has no other way to set these.
 
-    Telemetry is off, a server on this machine is reached without a proxy, and a server that does
-    not answer is given up after 10 seconds unless the user has set another time.
+    Telemetry is off, and a server on this machine is reached without a proxy. Unless the user has set
+    other values, a request is tried twice and waits 10 seconds for each answer.
     """
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"

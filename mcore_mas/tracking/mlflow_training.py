@@ -27,6 +27,7 @@ _KEY_METRICS = {
     "validation/accuracy": "achieved/accuracy",
 }
 _LAST_STEP_TAG = "last_step_sent"  # all steps up to it are in MLflow
+_NO_STEP = -2  # before the first validation, which is step -1
 _SPLITS = ("train", "validation")
 
 
@@ -67,7 +68,7 @@ def start_training_record(config: RunConfig, config_path: Path, first_step: int)
 def load_training_record(
     config: RunConfig, config_path: Path, rows: Sequence[MetricsRow]
 ) -> TrainingRecord:
-    """Return the record of a training that has ended; write one if there is none.
+    """Return the record of a training that another process runs or ran; write one if there is none.
 
     Args:
         rows: rows of the run's metrics.jsonl; a new record starts at the time of the first one.
@@ -114,7 +115,7 @@ class MlflowWriter:
         run = find_or_create_training_run(store, config, record)
         self.run_id: str = run.info.run_id
         self._store = store
-        self._last_step = int(run.data.tags.get(_LAST_STEP_TAG, -2))
+        self._last_step = int(run.data.tags.get(_LAST_STEP_TAG, _NO_STEP))
         self._last_time = record.start_time
 
     def resume(self) -> None:

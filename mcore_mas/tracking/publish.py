@@ -39,7 +39,7 @@ _STAGE_RESULTS = {
 
 
 def publish_evaluation(config_path: Path, warn: Callable[[str], None] = print) -> None:
-    """Send MLflow what it lacks of a run that was evaluated, for at most 30 seconds."""
+    """Send MLflow the results that it lacks of a run, for at most 30 seconds; leave means out."""
     config = RunConfig.load(config_path)
     publish_within_limit(config.results, [config.run], [], warn, means=False)
 
@@ -123,7 +123,7 @@ class _Publisher:
         self._scores: dict[tuple[MlflowStore, str], dict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        self._newest_scores = 0.0  # when the last evaluation was written
+        self._last_evaluation_time = 0.0  # when the newest evaluation was written, in Unix time
 
     def send_run(self, config_path: Path) -> None:
         """Send a run's stages, training and evaluations; warn if its config is refused."""
@@ -139,7 +139,9 @@ class _Publisher:
             _send_stage(store, config, config_path, record_path, parent)
         for scores_path in sorted((config.folder / "evaluation").glob("*.json")):
             scores = _send_evaluation(store, config, config_path, scores_path, parent)
-            self._newest_scores = max(self._newest_scores, scores_path.stat().st_mtime)
+            self._last_evaluation_time = max(
+                self._last_evaluation_time, scores_path.stat().st_mtime
+            )
             for name, value in scores.items():
                 self._scores[store, parent][f"{scores_path.stem}/{name}"].append(value)
 
@@ -147,7 +149,7 @@ class _Publisher:
         """Send the mean scores of each experiment's seeds to its parent run."""
         for (store, parent), scores in self._scores.items():
             points = [
-                MetricPoint(name=name, value=fmean(values), time=self._newest_scores, step=0)
+                MetricPoint(name=name, value=fmean(values), time=self._last_evaluation_time, step=0)
                 for name, values in scores.items()
             ]
             store.log_metrics(parent, points)
@@ -244,24 +246,29 @@ def _send_stage(
     if run.data.tags.get(_DIGEST_TAG) == digest:
         return
 
-    points = []
-    results_path = config.folder / _STAGE_RESULTS[stage] if stage in _STAGE_RESULTS else None
-    if results_path is not None and results_path.is_file():
-        results = read_json(results_path)
-        for row in results.get("history", [{**results, "step": 0}]):
-            for name, value in row.items():
-                if type(value) in (float, int) and name != "step":
-                    points.append(
-                        MetricPoint(
-                            name=name,
-                            value=float(value),
-                            time=record["ended"],
-                            step=int(row["step"]),
-                        )
-                    )
-    store.log_metrics(run.info.run_id, points)
+    if stage in _STAGE_RESULTS:
+        results_path = config.folder / _STAGE_RESULTS[stage]
+        store.log_metrics(run.info.run_id, _stage_points(results_path, record["ended"]))
     store.end_run(run.info.run_id, "FINISHED", record["ended"])
     store.set_tags(run.info.run_id, {_DIGEST_TAG: digest})
+
+
+def _stage_points(results_path: Path, time: float) -> list[MetricPoint]:
+    """Return the measurements in a stage's file of results, none if there is no such file.
+
+    A cold start has a history of measurements by step. Those of other stages are at step 0.
+    """
+    if not results_path.is_file():
+        return []
+    results = read_json(results_path)
+    points = []
+    for row in results.get("history", [{**results, "step": 0}]):
+        for name, value in row.items():
+            if type(value) in (float, int) and name != "step":
+                points.append(
+                    MetricPoint(name=name, value=float(value), time=time, step=int(row["step"]))
+                )
+    return points
 
 
 def _send_evaluation(

@@ -9,7 +9,7 @@ from mcore_mas.runtime.slurm import job_machines, slurm_job_id
 from rollout.base.digests import sha256
 from rollout.records.files import read_tasks, tasks_digest
 
-_LISTS = ("slurm_job", "machines")  # tags that name several, with blanks between
+_LISTS = ("slurm_job", "machines")  # tags with several values, separated by blanks
 
 
 def config_tags(config: RunConfig, config_path: Path, splits: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -155,11 +154,14 @@ def _raising_log_records() -> Iterator[None]:
 
 
 def choose_trajectories(groups: Sequence[Group], count: int) -> list[tuple[Trajectory, Task]]:
-    """Return up to `count` trajectories with their tasks, the first of every group first."""
-    rows = [[(trajectory, group.task) for trajectory in group.trajectories] for group in groups]
-    columns = zip_longest(*rows)
-    entries = (entry for column in columns for entry in column)
-    return list(islice((entry for entry in entries if entry is not None), count))
+    """Return up to `count` trajectories with their tasks: first the first one of each group."""
+    largest = max((len(group.trajectories) for group in groups), default=0)
+    chosen = []
+    for number in range(largest):
+        for group in groups:
+            if number < len(group.trajectories):
+                chosen.append((group.trajectories[number], group.task))
+    return chosen[:count]
 
 
 def write_trace(
