@@ -68,11 +68,13 @@ def flow(name: str, team: Mapping[str, Any]) -> Iterator[str]:
     for start in starts:
         yield f"task --> {start}"
     for node, settings in graph["nodes"].items():
-        is_agent = "agent" in settings
-        yield f'{node}["{node}: {settings["agent"]}"]' if is_agent else f"{node}([{node}])"
+        if "agent" in settings:
+            yield f'{node}["{node}: {settings["agent"]}"]'
+        else:
+            yield f"{node}([{node}])"
     for edge in graph["edges"]:
-        condition = f'|"{edge["when"]}"| ' if "when" in edge else " "
-        yield f"{edge['from']} -->{condition}{edge['to']}"
+        condition = f'|"{edge["when"]}"|' if "when" in edge else ""
+        yield f"{edge['from']} -->{condition} {edge['to']}"
 
 
 def _sharings(team: Mapping[str, Any]) -> str:

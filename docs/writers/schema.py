@@ -36,10 +36,11 @@ _CHOICES = (
     LossConfig,
     CorrectionConfig,
 )
+# A text that OmegaConf replaces: an interpolation, or ??? for a missing value.
 _INTERPOLATED = {
     "type": "string",
     "pattern": r"^(\$\{.*\}|\?\?\?)$",
-}  # OmegaConf replaces this text
+}
 
 
 def editor_schemas() -> dict[str, EditorSchema]:

@@ -25,7 +25,7 @@ _NOTE = "Copied by `python -m docs.writers tables_tiny` from results/tiny/tables
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """When a table was made, in Unix time, and at which commit."""
+    """Unix time and commit at which a table was made."""
 
     time: float
     commit: str
