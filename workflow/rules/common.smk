@@ -38,7 +38,7 @@ try:
     default_resources = workflow.resource_settings.default_resources or {}
 
     def default_resource(name, default, expected):
-        """Return a whole number above 0 that --default-resources or a profile gives."""
+        """Return a default resource of the command line or the profile, a whole number above 0."""
         value = default_resources[name].raw if name in default_resources else default
         if not isinstance(value, int) or value < 1:
             raise SuiteError(f"default-resources, {name}: {value}; expected {expected}")
