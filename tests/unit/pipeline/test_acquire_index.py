@@ -1,14 +1,16 @@
-"""A published index from a hub to an answer: fetched in parts, imported, served, asked; and what each damage says."""
+"""A published index: fetched from a hub in parts, imported, served and searched; and errors of damaged ones."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import io
+import itertools
 import json
 import shutil
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import faiss
@@ -41,24 +43,31 @@ SOURCES = {
     ITEMS[2]: Source(repository="some/e5"),
     ITEMS[3]: Source(needs=tuple(ITEMS[:3]), encoder="e5"),
 }
+KINDS = ("river", "bridge", "tower", "garden")
+NAMES = ("amber", "iron", "silver", "old", "north")
+PLACES = ("hill", "lake")
 PASSAGES = [
-    Passage.compose(str(row), f"{kind} {name}", f"The {kind} {name} lies near the {other}.")
-    for row, (kind, name, other) in enumerate(
-        (kind, name, other)
-        for kind in ("river", "bridge", "tower", "garden")
-        for name in ("amber", "iron", "silver", "old", "north")
-        for other in ("hill", "lake")
-    )
+    Passage.compose(str(row), f"{kind} {name}", f"The {kind} {name} lies near the {place}.")
+    for row, (kind, name, place) in enumerate(itertools.product(KINDS, NAMES, PLACES))
 ]
 QUERIES = ["silver river", "the old garden near the lake", "north tower"]
 
 
-def oracle(folder: Path, prefix: str, texts: list[str]) -> np.ndarray:
-    """Return the embeddings [N, 16] by the recipe of E5's authors: a prefix, the mean over tokens, length 1."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModel.from_pretrained(folder).eval(),
-    )
+@dataclass(frozen=True)
+class Published:
+    """Repositories of an index, and the answers to QUERIES that it gives."""
+
+    repositories: dict[str, dict[str, bytes]]  # files by name, by repository
+    best_ids: list[list[str]]  # ids of the three nearest passages of each query
+
+
+def embed(folder: Path, prefix: str, texts: list[str]) -> np.ndarray:
+    """Return the embeddings [N, 16] by the recipe of E5's authors.
+
+    A text gets a prefix, and its embedding is the mean over tokens, scaled to length 1.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
         rows = [
             model(**tokenizer(prefix + text, return_tensors="pt")).last_hidden_state[0].mean(0)
@@ -68,13 +77,11 @@ def oracle(folder: Path, prefix: str, texts: list[str]) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def published(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, dict[str, bytes]], list[list[str]]]:
-    """Repositories as published: a flat index in two parts, a corpus in a tar, an encoder; and the right answers."""
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """Return repositories as published: a flat index in two parts, a corpus in a tar, an encoder."""
     folder = tmp_path_factory.mktemp("published") / "e5"
     write_bert(folder, [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=1)
-    vectors = oracle(folder, "passage: ", [passage.contents for passage in PASSAGES])
+    vectors = embed(folder, "passage: ", [passage.contents for passage in PASSAGES])
     index = faiss.IndexFlatIP(16)
     index.add(vectors)
     content = faiss.serialize_index(index).tobytes()
@@ -86,21 +93,26 @@ def published(
         entry = tarfile.TarInfo("data00/wiki_dump.jsonl")
         entry.size = len(lines)
         archive.addfile(entry, io.BytesIO(lines))
-    best = np.argsort(-(oracle(folder, "query: ", QUERIES) @ vectors.T), axis=1)[:, :3]
-    return {
-        "datasets/some/index": {"part_aa": content[:1500], "part_ab": content[1500:]},
-        "datasets/some/corpus": {"wiki-18.jsonl.gz": gzip.compress(packed.getvalue())},
-        "some/e5": {path.name: path.read_bytes() for path in folder.iterdir()},
-    }, [[str(row) for row in rows] for rows in best]
+
+    similarities = embed(folder, "query: ", QUERIES) @ vectors.T
+    best_rows = np.argsort(-similarities, axis=1)[:, :3]
+    return Published(
+        repositories={
+            "datasets/some/index": {"part_aa": content[:1500], "part_ab": content[1500:]},
+            "datasets/some/corpus": {"wiki-18.jsonl.gz": gzip.compress(packed.getvalue())},
+            "some/e5": {path.name: path.read_bytes() for path in folder.iterdir()},
+        },
+        best_ids=[[str(row) for row in rows] for rows in best_rows],
+    )
 
 
 @pytest.fixture
-def hub(
-    published: tuple[dict, list], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Hub]:
+def hub(published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Yield the hub of these repositories, whose second part of the index fails once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(acquiring, "load_sources", lambda: SOURCES)
-    with running(FakeHub({name: dict(files) for name, files in published[0].items()})) as server:
+    repositories = {name: dict(files) for name, files in published.repositories.items()}
+    with running(FakeHub(repositories)) as server:
         server.cut["part_ab"] = 0  # answers 503 once
         yield Hub(endpoint=server.url)
 
@@ -110,14 +122,15 @@ def acquire_all(hub: Hub) -> None:
         acquire(item, Path("data/acquired", f"{item}.json"), hub)
 
 
-async def ask(url: str) -> list[list[str]]:
+async def search(url: str) -> list[list[str]]:
+    """Return the ids of the three best passages of each query."""
     async with RetrievalClient(url) as client:
         results = await asyncio.gather(*(client.search(query, 3) for query in QUERIES))
     return [[passage.id for passage in passages] for passages in results]
 
 
 @pytest.mark.slow
-def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> None:
+def test_a_published_index_is_acquired_and_searched(published: Published, hub: Hub) -> None:
     with pytest.raises(AcquireError, match="some/index: answered 503"):
         acquire_all(hub)
     assert not Path(ITEMS[0]).exists()
@@ -140,7 +153,7 @@ def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> No
         "passage_prefix": "passage: ",
     }
     with RetrieverSidecar(FOLDER, encoder_folder=ENCODER) as url:
-        assert asyncio.run(ask(url)) == published[1]
+        assert asyncio.run(search(url)) == published.best_ids
     acquire(ITEMS[3], Path("r.json"), hub)  # verified where it is
     assert json.loads(Path("r.json").read_text())["origin"] == "was there"
 
@@ -154,12 +167,14 @@ def start_error(folder: Path = FOLDER, encoder: Path = ENCODER) -> str:
 
 
 @pytest.mark.slow
-def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
+def test_a_damaged_index_and_another_encoder_are_refused_in_one_line(hub: Hub) -> None:
     with pytest.raises(AcquireError):
         acquire_all(hub)
     acquire_all(hub)
-    vectors, corpus = FOLDER / "e5_Flat.index", FOLDER / "wiki-18.jsonl"
-    whole, lines = vectors.read_bytes(), corpus.read_bytes()
+    vectors = FOLDER / "e5_Flat.index"
+    corpus = FOLDER / "wiki-18.jsonl"
+    whole = vectors.read_bytes()
+    lines = corpus.read_bytes()
     write_bert(
         Path("other"), [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=2
     )
@@ -173,23 +188,26 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
     assert "wiki-18.jsonl: number of lines is" in start_error()
 
     shutil.copytree(FOLDER, "copy")
-    copied, mine = Path("copy/e5_Flat.index"), Path("copy/wiki-18.jsonl")
+    copied_vectors = Path("copy/e5_Flat.index")
+    copied_corpus = Path("copy/wiki-18.jsonl")
     with pytest.raises(RetrievalError, match=r"wiki-18.jsonl: number of lines is \d+, expected 40"):
-        import_index(copied, mine, Encoder.of("e5", ENCODER))
-    mine.write_bytes(lines)
+        import_index(copied_vectors, copied_corpus, Encoder.of("e5", ENCODER))
+    copied_corpus.write_bytes(lines)
     with pytest.raises(
         RetrievalError, match=r"canary: row 0 .* another encoder than other, or with other prefixes"
     ):
-        import_index(copied, mine, Encoder.of("e5", "other"))
+        import_index(copied_vectors, copied_corpus, Encoder.of("e5", "other"))
     with pytest.raises(RetrievalError, match="canary: row 0"):
-        import_index(copied, mine, Encoder.of("bge", ENCODER))  # pooled in another way
-    copied.write_bytes(whole[:-100])
+        import_index(
+            copied_vectors, copied_corpus, Encoder.of("bge", ENCODER)
+        )  # pooled in another way
+    copied_vectors.write_bytes(whole[:-100])
     with pytest.raises(
         RetrievalError, match=r"e5_Flat.index: not a FAISS index, or damaged \(.*\); fetch or build"
     ):
-        import_index(copied, mine, Encoder.of("e5", ENCODER))
-    copied.write_bytes(whole)
-    import_index(copied, mine, Encoder.of("e5", ENCODER))
-    assert Index.open(Path("copy")).search(Encoder.of("e5", ENCODER).encode_queries(QUERIES), 2)[
-        0
-    ].shape == (3, 2)
+        import_index(copied_vectors, copied_corpus, Encoder.of("e5", ENCODER))
+    copied_vectors.write_bytes(whole)
+    import_index(copied_vectors, copied_corpus, Encoder.of("e5", ENCODER))
+    embeddings = Encoder.of("e5", ENCODER).encode_queries(QUERIES)
+    rows = Index.open(Path("copy")).search(embeddings, 2)[0]
+    assert rows.shape == (3, 2)

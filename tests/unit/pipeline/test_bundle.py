@@ -44,14 +44,17 @@ def bundle(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     evaluations = {}
-    for run, scores in (("marti_single_ttrl", [0.0, 0.0]), ("marti_debate_ttrl", [1.0, 0.0])):
+    for run, seed, commit, scores in (
+        ("marti_single_ttrl", 42, "single", [0.0, 0.0]),
+        ("marti_debate_ttrl", 1, "debate", [1.0, 0.0]),
+    ):
         metrics = {"avg@2": sum(scores) / 2, "pass@2": max(scores)}
         tasks = [{"task_id": "a/0", "source": "aime_2024", "scores": scores, "metrics": metrics}]
         content = {
             "run": run,
             "state": "trained",
             "k": 2,
-            "commit": run[6:12],
+            "commit": commit,
             "replies": 2,
             "overlong": 0,
             "cut": 0,
@@ -61,7 +64,7 @@ def bundle(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
         config = CONFIG.format(
-            seed=42 if "single" in run else 1,
+            seed=seed,
             model=model,
             file=file,
             index=index.parent,
