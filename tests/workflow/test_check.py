@@ -29,9 +29,9 @@ CHATML = [f"policies.{name}.chat_template=chatml" for name in POLICIES]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with 6 layers, 4 heads, 2 key/value heads and 4096 positions, without a chat template.
+    """Make a model with 6 layers, 4 heads, 2 key/value heads and 4096 positions; return its folder.
 
-    Its tokens are bytes.
+    Its tokens are bytes, and it has no chat template.
     """
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder, layers=6)

@@ -40,7 +40,7 @@ def test_the_studios_scripts_write_text_only() -> None:
 
 def test_a_table_shows_names_as_text() -> None:
     page = HtmlPage(
-        render_page("table.html.jinja", rows=[{"policy": ATTACK}], numbers=(), gain="", note=ATTACK)
+        render_page("table.html.jinja", rows=[{"policy": ATTACK}], numbers=(), note=ATTACK)
     )
     assert {tag for tag, _ in page.elements} == {
         "html",

@@ -11,9 +11,8 @@ from mcore_mas.tracking.progress import ProgressReporter
 def test_remaining_time_excludes_the_start_of_engines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter(
-        [0.0, 75.0, 77.0, 79.0]
-    )  # made, then a report of the first validation and of two steps
+    # Times of the start, of the report of the first validation, and of those of two steps.
+    clock = iter([0.0, 75.0, 77.0, 79.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     reporter = ProgressReporter("r train", 30)
     for done in (0, 1, 2):
