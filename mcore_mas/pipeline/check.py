@@ -289,9 +289,7 @@ def _prompt_sections(config: RunConfig) -> str:
 def _has_all_models(config: RunConfig) -> bool:
     """Return True if the models of all local policies are here and have no problems."""
     return not any(
-        problem
-        for policy, model in config.models.items()
-        for problem in model_problems(config, policy, model)
+        any(model_problems(config, policy, model)) for policy, model in config.models.items()
     )
 
 

@@ -55,7 +55,9 @@ def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
         with collecting_problems(problems[run]):
             conversations[run] = list(_conversations(results / run))
 
-    jobs = dict.fromkeys([*_JOBS, *(job for durations in seconds.values() for job in durations)])
+    jobs = dict.fromkeys(_JOBS)
+    for durations in seconds.values():
+        jobs |= dict.fromkeys(durations)
     page = render_page(
         "runs.html.jinja",
         runs=runs,

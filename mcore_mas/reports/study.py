@@ -22,7 +22,7 @@ from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
-from rollout.records.trajectory import Status, Trajectory
+from rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
@@ -39,11 +39,12 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
             a run has not finished.
     """
     runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
-    findings = pd.DataFrame(
-        finding
-        for team, team_runs in runs_by_team.items()
-        for finding in _compare(team, _measure_runs({run: runs[run] for run in team_runs}))
-    )
+    rows: list[dict[str, Any]] = []
+    for team, names in runs_by_team.items():
+        measured_runs = _measure_runs({run: runs[run] for run in names})
+        rows += _compare(team, measured_runs)
+
+    findings = pd.DataFrame(rows)
     texts = {
         ".csv": findings.to_csv(index=False, lineterminator="\n"),
         ".md": _markdown_study(findings),
@@ -120,12 +121,11 @@ def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     The skill of an agent is the mean score "right" of its turns, if they have this score. The
     entropy is the mean negative log-probability of its sampled tokens.
     """
-    turns = [
-        turn
-        for trajectory in trajectories
-        if trajectory.status is Status.COMPLETED
-        for turn in trajectory.turns
-    ]
+    turns: list[Turn] = []
+    for trajectory in trajectories:
+        if trajectory.status is Status.COMPLETED:
+            turns += trajectory.turns
+
     right = group_pairs(
         (turn.agent, turn.scores["right"]) for turn in turns if "right" in turn.scores
     )
@@ -186,12 +186,10 @@ def _read_accuracy(path: Path) -> float:
     """Return the mean avg@k over the tasks of an evaluation."""
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
-    return fmean(
-        value
-        for metrics in read_task_metrics(path).values()
-        for name, value in metrics.items()
-        if name.startswith("avg@")
-    )
+    accuracies: list[float] = []
+    for metrics in read_task_metrics(path).values():
+        accuracies += [value for name, value in metrics.items() if name.startswith("avg@")]
+    return fmean(accuracies)
 
 
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
