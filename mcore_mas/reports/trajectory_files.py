@@ -25,9 +25,8 @@ def select_trajectory(
         for trajectory in trajectories:
             if trajectory.id == trajectory_id:
                 return trajectory
-        raise RecordError(
-            f"{file}: no trajectory '{trajectory_id}'; the first is '{trajectories[0].id}'"
-        )
+        first = trajectories[0].id if trajectories else "none"
+        raise RecordError(f"{file}: no trajectory '{trajectory_id}'; the first is '{first}'")
     if not 0 <= index < len(trajectories):
         raise RecordError(
             f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0"

@@ -1,4 +1,4 @@
-"""Trajectories and tasks that a file belongs to."""
+"""One of the trajectories of a file, and the tasks of the run that the file lies in."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def test_a_trajectory_is_selected_by_index_or_id() -> None:
             select_trajectory(FILE, PLAYED, index, None)
     with pytest.raises(RecordError, match="no trajectory '0/u/0'; the first is '0/t/0'"):
         select_trajectory(FILE, PLAYED, 0, "0/u/0")
+    with pytest.raises(RecordError, match="no trajectory '0/t/0'; the first is 'none'"):
+        select_trajectory(FILE, [], 0, "0/t/0")
 
 
 def test_tasks_are_those_of_the_run_around_a_file(tmp_path: Path) -> None:
