@@ -130,11 +130,13 @@ def fetch(source: Source, folder: Path, hub: Hub, *, is_model: bool = False) -> 
 
         if source.host == "github":
             page = f"{hub.github}/{repository}"
-            with _explained(source, hub.github, page, "put its file there by hand"):
+            advice = "put its file there by hand"
+            with _explained(source, entry.revision, hub.github, page, advice):
                 revision, files = _download_from_github(source, folder, hub)
         else:
             page = f"{hub.endpoint}/{'' if is_model else 'datasets/'}{repository}"
-            with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
+            advice = "name another hub in HF_ENDPOINT"
+            with _explained(source, entry.revision, hub.endpoint, page, advice):
                 revision, files = _download_from_hub(source, folder, hub, entry, is_model)
         hub.record(repository, revision, files)
     return files
@@ -251,19 +253,20 @@ def _verified(path: Path, expected: Mapping[str, str | None]) -> Digest:
 
 
 @contextmanager
-def _explained(source: Source, host: str, page: str, alternative: str) -> Iterator[None]:
+def _explained(
+    source: Source, revision: str, host: str, page: str, alternative: str
+) -> Iterator[None]:
     """Convert failures of a host to AcquireErrors of one line, with advice.
 
     Args:
+        revision: requested revision: the source's, or else that of the lock file.
         page: URL of the repository.
         alternative: advice for a host that does not answer.
     """
     try:
         yield
     except RevisionNotFoundError:
-        raise AcquireError(
-            f"{source.repository}: no revision {source.revision} at {host}"
-        ) from None
+        raise AcquireError(f"{source.repository}: no revision {revision} at {host}") from None
     except (HfHubHTTPError, httpx2.HTTPStatusError, httpx.HTTPStatusError) as error:
         status = error.response.status_code
         gated = isinstance(error, GatedRepoError) or (source.gated and status in _DENIED)

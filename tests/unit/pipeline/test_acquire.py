@@ -195,6 +195,11 @@ def test_errors_of_the_hub_say_what_to_do(hub: FakeHub, monkeypatch: pytest.Monk
     set_source(monkeypatch, revision="f" * 40)
     with pytest.raises(AcquireError, match=f"some/math: no revision f+ at {hub.url}"):
         acquire(DATA, Path("r.json"), client(hub))
+    # Without a revision of the source, that of the lock file is requested.
+    set_source(monkeypatch)
+    Path("data/sources.lock").write_text(json.dumps({"some/math": {"revision": "e" * 40}}))
+    with pytest.raises(AcquireError, match=f"some/math: no revision e+ at {hub.url}"):
+        acquire(DATA, Path("r.json"), client(hub))
     with pytest.raises(
         AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"
     ):
