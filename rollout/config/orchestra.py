@@ -10,7 +10,13 @@ from rollout.orchestras import CHAT_ORCHESTRAS, ORCHESTRAS
 from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.source_checks import asked_agents, describe_misuse, filled_slots, template_slots
+from rollout.teams.source_checks import (
+    asked_agents,
+    chat_agents,
+    describe_misuse,
+    filled_slots,
+    template_slots,
+)
 from rollout.teams.team import TeamSession
 
 _LISTED_SLOTS = 10  # an error lists the slots that an orchestra fills if there are fewer
@@ -54,13 +60,21 @@ class OrchestraConfig(Choice):
             self._check_slots(agent_templates)
 
     def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
-        if self.name in CHAT_ORCHESTRAS or self.name not in ORCHESTRAS:
+        if self.name in CHAT_ORCHESTRAS:
+            return
+        if self.name in ORCHESTRAS:
+            chat_partners: frozenset[str] | None = frozenset()
+            advice = f"those that do: {', '.join(sorted(CHAT_ORCHESTRAS))}"
+        else:
+            chat_partners = chat_agents(self.registry.find(self.name))
+            advice = "see docs/own_team.md#tools, or leave the tools out"
+        if chat_partners is None:
             return
         for name, agent in team.items():
-            if agent.tools:
+            if agent.tools and name not in chat_partners:
                 raise ValueError(
-                    f"agent '{name}' has tools, and orchestra '{self.name}' opens no chats in which to call them; "
-                    f"those that do: {', '.join(sorted(CHAT_ORCHESTRAS))}"
+                    f"agent '{name}' has tools, and orchestra '{self.name}' opens no chats with it in which to call "
+                    f"them; {advice}"
                 )
 
     def _check_calls(self, team: Mapping[str, AgentConfig]) -> None:

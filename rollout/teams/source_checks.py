@@ -51,15 +51,9 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     Returns:
         None if the source does not say: there is none, or slots come from another module or a `**`.
     """
-    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
-    module = inspect.getmodule(function)
-    try:
-        if not _is_compiled_from(function, inspect.getfile(module)):  # type: ignore[arg-type]
-            return None
-        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
-    except (OSError, TypeError, SyntaxError):
+    nodes = _module_nodes(orchestra)
+    if nodes is None:
         return None
-    nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
 
     agent_calls = [call for call in calls if _names_agent(call, agent)]
@@ -73,10 +67,65 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     words |= _text_constants(nodes)
-    is_shipped = module is not None and module.__name__.startswith("rollout.")
+    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
+    is_shipped = getattr(function, "__module__", "").startswith("rollout.")
     if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
         return None
     return frozenset(filter(str.isidentifier, words))
+
+
+@lru_cache(maxsize=256)
+def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the agents with which an orchestra may open chats, by the source of its module.
+
+    Returns:
+        None if the source does not say: there is none, a chat is opened with an agent of a variable
+        name, or the module hands the team to code of other modules.
+    """
+    nodes = _module_nodes(orchestra)
+    definition = _definition(orchestra)
+    if nodes is None or definition is None:
+        return None
+    parameters = [parameter.arg for parameter in definition.args.args]
+    if parameters[1:2] != ["team"]:
+        return None
+
+    functions = {node.name for node in nodes if isinstance(node, _FunctionNode)}
+    agents: set[str] = set()
+    chats_called: set[ast.expr] = set()
+    team_names: set[ast.expr] = set()  # that stay in the module
+    for node in nodes:
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="chat") as chat, args=[ast.Constant(value=str(name)), *_]
+            ):
+                agents.add(name)
+                chats_called.add(chat)
+            case ast.Call(func=ast.Name(id=name)) if name in functions:
+                team_names.update([*node.args, *(keyword.value for keyword in node.keywords)])
+            case ast.Attribute(value=ast.Name(id="team") as team):
+                team_names.add(team)
+
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr="chat") if node not in chats_called:
+                return None
+            case ast.Name(id="team") if node not in team_names:
+                return None
+    return frozenset(agents)
+
+
+def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
+    """Return the syntax nodes of an orchestra's module, or None if its source is not known."""
+    function = inspect.unwrap(getattr(orchestra, "func", orchestra))
+    module = inspect.getmodule(function)
+    try:
+        if not _is_compiled_from(function, inspect.getfile(module)):  # type: ignore[arg-type]
+            return None
+        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return list(ast.walk(tree))
 
 
 def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:

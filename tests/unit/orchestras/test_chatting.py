@@ -120,7 +120,7 @@ def test_a_malformed_reply_of_the_lead_ends_the_task_without_an_answer() -> None
 
 def test_tools_are_refused_in_an_orchestra_without_chats() -> None:
     overrides = ["experiment=demo_math", "+agents.solver.tools={calculator: {}}"]
-    expected = "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats"
+    expected = "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats with it"
     with pytest.raises(ConfigError, match=expected):
         RunConfig.from_values(resolve(overrides), "here")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.source_checks import asked_agents, describe_misuse, filled_slots, template_slots
+from rollout.teams.source_checks import (
+    asked_agents,
+    chat_agents,
+    describe_misuse,
+    filled_slots,
+    template_slots,
+)
 from rollout.teams.team import TeamSession
 
 
@@ -45,6 +52,37 @@ def test_the_registration_of_an_agent_fills_no_slots(
     import registered
 
     assert filled_slots(registered.alone, "own_poet") == {"problem"}
+
+
+def test_the_agents_of_chats_are_read_from_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestra = "async def play(task, team, env):\n    await team.act('clerk')\n"
+    chat = "    team.chat('buyer')\n"
+    sources = {
+        "asks": orchestra,
+        "chats": orchestra + chat,
+        "helps": "def ask(team):\n" + chat + orchestra + "    ask(team)\n",
+        # The source does not say with whom, or what another module does with the team.
+        "varies": orchestra + "    team.chat(task.source)\n",
+        "keeps": orchestra + "    open = team.chat\n",
+        "lends": "from helpers import ask\n" + orchestra + "    ask(team)\n",
+        "renames": orchestra.replace("team", "us"),
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}_chats.py").write_text(source)
+    (tmp_path / "helpers.py").write_text("def ask(team): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    agents = {name: chat_agents(import_module(f"{name}_chats").play) for name in sources}
+    assert agents == {
+        "asks": frozenset(),
+        "chats": {"buyer"},
+        "helps": {"buyer"},
+        "varies": None,
+        "keeps": None,
+        "lends": None,
+        "renames": None,
+    }
 
 
 def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
