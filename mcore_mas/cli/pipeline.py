@@ -54,25 +54,22 @@ def check_runs(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
+    """Check the models, layouts, lengths, prompts, files and checkpoints of a suite."""
     from mcore_mas.pipeline.check import suite_problems
     from mcore_mas.pipeline.recipe_check import recipe_problems
     from mcore_mas.pipeline.suite import load_suite
     from mcore_mas.runtime.project_path import path_problem
 
     loaded = load_suite(suite, overrides or [], config_dir)
-    problems = suite_problems(loaded)
+    problems = [*suite_problems(loaded), *recipe_problems(loaded)]
     unquotable = path_problem()
     if unquotable:
         problems.insert(0, unquotable)
     for problem in problems:
-        print(f"no: {resolve_page_paths(problem)}")
+        print(f"error: {resolve_page_paths(problem)}")
     if problems:
         raise typer.Exit(1)
     print(f"ok: {', '.join(loaded.runs)}")
-    # The configs are right, but the runs need another name, a fork or a new start.
-    for problem in recipe_problems(loaded):
-        print(f"note: `mcore-mas run` refuses {resolve_page_paths(problem)}")
 
 
 @pipeline_commands.command("plan", rich_help_panel=PIPELINE_PANEL)
@@ -127,7 +124,7 @@ def plan_suite(
                 config = place_run(config, run_cluster)
         except PlanError as error:
             fits = False
-            print(f"no: {error}")
+            print(f"error: {error}")
             continue
         for line in plan_lines(config, run_cluster):
             print(line)

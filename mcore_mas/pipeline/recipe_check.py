@@ -1,64 +1,206 @@
-"""Check that the checkpoints of a run can continue with its settings."""
+"""Check that the checkpoints of runs can continue with their settings and inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.runtime.checkpoint_manifest import ManifestError, read_checkpoint_manifest
-from mcore_mas.runtime.input_digests import recipe_module_digests
-from mcore_mas.runtime.recipe import Identity, describe_differences, recipe_of
+from mcore_mas.runtime.checkpoint_manifest import (
+    ManifestError,
+    models_problem,
+    read_checkpoint_manifest,
+)
+from mcore_mas.runtime.input_digests import GAMES_KEY, INDEX_KEY, input_digests, model_key
+from mcore_mas.runtime.recipe import (
+    CODE_KEY,
+    TASKS_KEY,
+    Identity,
+    architectures_of,
+    describe_differences,
+    recipe_of,
+)
+from retrieval.corpus import RetrievalError, copy_corpus
+from rollout.base.digests import sha256
+from rollout.base.json_files import read_json
+from rollout.config.tasks import make_tasks
+from rollout.records.files import RecordError, stored_tasks_digest, tasks_digest
+
+# Passages of up to this size are compared before the index is built again.
+_MAX_COMPARED_BYTES = 2**24
 
 
 def recipe_problems(suite: Suite) -> list[str]:
-    """Return one line for each run of a suite whose checkpoints training would refuse."""
+    """Return one line for each run of a suite whose checkpoints training would refuse.
+
+    Settings, code and inputs are compared as the training compares them. Models and indexes that
+    the pipeline has yet to make are compared when the training starts.
+    """
     lines = []
+    new_tasks: dict[str, str] = {}  # digests of training tasks, by the run that will make them
     for run in suite.runs:
-        problem = recipe_problem(suite.run_config(run))
+        config = suite.run_config(run)
+        manifests = _read_manifests(config.folder / "train" / "checkpoints")
+        if not manifests:
+            continue
+        identity = _expected_identity(suite, config, new_tasks)
+        problem = _checkpoints_problem(config, manifests, identity)
         if problem:
             lines.append(f"run '{run}': {problem}")
     return lines
 
 
-def recipe_problem(config: RunConfig) -> str:
-    """Return why training would refuse the checkpoints of a run for its recipe, or "".
-
-    The settings and the user's modules are compared. Tasks, models and other inputs are compared
-    when the training starts, because earlier stages may still make them again.
-    """
-    train = config.folder / "train"
-    refused: list[tuple[Path, int, str]] = []  # folder, step and differences, newest first
-    for folder in sorted((train / "checkpoints").glob("step_*"), reverse=True):
+def _read_manifests(folder: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return the manifests of the checkpoints in a folder, newest first, without damaged ones."""
+    manifests: dict[Path, Mapping[str, Any]] = {}
+    for checkpoint in sorted(folder.glob("step_*"), reverse=True):
         try:
-            manifest = read_checkpoint_manifest(folder)
+            manifests[checkpoint] = read_checkpoint_manifest(checkpoint)
         except ManifestError:
             continue  # training uses an older one
-        changes = _describe_changes(config, manifest)
-        if not changes:
-            return ""
-        refused.append((folder, manifest["step"], changes))
-    if not refused:
-        return ""
+    return manifests
 
-    folder, step, changes = refused[0]
+
+def _checkpoints_problem(
+    config: RunConfig, manifests: Mapping[Path, Mapping[str, Any]], identity: Identity
+) -> str:
+    """Return why none of a run's checkpoints can be used, or ""; the newest one is described."""
+    problems = []
+    for folder, manifest in manifests.items():
+        problem = _checkpoint_problem(config, manifest, identity)
+        if not problem:
+            return ""
+        problems.append(f"{folder}: {problem}")
+        if identity.may_change:
+            break  # a fork begins with the newest one
+    train = config.folder / "train"
+    return f"{problems[0]}, or start it over (`rm -r {train}`; docs/checkpoints.md)"
+
+
+def _checkpoint_problem(config: RunConfig, manifest: Mapping[str, Any], identity: Identity) -> str:
+    """Return why a checkpoint cannot be used, and what to do, or ""."""
+    problem = models_problem(manifest, identity) if identity.models else ""
+    if problem:
+        return f"{problem}; name the run anew"
+
+    changes = describe_differences(_comparable_part(manifest, config, identity), identity)
+    step = manifest["step"]
     has_steps_left = step < config.trainer.steps
-    if config.trainer.resume == "changed" and has_steps_left:
+    if not changes or (identity.may_change and has_steps_left):
         return ""
     more_steps = "" if has_steps_left else f" with trainer.steps above {step}"
     return (
-        f"{folder}: trained with {changes}; fork it (trainer.resume=changed{more_steps}), name the run "
-        f"anew, or start it over (`rm -r {train}`; docs/checkpoints.md)"
+        f"trained with {changes}; fork it (trainer.resume=changed{more_steps}), name the run anew"
     )
 
 
-def _describe_changes(config: RunConfig, manifest: Mapping[str, Any]) -> str:
-    """Describe how settings and modules of a run differ from those of a checkpoint, or return ""."""
-    modules = recipe_module_digests(config)
-    identity = Identity(run=config.run, models={}, recipe=recipe_of(config), inputs=modules)
-    recipe = {
-        key: value for key, value in manifest.get("recipe", {}).items() if key != "data.tasks"
+def _expected_identity(suite: Suite, config: RunConfig, new_tasks: dict[str, str]) -> Identity:
+    """Return the identity that a run will have when its training starts, as far as it is known.
+
+    Architectures are left out if a model is yet to be made.
+
+    Args:
+        suite: the suite of the run.
+        config: the run's config.
+        new_tasks: digests of training tasks that will be made; those of this run are added.
+    """
+    recipe = recipe_of(config)
+    digest = _expected_tasks_digest(suite, config, new_tasks)
+    if digest:
+        recipe[TASKS_KEY] = digest
+
+    unmade = _policies_without_model(config)
+    inputs = _without_models(input_digests(config), unmade)
+    if (config.folder / "train" / "done.json").is_file():
+        # A finished training is not repeated because of another version of mcore-mas.
+        del inputs[CODE_KEY]
+    passages_digest = _digest_of_edited_passages(config)
+    if passages_digest:
+        inputs[INDEX_KEY] = passages_digest
+
+    return Identity(
+        run=config.run,
+        models={} if unmade & set(config.trained) else architectures_of(config),
+        recipe=recipe,
+        inputs=inputs,
+        may_change=config.trainer.resume == "changed",
+    )
+
+
+def _comparable_part(
+    manifest: Mapping[str, Any], config: RunConfig, identity: Identity
+) -> dict[str, Any]:
+    """Return the recipe and the inputs of a checkpoint, without those that are not known now."""
+    recipe = dict(manifest.get("recipe", {}))
+    inputs = _without_models(manifest.get("inputs", {}), _policies_without_model(config))
+    if TASKS_KEY not in identity.recipe:
+        recipe.pop(TASKS_KEY, None)
+    for key in (CODE_KEY, INDEX_KEY, GAMES_KEY):
+        if key not in identity.inputs:
+            inputs.pop(key, None)
+    return {"recipe": recipe, "inputs": inputs}
+
+
+def _policies_without_model(config: RunConfig) -> set[str]:
+    """Return the policies whose starting models are missing, such as those of a cold start."""
+    return {
+        policy
+        for policy, folder in config.models.items()
+        if not Path(folder, "config.json").is_file()
     }
-    inputs = manifest.get("inputs", {})
-    compared_inputs = {key: inputs.get(key, digest) for key, digest in modules.items()}
-    return describe_differences({"recipe": recipe, "inputs": compared_inputs}, identity)
+
+
+def _without_models(inputs: Mapping[str, str], policies: Iterable[str]) -> dict[str, str]:
+    """Return digests of inputs without those of the starting models of some policies."""
+    prefixes = tuple(f"{model_key(policy)}/" for policy in policies)
+    return {key: digest for key, digest in inputs.items() if not key.startswith(prefixes)}
+
+
+def _expected_tasks_digest(suite: Suite, config: RunConfig, new_tasks: dict[str, str]) -> str:
+    """Return the digest of the training tasks that a run will have, or "" if it is not known.
+
+    Tasks are made for it if a data file is newer than the run's tasks, or if the user's code
+    generates them.
+    """
+    file = config.folder / "tasks" / "train.parquet"
+    digest = stored_tasks_digest(file)
+    data = config.data
+    if data.generator is None:
+        if not all(path.exists() for path in data.paths):
+            return digest
+        written = file.stat().st_mtime if digest else 0.0
+        if all(path.stat().st_mtime <= written for path in data.paths):
+            return digest
+    elif ":" not in data.generator:
+        return digest
+
+    owner = suite.task_owner[config.run]
+    if owner not in new_tasks:
+        try:
+            new_tasks[owner] = tasks_digest(make_tasks(data, config.seed)["train"])
+        except (RecordError, ValueError):
+            new_tasks[owner] = ""  # the check of the suite's tasks reports it
+    return new_tasks[owner]
+
+
+def _digest_of_edited_passages(config: RunConfig) -> str:
+    """Return a digest of a run's passages if they are no longer those of its index, or ""."""
+    passages = config.retriever.passages if config.retriever else None
+    index = config.folder / "index" / "index.json"
+    if passages is None or not passages.is_file() or not index.is_file():
+        return ""
+    status = passages.stat()
+    is_older = status.st_mtime <= index.stat().st_mtime
+    if is_older or status.st_size > _MAX_COMPARED_BYTES:
+        return ""
+
+    with TemporaryDirectory() as folder:
+        corpus = Path(folder, "passages.jsonl")
+        try:
+            copy_corpus(passages, corpus)
+            indexed_digest = read_json(index)["corpus_sha256"]
+        except (RetrievalError, OSError, ValueError, LookupError):
+            return ""  # the job that copies the passages, or builds the index, reports it
+        digest = sha256(corpus)
+    return digest if digest != indexed_digest else ""

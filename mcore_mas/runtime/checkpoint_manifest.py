@@ -82,11 +82,15 @@ def validate_checkpoint(folder: Path, identity: Identity) -> str:
         return str(error)
     if folder.name != step_name(manifest["step"]):
         return f"{CHECKPOINT_MANIFEST}: of step {manifest['step']}, but the folder has the name of another step"
-    return _check_identity(manifest, identity) or _check_files(folder, manifest)
+    return (
+        models_problem(manifest, identity)
+        or _recipe_problem(manifest, identity)
+        or _check_files(folder, manifest)
+    )
 
 
-def _check_identity(manifest: Mapping[str, Any], identity: Identity) -> str:
-    """Return the first difference between what a checkpoint belongs to and a run, or ""."""
+def models_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """Return why a checkpoint is of another run or of other architectures, or ""."""
     if manifest["run"] != identity.run:
         return f"of run '{manifest['run']}', not '{identity.run}'"
 
@@ -101,7 +105,11 @@ def _check_identity(manifest: Mapping[str, Any], identity: Identity) -> str:
     surplus = set(models) - set(identity.models)
     if surplus:
         return f"has policy '{min(surplus)}', which the run does not have"
+    return ""
 
+
+def _recipe_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """Return why a checkpoint is of another recipe or of other inputs, or ""."""
     if identity.may_change:
         return ""
     difference = describe_differences(manifest, identity)

@@ -14,10 +14,13 @@ from typing import Any
 
 from mcore_mas import PACKAGES, package_folders
 from mcore_mas.config.run import RunConfig
-from mcore_mas.runtime.recipe import recipe_of
+from mcore_mas.runtime.recipe import CODE_KEY, recipe_of
 from retrieval.storage import cached_sha256
 from rollout.base.digests import sha256
 from rollout.records.files import read_tasks
+
+INDEX_KEY = "retriever.index"
+GAMES_KEY = "data.games"
 
 # Folders with more files than this are not read: such a folder is rather one of the system or of a
 # Python environment than one of the run.
@@ -40,27 +43,32 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     of its files and corpus), the modules that the config names by import path, the files and
     folders that the recipe or a task names, and the code of this project.
     """
-    digests = {"code": code_digest()}
+    digests = {CODE_KEY: code_digest()}
     for policy, folder in config.models.items():
-        for file in sorted(Path(folder).iterdir()):
+        for file in sorted(Path(folder).glob("*")):
             if file.is_file() and not file.name.startswith("."):
-                digests[f"policies.{policy}.model/{file.name}"] = _path_digest(file)
+                digests[f"{model_key(policy)}/{file.name}"] = _path_digest(file)
 
     if config.retriever is not None:
         index = config.retriever.folder or config.folder / "index"
         manifest = index / "index.json"
         if manifest.is_file():
-            digests["retriever.index"] = sha256(manifest)
+            digests[INDEX_KEY] = sha256(manifest)
 
     game_files = _game_files(config.folder / "tasks" / "train.parquet")
     if game_files:
-        digests["data.games"] = sha256(*(file for file in game_files if file.is_file()))
+        digests[GAMES_KEY] = sha256(*(file for file in game_files if file.is_file()))
 
     for key, value in _recipe_with_files(config).items():
         for text in _texts_in(value):
             if _is_path(text):
                 digests[f"{key}={text}"] = _path_digest(Path(text))
     return digests | recipe_module_digests(config)
+
+
+def model_key(policy: str) -> str:
+    """Return the beginning of the names of the digests of a policy's starting model."""
+    return f"policies.{policy}.model"
 
 
 def recipe_module_digests(config: RunConfig) -> dict[str, str]:

@@ -5,7 +5,7 @@ A checkpoint is only used for a run of the same identity.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,9 @@ from rollout.base.nested import dotted_items
 from rollout.base.yaml_files import read_yaml
 from rollout.models.architecture import read_architecture
 from rollout.records.files import read_tasks, tasks_digest
+
+TASKS_KEY = "data.tasks"  # key of the recipe: digest of the training tasks
+CODE_KEY = "code"  # key of the inputs: digest of the sources of this project
 
 # Number of keys that a description of differences names.
 _MAX_NAMED_KEYS = 8
@@ -48,6 +51,24 @@ def identity_of(config: RunConfig) -> Identity:
     Raises:
         RecordError: the tasks cannot be read.
     """
+    recipe = recipe_of(config)
+    tasks = config.folder / "tasks" / "train.parquet"
+    if tasks.is_file():
+        recipe[TASKS_KEY] = tasks_digest(read_tasks(tasks))
+    return Identity(
+        run=config.run,
+        models=architectures_of(config),
+        recipe=recipe,
+        may_change=config.trainer.resume == "changed",
+    )
+
+
+def architectures_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the architecture of each trained policy and critic, with the policy's adapter.
+
+    Raises:
+        ModelError: the config of a model cannot be read.
+    """
     models: dict[str, dict[str, Any]] = {}
     for name in config.trained:
         policy = config.policies[name]
@@ -61,14 +82,7 @@ def identity_of(config: RunConfig) -> Identity:
         models[name] = {**asdict(read_architecture(Path(policy.model))), "lora": adapter}
         if policy.critic is not None:
             models[f"{name}.critic"] = models[name]
-
-    recipe = recipe_of(config)
-    tasks = config.folder / "tasks" / "train.parquet"
-    if tasks.is_file():
-        recipe["data.tasks"] = tasks_digest(read_tasks(tasks))
-    return Identity(
-        run=config.run, models=models, recipe=recipe, may_change=config.trainer.resume == "changed"
-    )
+    return models
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
@@ -101,17 +115,25 @@ def describe_differences(manifest: Mapping[str, Any], identity: Identity) -> str
         manifest: manifest of the checkpoint. Versions without recipe or inputs differ in none.
         identity: identity of the run.
     """
-    differences = _describe_changes(manifest.get("recipe", {}), identity.recipe)
+    differences = _describe_changes(
+        manifest.get("recipe", {}), identity.recipe, _describe_setting_change
+    )
     if not differences and identity.inputs:
-        differences = _describe_changes(manifest.get("inputs", {}), identity.inputs)
+        differences = _describe_changes(
+            manifest.get("inputs", {}), identity.inputs, _describe_input_change
+        )
     return differences
 
 
-def _describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    describe_change: Callable[[str, Mapping[str, Any], Mapping[str, Any]], str],
+) -> str:
     if not before:
         return ""
     changes = [
-        f"{key}={_value_text(before, key)}, and the config says {_value_text(now, key)}"
+        describe_change(key, before, now)
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
     ]
@@ -119,6 +141,21 @@ def _describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if len(changes) > _MAX_NAMED_KEYS:
         text += f" (and {len(changes) - _MAX_NAMED_KEYS} more keys)"
     return text
+
+
+def _describe_setting_change(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if key == TASKS_KEY:
+        return "other training tasks than those of data.train"
+    return f"{key}={_value_text(before, key)}, and the config says {_value_text(now, key)}"
+
+
+def _describe_input_change(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    name = "mcore-mas" if key == CODE_KEY else key
+    if key not in before:
+        return f"no {name}"
+    if key not in now:
+        return f"{name}, which is missing now"
+    return f"another version of {name}"
 
 
 def _value_text(recipe: Mapping[str, Any], key: str) -> str:

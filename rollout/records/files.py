@@ -80,6 +80,18 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
+def stored_tasks_digest(path: Path) -> str:
+    """Return the digest that `write_tasks` stored in a file, without reading its tasks.
+
+    Return "" if there is no such file, or if another program wrote it.
+    """
+    try:
+        digest = _file_metadata(path).get(_DIGEST_KEY, b"")
+    except (pa.ArrowException, OSError):
+        return ""
+    return digest.decode()
+
+
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """Return the SHA-256 of tasks in their order, in hexadecimal."""
     # The digest is that of one JSON list. The list is hashed task by task, because tasks with tests

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from mcore_mas.pipeline.check import suite_problems
 from mcore_mas.pipeline.project import new_project
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
+from rollout.teams.roles import ROLES
 from tests.support import reference
 from tests.support.templates import byte_tokenizer
 
@@ -239,6 +240,16 @@ async def chatting(task, team, env):
 """
 
 
+@pytest.fixture
+def restored_roles() -> Iterator[None]:
+    """Remove the roles that a test has registered; the tokenizers of tiny models depend on them."""
+    roles = dict(ROLES)
+    yield
+    ROLES.clear()
+    ROLES.update(roles)
+
+
+@pytest.mark.usefixtures("restored_roles")
 def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -261,7 +272,7 @@ def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training
     status, line = check(chats, tools)
     assert status == 1
     match = re.fullmatch(
-        r"no: run 'novelists': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
+        r"error: run 'novelists': task 'train-0': writer \(turn 0\): chat writer/0: prompt of (\d+) tokens, "
         r"and there is room for 120 beside the reply; raise engine.max_length \(128\), or shorten "
         r"the prompts\n",
         line,
@@ -270,6 +281,15 @@ def test_prompts_that_are_too_long_with_their_tools_are_reported_before_training
     needed = int(match[1]) + 8  # tokens of the reply
     assert check(chats, tools, f"engine.max_length={needed}")[0] == 0
     assert check(chats, tools, f"engine.max_length={needed - 1}")[0] == 1
+
+    # The orchestra asks the editor without a chat, so that it could not call its tools.
+    tools = "+agents.editor.tools={calculator: {}}"
+    with pytest.raises(SuiteError) as refused:
+        load_suite("novelists.yaml", [chats, tools])
+    assert (
+        "agent 'editor' has tools, and orchestra 'novelists.team:chatting' opens no chats with it in "
+        "which to call them; see " in str(refused.value)
+    )
 
 
 def test_a_missing_api_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

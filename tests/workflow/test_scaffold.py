@@ -83,7 +83,7 @@ def test_three_lines_of_the_page_cluster_move_a_project_to_gpus(tmp_path: Path) 
     file.write_text("\n".join([*other_lines, lines]))
     check = run_module(project, "mcore_mas", "check", "my_team.yaml")
     assert check.returncode == 1
-    assert check.stdout.startswith("no: run 'my_team': policies.shared: /shared/models/Qwen")
+    assert check.stdout.startswith("error: run 'my_team': policies.shared: /shared/models/Qwen")
     plan = run_module(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
     assert plan.returncode == 0, plan.stderr
     assert plan.stdout.startswith("my_team on 4xH100: "), plan.stderr

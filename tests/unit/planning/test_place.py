@@ -231,7 +231,7 @@ def test_plan_prints_each_run_on_its_own_gpus(tmp_path: Path) -> None:
 def test_plan_fails_if_a_run_does_not_fit() -> None:
     result = CliRunner().invoke(app, ["plan", "marti_mars2_32b", "--gpus", "4xH100"])
     assert result.exit_code == 1
-    assert result.stdout.startswith("no: marti_mars2_32b: nothing fits 4xH100")
+    assert result.stdout.startswith("error: marti_mars2_32b: nothing fits 4xH100")
 
 
 def test_plan_checks_the_placement_in_the_config() -> None:
