@@ -206,8 +206,11 @@ class ReplayedPlay(BranchedPlay):
     @property
     def _recorded(self) -> dict[CallKey, CallAnswer]:
         """The answers of the trajectory, by call."""
-        rounds = self._branches[0].rounds
-        return {call_key(call): answer for answered in rounds for call, answer in answered}
+        answers = {}
+        for answered in self._branches[0].rounds:
+            for call, answer in answered:
+                answers[call_key(call)] = answer
+        return answers
 
     async def _replay_branch(
         self, decision: _Decision, node: str, given: Mapping[CallKey, CallAnswer] = NO_ANSWERS

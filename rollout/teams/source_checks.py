@@ -57,7 +57,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     calls = [node for node in nodes if isinstance(node, ast.Call)]
 
     agent_calls = [call for call in calls if _names_agent(call, agent)]
-    keywords = {keyword.arg for call in agent_calls for keyword in call.keywords}
+    keywords = _keyword_names(agent_calls)
     # the slots of a chat come with a later call
     opens_chat = any(
         isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in agent_calls
@@ -65,7 +65,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     if keywords and None not in keywords and not opens_chat:
         return frozenset(name for name in keywords if name)
 
-    words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+    words = {name for name in _keyword_names(calls) if name}
     words |= _text_constants(nodes)
     function = inspect.unwrap(getattr(orchestra, "func", orchestra))
     is_shipped = getattr(function, "__module__", "").startswith("rollout.")
@@ -128,6 +128,14 @@ def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
     return list(ast.walk(tree))
 
 
+def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:
+    """Return the names of the keywords in calls; None stands for the keywords of a `**`."""
+    names: set[str | None] = set()
+    for call in calls:
+        names.update(keyword.arg for keyword in call.keywords)
+    return names
+
+
 def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
     """Return True if a function's code comes from a file, or if it has no code of its own.
 
@@ -154,11 +162,11 @@ def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast
     }
     if not imported <= _OWN_PACKAGES | sys.stdlib_module_names:
         return True
-    return any(
-        keyword.arg is None and not isinstance(keyword.value, ast.Dict)
-        for call in calls
-        for keyword in call.keywords
-    )
+    for call in calls:
+        for keyword in call.keywords:
+            if keyword.arg is None and not isinstance(keyword.value, ast.Dict):
+                return True
+    return False
 
 
 def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
