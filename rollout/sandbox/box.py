@@ -54,7 +54,7 @@ class Sandbox(Runner):
         tier: isolation in force, "" before the start.
         faults: number of runs that were repeated because the sandbox had failed.
         pool: jails, or None while the sandbox is not started.
-        restarts: number of times that a dead pool may still be replaced.
+        restarts: limit on the number of times that a dead pool is replaced.
     """
 
     def __init__(

@@ -153,7 +153,8 @@ def writable_parents() -> dict[str, Path] | None:
         memory = _nearest_writable(_ROOT / "memory", paths["memory"], "memory.limit_in_bytes")
         pids = _nearest_writable(_ROOT / "pids", paths["pids"], "pids.max")
     elif "" in paths:
-        memory = pids = _nearest_writable(_ROOT, paths[""], "memory.max", "pids.max")
+        memory = _nearest_writable(_ROOT, paths[""], "memory.max", "pids.max")
+        pids = memory
     else:
         return None
     if memory is None or pids is None:
