@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ def copy_corpus(source: Path, path: Path) -> int:
 def _parquet_passages(source: Path, file: Any) -> Iterator[Passage]:
     # Few rows at a time, because a dictionary in the file may stand for long texts.
     batches = file.iter_batches(batch_size=256, columns=["id", "contents"])
-    rows = (row for batch in batches for row in batch.to_pylist())
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, row in enumerate(rows):
         passage = parse_passage({**row, "id": str(row["id"])}, f"{source}: row {number}")
         size = len(passage.contents.encode())
