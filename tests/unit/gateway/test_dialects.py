@@ -164,23 +164,27 @@ def test_all_dialects_play_the_same_conversation(tmp_path: Path, stream: bool) -
 def test_every_dialect_continues_from_an_empty_reply(tmp_path: Path) -> None:
     """The conversation begins with a system message alone."""
 
-    async def completions(one: openai.AsyncOpenAI, _: Any) -> None:
+    async def completions(openai_client: openai.AsyncOpenAI, _: Any) -> None:
         chat: list[Any] = [{"role": "system", "content": "q"}]
-        reply = (await one.chat.completions.create(model="a", messages=chat)).choices[0].message
+        reply = (
+            (await openai_client.chat.completions.create(model="a", messages=chat))
+            .choices[0]
+            .message
+        )
         chat += [reply.model_dump(exclude_none=True), {"role": "user", "content": "r"}]
-        await one.chat.completions.create(model="a", messages=chat)
+        await openai_client.chat.completions.create(model="a", messages=chat)
 
-    async def responses(one: openai.AsyncOpenAI, _: Any) -> None:
+    async def responses(openai_client: openai.AsyncOpenAI, _: Any) -> None:
         items: list[Any] = [{"role": "system", "content": "q"}]
-        reply = await one.responses.create(model="a", input=items)
+        reply = await openai_client.responses.create(model="a", input=items)
         items += [
             *(item.model_dump(exclude_none=True) for item in reply.output),
             {"role": "user", "content": "r"},
         ]
-        await one.responses.create(model="a", input=items)
+        await openai_client.responses.create(model="a", input=items)
 
-    async def messages(_: Any, other: anthropic.AsyncAnthropic) -> None:
-        ask: Any = partial(other.messages.create, model="a", max_tokens=900)
+    async def messages(_: Any, anthropic_client: anthropic.AsyncAnthropic) -> None:
+        ask: Any = partial(anthropic_client.messages.create, model="a", max_tokens=900)
         chat: list[Any] = [{"role": "system", "content": "q"}]
         reply = await ask(messages=chat)
         content = [block.model_dump(exclude_none=True) for block in reply.content]
@@ -194,8 +198,10 @@ def test_every_dialect_continues_from_an_empty_reply(tmp_path: Path) -> None:
 
     for number, program in enumerate((completions, responses, messages)):
 
-        async def both(one: Any, other: Any, _: bool, program: Any = program) -> list[Any]:
-            await program(one, other)
+        async def both(
+            openai_client: Any, anthropic_client: Any, _: bool, program: Any = program
+        ) -> list[Any]:
+            await program(openai_client, anthropic_client)
             return []
 
         _, (first, second) = play(tmp_path / str(number), both, False, ["", "ok"])

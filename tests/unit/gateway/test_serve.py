@@ -146,13 +146,13 @@ async def check_calls(url: str) -> None:
             trust_env=False,
         )
         assert (whole.status_code, whole.json()["error"]["type"]) == (400, "invalid_request_error")
-        asked = {
+        call = {
             "model": "demo_math",
             "messages": hi,
             "max_tokens": 9,
             "stop_sequences": [*string.printable.strip()],
         }
-        reply = httpx.post(f"{url}/v1/messages", json=asked, timeout=60, trust_env=False).json()
+        reply = httpx.post(f"{url}/v1/messages", json=call, timeout=60, trust_env=False).json()
         assert reply["stop_reason"] == "stop_sequence"
         assert not set(reply["content"][0]["text"]) & set(string.printable.strip())
         assert (

@@ -78,7 +78,8 @@ def test_a_stream_has_the_text_of_the_complete_reply(tmp_path: Path, dialect: st
         return reply.choices[0].message.content or ""
 
     async def streamed(clients: Clients, team_session: Any) -> tuple[str, int]:
-        early, text = 0, ""
+        text = ""
+        early = 0  # number of deltas before the reply was complete
         async for delta in STREAMS[dialect](clients):
             text += delta
             early += not team_session.turns  # a turn is recorded when its reply is complete
@@ -158,7 +159,7 @@ def test_streamed_text_stays_text_if_the_model_then_ends_a_thought(
 
 
 def test_settled_text_holds_back_what_later_tokens_can_change() -> None:
-    stop, call = "END", "<tool_call>"
+    end_marks = ("END", "<tool_call>")
     for raw, expected in (
         ("", ("", "")),
         ("  a b ", ("", "a b")),  # spaces around a reply are dropped
@@ -172,4 +173,4 @@ def test_settled_text_holds_back_what_later_tokens_can_change() -> None:
         ("<think>\nhm\n</think>\n\nso ", ("hm", "so")),
         ("a </thin", ("", "a")),
     ):
-        assert settled_text(raw, (stop, call)) == expected, raw
+        assert settled_text(raw, end_marks) == expected, raw

@@ -72,7 +72,9 @@ def test_masks_have_every_token_that_continues_the_text(tmp_path: Path) -> None:
     write_config(tmp_path)
     tokenizer = Renderer(tmp_path, template="plain")
     a, b, c, quote = (tokenizer.encode(text)[0] for text in ("a", "b", "c", '"'))
-    ab, b_quote, end = 256, 257, 258
+    ab = 256
+    b_quote = 257
+    end = 258
     grammar = json_grammar({"enum": ["ab", "ac"]}, end)
     assert allowed_tokens(tmp_path, grammar, [quote, a, b_quote, end]) == [
         [quote],

@@ -24,14 +24,14 @@ def meeting(parallel: bool, *, fails: str = "") -> tuple[Any, list[str]]:
 
     @asynccontextmanager
     async def tools() -> AsyncIterator[list[Tool]]:
-        there = asyncio.Barrier(2)
+        barrier = asyncio.Barrier(2)
 
         async def meet(*, who: str) -> str:
             """Wait for somebody."""
             log.append(f"{who} comes")
             if who == fails:
                 raise RuntimeError("lost")
-            await there.wait()
+            await barrier.wait()
             await asyncio.sleep(0.02 if who == "Ann" else 0)  # the first call ends last
             log.append(f"{who} goes")
             return f"{who} was there"

@@ -274,7 +274,7 @@ def test_simultaneous_ends_are_counted_once():
         )
         surplus = rng.choice([0, 0, 2])
         size = 3
-        groups, at = play(
+        groups, ended_s = play(
             orchestra,
             engine,
             tasks=tasks(0, 0),
@@ -296,7 +296,7 @@ def test_simultaneous_ends_are_counted_once():
         else:
             assert all(t.status is not Status.ABORTED or "late/batch" in t.metrics for t in played)
         if limits.batch_s:
-            assert at <= limits.batch_s
+            assert ended_s <= limits.batch_s
         status_counts.update(t.status for t in played)
     assert (
         min(status_counts[status] for status in (Status.COMPLETED, Status.LATE, Status.ABORTED))
