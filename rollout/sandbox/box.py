@@ -1,4 +1,4 @@
-"""The sandbox of this machine, which runs every program in a process of its own, isolated by a tier."""
+"""The sandbox of this machine, which runs every program in a separate process, isolated by a tier."""
 
 from __future__ import annotations
 

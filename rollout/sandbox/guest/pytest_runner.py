@@ -310,7 +310,7 @@ def _record(mark: str, report_file: int, request: dict[str, Any]) -> Generator[N
 
 
 class _TestNames:
-    """The test file's module-level names, and a check that nothing but its own statements has bound them."""
+    """The test file's module-level names, and a check that only statements of the file have bound them."""
 
     def __init__(self, scope: dict[str, Any], request: dict[str, Any]) -> None:
         self._scope = scope
@@ -322,7 +322,7 @@ class _TestNames:
         )
 
     def are_unchanged(self) -> bool:
-        """Return True if every name has the value that it had before the first test."""
+        """Return True if every name is one of the file, and has its value before the first test."""
         values = self._bound_values()
         if self._has_foreign_names or list(values) != list(self._values):
             return False
@@ -541,7 +541,7 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     Args:
         send: takes events.
         candidates: Python literals by site and number of the withheld value, "-1" for none. A
-            value with an equality of its own is compared with them.
+            value that is not plain data is compared with them.
     """
     choices = {}
     for key, texts in candidates.items():
@@ -549,7 +549,7 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
     bound_texts: dict[str, str] = {}  # value at its binding, by name
 
     def check(site: int, value: object, token: object) -> None:
-        """Report a value; if it has an equality of its own, report how it compares with candidates."""
+        """Report a value; if it is not plain data, report how it compares with candidates."""
         number = token.number if type(token) is _Withheld else -1
         text = _describe(value)
         key = f"{site}/{number}"
@@ -650,7 +650,7 @@ def _comparisons(value: Any, choice: Any) -> str:
 
 
 def _describe(value: object) -> str:
-    """Return plain data as a Python literal; "?" for a value with an equality of its own."""
+    """Return plain data as "=" and its Python literal, and "?" for any other value."""
     try:
         return f"={_plain(value, 0)!r}"
     except (_NotPlain, TypeError, ValueError, RecursionError):
