@@ -26,7 +26,7 @@ ToolRunner = Callable[[str, Callable[[], Awaitable[ToolCall]], int], Awaitable[T
 
 
 class ChatHost(Protocol):
-    """Part of a trajectory's session that a chat needs."""
+    """Part of a trajectory's session that a chat needs (see `TeamSession`)."""
 
     run_tool: ToolRunner
     calls: CallRecord  # results of tool calls that a restart must not repeat
@@ -60,9 +60,9 @@ class Chat:
     - `drop_oldest_results`: the older half of the tool results is left out. The next turn's score
       `dropped_results` is their number.
 
-    If that makes no room, the chat is full as with `stop`. If the agent has not replied yet,
-    `PromptTooLong` is raised instead. If there is no reply for another reason, an EngineError is
-    raised.
+    If the prompt is still too long after that, the chat is full as with `stop`. If the agent has not
+    replied yet, `PromptTooLong` is raised instead. If there is no reply for another reason, an
+    EngineError is raised.
 
     Attributes:
         id: id of the chat in its trajectory.
