@@ -44,8 +44,8 @@ class LayerWeights:
 class DecoderWeights(NamedBuffers):
     """All weights of a decoder, by their Hugging Face names.
 
-    If the output layer is tied to the embedding, `head` is the embedding's buffer, and the output
-    layer has no name of its own.
+    If the output layer is tied to the embedding, `head` is the embedding's buffer, and `buffers` has
+    no entry for the output layer.
     """
 
     def __init__(self, architecture: Architecture, storage: Tensor | None = None) -> None:

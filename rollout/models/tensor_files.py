@@ -25,7 +25,7 @@ def tensor_files(folder: Path | str) -> list[Path]:
 
 
 def _indexed_files(index_path: Path) -> set[Path]:
-    """Return the files that an index names, in its own folder whatever path the index gives."""
+    """Return the files that an index names; they are in its folder, and paths in it are ignored."""
     try:
         file_names = read_json(index_path)["weight_map"].values()
         return {index_path.with_name(Path(name).name) for name in file_names}
