@@ -85,8 +85,8 @@ class GatewaySession:
         max_turns: most calls that are answered; each is a turn.
         honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's
             own values hold, because the trainer must know the sampling distribution.
-        failure: future of the error that fails the trajectory, such as an EngineError, whatever the
-            program makes of it.
+        failure: future of the error that fails the trajectory, such as an EngineError, even if the
+            program handles the error.
         overlong: latest prompt that left no room for a reply. The program gets the error, and may
             continue.
         refused_calls: number of calls that were refused.
