@@ -92,8 +92,8 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
     functions = {node.name for node in nodes if isinstance(node, _FunctionNode)}
     agents: set[str] = set()
-    chats_called: set[ast.expr] = set()
-    team_names: set[ast.expr] = set()  # that stay in the module
+    chats_called: set[ast.expr] = set()  # attributes `chat` that are called with a constant name
+    team_names: set[ast.expr] = set()  # uses of the name `team` that stay in the module
     for node in nodes:
         match node:
             case ast.Call(
