@@ -1,9 +1,12 @@
 """A wrong call of a command is one line and an exit status that is not 0."""
 
+import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from mcore_mas.cli.main import app
 from rollout.base.http_server import open_listener
 from rollout.records.files import write_trajectories
 from tests.support.finished import finished
@@ -172,6 +175,12 @@ def test_help(arguments: str, call_command: CallCommand) -> None:
     assert result.status == 0
     assert "Usage: mcore-mas check" in result.stdout
     assert result.stderr == ""
+
+
+def test_the_page_of_commands_has_every_command() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "commands.md").read_text(encoding="utf-8")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [name for name in commands if not re.search(rf"`(mcore-mas )?{name}[ `]", page)] == []
 
 
 def test_a_call_without_arguments_prints_the_help(call_command: CallCommand) -> None:
