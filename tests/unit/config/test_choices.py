@@ -60,16 +60,15 @@ def leaves(schema: Any) -> Iterator[dict[str, Any]]:
         if "type" in schema and isinstance(schema["type"], str):
             yield schema
         for name, part in schema.items():
-            yield from leaves(part) if name != "default" else ()
+            if name != "default":
+                yield from leaves(part)
     elif isinstance(schema, list):
         for part in schema:
             yield from leaves(part)
 
 
-FREE = {  # options that another library reads
-    ("env gymnasium", "make"),
-}
-UNBOUNDED = {("tasks sudoku", "givens")}  # by the puzzle's size
+FREE = {("env gymnasium", "make")}  # options that another library checks
+UNBOUNDED = {("tasks sudoku", "givens")}  # options whose bound is the size of the puzzle
 
 
 @pytest.mark.parametrize("whose", MODELS)
@@ -126,13 +125,14 @@ def composed(experiment: str) -> dict[str, Any]:
 
 
 def changed(experiment: str, path: str, value: Any) -> dict[str, Any]:
+    """Return the values of an experiment, with one of them changed."""
     values = copy.deepcopy(composed(experiment))
-    at = values
-    *sections, last = path.split(".")
-    for section in sections:
-        at[section] = at.get(section) or {}
-        at = at[section]
-    at[last] = value
+    section = values
+    *names, key = path.split(".")
+    for name in names:
+        section[name] = section.get(name) or {}
+        section = section[name]
+    section[key] = value
     return values
 
 
@@ -240,7 +240,8 @@ WRONG = [
     (MATH, "policies.solver.betas", [0.9, 1.0], "less than 1 (got 1.0)"),
     (MATH, "policies.solver.betas", [-0.9, 0.5], "greater than or equal to 0 (got -0.9)"),
 ]
-PLACES = {  # where the key that is wrong is below the one that is set
+# Location of the error, for values in which a key below the changed one is wrong.
+LOCATIONS = {
     "loss.correction": "loss.correction.options",
     "filter": "filter.options",
     "orchestra": "orchestra.options.rules.deadline_s: ",
@@ -258,7 +259,7 @@ def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, messa
     with pytest.raises(ConfigError) as refused:
         RunConfig.from_values(changed(experiment, path, value), "run 'x'")
     line = str(refused.value)
-    assert line.startswith(f"run 'x': {PLACES.get(path, path)}")
+    assert line.startswith(f"run 'x': {LOCATIONS.get(path, path)}")
     assert message in line
     assert "\n" not in line
 
@@ -344,7 +345,7 @@ class WithoutSampling(CompleteEngine):
     async def generate(self, prompt_ids): ...
 
 
-class Unset:
+class WithoutTask:
     def __init__(self, task): ...
 
     def reset(self): ...
@@ -352,11 +353,11 @@ class Unset:
     async def step(self, action): ...
 
 
-class Waits(Unset):
+class AsyncReset(WithoutTask):
     async def reset(self, task): ...
 
 
-UNMADE = Role(name="none", system="", user="", parse=lambda: None)
+ROLE_WITHOUT_TEXT = Role(name="none", system="", user="", parse=lambda: None)
 
 
 USER_OBJECTS = [
@@ -417,23 +418,23 @@ USER_OBJECTS = [
     ),
     (
         "env",
-        {"name": f"{__name__}:Unset"},
-        f"env '{__name__}:Unset': its method reset must take (task), not ()",
+        {"name": f"{__name__}:WithoutTask"},
+        f"env '{__name__}:WithoutTask': its method reset must take (task), not ()",
     ),
     (
         "env",
-        {"name": f"{__name__}:Waits"},
+        {"name": f"{__name__}:AsyncReset"},
         "its method reset must take (task) and may not be async",
     ),
     (
         "agents.solver.role",
-        f"{__name__}:PLACES",
-        f"agents.solver.role '{__name__}:PLACES' must take (text); it is of type dict",
+        f"{__name__}:LOCATIONS",
+        f"agents.solver.role '{__name__}:LOCATIONS' must take (text); it is of type dict",
     ),
     (
         "agents.solver.role",
-        f"{__name__}:UNMADE",
-        f"agents.solver.role '{__name__}:UNMADE' must take (text), not ()",
+        f"{__name__}:ROLE_WITHOUT_TEXT",
+        f"agents.solver.role '{__name__}:ROLE_WITHOUT_TEXT' must take (text), not ()",
     ),
     (
         "loss",
@@ -459,13 +460,13 @@ def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
     assert isinstance(config.loss.arguments["clip_high"], float)
     config = RunConfig.from_values(changed(MATH, "policies.solver.betas", [0, 0.5]), "run 'x'")
     assert config.policies["solver"].betas == (0.0, 0.5)
-    config = RunConfig.from_values(
-        changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'"
-    )  # which says: none
+    # An infinite dual clip is none.
+    values = changed(MATH, "loss.options", {"dual_clip": math.inf})
+    config = RunConfig.from_values(values, "run 'x'")
     assert config.loss.arguments == {"dual_clip": math.inf}
 
 
-def test_an_engine_of_ones_own_that_has_the_methods_is_taken() -> None:
+def test_an_engine_of_the_user_that_has_the_methods_is_accepted() -> None:
     config = RunConfig.from_values(
         changed(MATH, "engine", {"name": f"{__name__}:CompleteEngine"}), "run 'x'"
     )

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -45,11 +44,9 @@ def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_pa
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
-    more = (
-        [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")]
-        if name == "gae"
-        else []
-    )
+    more: list[str] = []
+    if name == "gae":
+        more += [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")]
     if name in ("at_grpo", "mcts", "mars2"):
         more.append("trainer.branching={width: 2}")
     if name == "c3":
@@ -92,8 +89,9 @@ def test_every_team_composes_with_its_policies(team: str, sharing: str) -> None:
 
 @pytest.mark.parametrize("team", TEAMS)
 def test_a_team_of_three_or_more_says_how_to_share_partly(team: str) -> None:
-    agents, partly = list(TEAMS[team]["agents"]), TEAMS[team].get("partly")
-    assert (partly is not None) == (len(agents) > 2)  # of two agents none is left out
+    agents = list(TEAMS[team]["agents"])
+    partly = TEAMS[team].get("partly")
+    assert (partly is not None) == (len(agents) > 2)  # two agents share all policies or none
     if partly is not None:
         assert list(partly) == agents and 1 < len(set(partly.values())) < len(agents)
 
@@ -131,7 +129,7 @@ sharing: separate
 """
 
 
-def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path: Path) -> None:
+def test_each_row_of_a_grid_is_an_experiment_and_later_settings_win(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "t.yaml").write_text(GRID)
     assert list(experiments(tmp_path)) == ["t_one_a", "t_two_a", "t_three"]
@@ -499,7 +497,7 @@ def test_a_mistake_in_an_own_experiment_is_one_line(
         ("sleep=false", True),
     ],
 )
-def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(
+def test_a_server_that_frees_its_graphs_in_sleep_makes_none_of_prompts(
     option: str, starts: bool
 ) -> None:
     graphs = "+engine.environment.SGLANG_MEMORY_SAVER_CUDA_GRAPH='1'"
@@ -510,12 +508,11 @@ def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(
         "+engine.sleep=true",
         f"++engine.{option}",
     ]
-    with (
-        nullcontext()
-        if starts
-        else pytest.raises(ConfigError, match=r"set options\.disable-prefill-cuda-graph")
-    ):
+    if starts:
         resolve(settings)
+    else:
+        with pytest.raises(ConfigError, match=r"set options\.disable-prefill-cuda-graph"):
+            resolve(settings)
 
 
 @pytest.mark.parametrize(
@@ -624,10 +621,8 @@ def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> No
     values = resolve(
         ["experiment=demo_math", "engine={max_length: 64, slots: 8}", "agents.solver.max_tokens=8"]
     )
-    assert (values["engine"]["name"], values["engine"]["slots"]) == (
-        "embedded",
-        8,
-    )  # settings of a group's section
+    # The other settings of the section are those of the group's config.
+    assert (values["engine"]["name"], values["engine"]["slots"]) == ("embedded", 8)
 
 
 def keys(model: type[Section]) -> Iterator[str]:

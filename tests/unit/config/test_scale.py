@@ -23,22 +23,17 @@ SYSTEMS = [
 
 
 def test_a_search_run_by_hand() -> None:
-    paper, tiny = (
-        resolve(["experiment=drmas_t2_7b_separate_drmas"], None, scale)
-        for scale in ("paper", "tiny")
-    )
-    assert (paper["policies"]["verifier"]["tp"], tiny["policies"]["verifier"]["tp"]) == (2, 1)
+    overrides = ["experiment=drmas_t2_7b_separate_drmas"]
+    paper = resolve(overrides, None, "paper")
+    tiny = resolve(overrides, None, "tiny")
+    assert paper["policies"]["verifier"]["tp"] == 2
+    assert tiny["policies"]["verifier"]["tp"] == 1
     assert tiny["policies"]["verifier"]["model"] == "results/models/Qwen2.5-7B"
-    assert (
-        tiny["trainer"]["steps"],
-        tiny["trainer"]["group_size"],
-        tiny["trainer"]["updates_per_step"],
-    ) == (2, 2, 2)
-    assert tiny["data"]["test"][0]["path"] == "results/data/search/test.parquet"
-    assert (tiny["data"]["test"][0]["limit_per_source"], tiny["data"]["test"][0]["limit"]) == (
-        1,
-        None,
-    )
+    for key in ("steps", "group_size", "updates_per_step"):
+        assert tiny["trainer"][key] == 2
+    test_file = tiny["data"]["test"][0]
+    assert test_file["path"] == "results/data/search/test.parquet"
+    assert (test_file["limit_per_source"], test_file["limit"]) == (1, None)
     assert (paper["retriever"]["folder"], paper["retriever"]["threads"]) == ("data/wiki-18", 32)
     assert {key: value for key, value in tiny["retriever"].items() if value is not None} == {
         "passages": "results/data/search/passages.jsonl",
@@ -52,13 +47,10 @@ def test_a_search_run_by_hand() -> None:
         "ranking": "dense",
         "device": "cpu",
     }
-    for same in ("advantage", "loss", "orchestra", "env"):
-        if same != "orchestra":
-            assert tiny[same] == paper[same]
-    assert (
-        paper["orchestra"]["options"]["max_turns"],
-        tiny["orchestra"]["options"]["max_turns"],
-    ) == (4, 2)
+    for section in ("advantage", "loss", "env"):
+        assert tiny[section] == paper[section]
+    assert paper["orchestra"]["options"]["max_turns"] == 4
+    assert tiny["orchestra"]["options"]["max_turns"] == 2
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -61,7 +61,7 @@ def test_ppo_clip_by_hand() -> None:
     assert statistics["clip_fraction_high"].tolist() == [0, 1, 0, 0, 0, 0]
     assert statistics["clip_fraction_low"].tolist() == [0, 0, 0, 0, 1, 0]
     assert statistics["clip_fraction_dual"].tolist() == [0, 0, 0, 0, 0, 1]
-    # no pull where a clip holds
+    # no gradient where a clip is active
     assert gradient(loss, batch) == pytest.approx([-2.0, 0, -1.0, 1.5, 0, 0])
 
 
@@ -77,7 +77,8 @@ def test_the_distance_to_the_old_policy_by_hand() -> None:
 
 
 def test_the_distance_is_a_divergence_in_expectation() -> None:
-    old, new = doubles(0.5, 0.3, 0.2).log(), doubles(0.2, 0.2, 0.6).log()
+    old = doubles(0.5, 0.3, 0.2).log()
+    new = doubles(0.2, 0.2, 0.6).log()
     _, statistics = ppo_clip(replace(tokens([1.0] * 3, [0.0] * 3), logprobs=new), old)
     divergence = sum(p * math.log(p / q) for p, q in ((0.5, 0.2), (0.3, 0.2), (0.2, 0.6)))
     assert float((old.exp() * statistics["kl"]).sum()) == pytest.approx(divergence)
@@ -163,7 +164,7 @@ def test_an_objective_without_correction_starts_from_the_sampler() -> None:
 
 
 def test_decoupled_ppo_by_hand() -> None:
-    # π/μ = 3 = π/π_old · π_old/μ: 1.5 of the update, clipped to 1.2, and 2 of the sampler's, as a weight
+    # π/μ = 3 is π/π_old = 1.5, which is clipped to 1.2, times π_old/μ = 2, the weight
     batch = tokens([3.0, 1.0], [1.0, 1.0], proximal=doubles(OLD + math.log(2), OLD))
     loss, statistics = Objective(correction="importance")(batch)
     assert loss.tolist() == pytest.approx([-2 * 1.2, -1.0])
@@ -240,7 +241,7 @@ def test_the_entropy_bonus_pulls() -> None:
     assert torch.autograd.grad(loss.sum(), entropy)[0].tolist() == [0.0, -0.5]
 
 
-def test_a_missing_reference_does_no_harm_where_none_is_wanted() -> None:
+def test_a_missing_reference_does_no_harm_where_the_coefficient_is_zero() -> None:
     batch = tokens(
         [2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.0)
     )
@@ -250,7 +251,7 @@ def test_a_missing_reference_does_no_harm_where_none_is_wanted() -> None:
     assert statistics["reference_kl"].isnan().tolist() == [False, True]
 
 
-def test_a_missing_reference_is_loud_where_one_is_wanted() -> None:
+def test_a_missing_reference_gives_nan_or_an_error_where_one_is_needed() -> None:
     one_missing = tokens(
         [2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.1)
     )
@@ -275,12 +276,13 @@ def test_an_objective_is_plain_data() -> None:
 
 def test_the_critics_loss_by_hand() -> None:
     values = doubles(1.0, 2.0, 2.0, 0.0).requires_grad_()
-    old, returns = doubles(1.0, 1.0, 1.0, 1.0), doubles(3.0, 3.0, 1.0, 3.0)
+    old = doubles(1.0, 1.0, 1.0, 1.0)
+    returns = doubles(3.0, 3.0, 1.0, 3.0)
     loss, statistics = ValueObjective(clip=0.5)(values, old, returns)
-    # held values 1, 1.5, 1.5, 0.5: ½ max(2², 2²), ½ max(1², 1.5²), ½ max(1², 0.5²), ½ max(3², 2.5²)
+    # clipped values 1, 1.5, 1.5, 0.5: ½ max(2², 2²), ½ max(1², 1.5²), ½ max(1², 0.5²), ½ max(3², 2.5²)
     assert loss.tolist() == pytest.approx([2.0, 1.125, 0.5, 4.5])
     assert statistics["value_clip_fraction"].tolist() == [0, 1, 0, 0]
-    # V − R, and no pull from the clipped one, which already moved far enough towards its return
+    # V − R, and 0 where the clipped value is further from the return
     assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx(
         [-2.0, 0.0, 1.0, -3.0]
     )

@@ -8,9 +8,8 @@ from mcore_mas.megatron.step.spikes import SpikeMonitor
 def test_a_norm_far_above_the_median_is_a_spike() -> None:
     monitor = SpikeMonitor(factor=10.0, window=100, warmup=3)
     assert [monitor.observe(norm) for norm in (1.0, 3.0, 2.0)] == [False, False, False]
-    assert not monitor.observe(
-        20.0
-    )  # the median is 2: the bound is 20, and only above it is a spike
+    # The median is 2, so the bound is 20; a norm at the bound is no spike.
+    assert not monitor.observe(20.0)
     assert monitor.observe(25.1)  # the median of 1, 2, 3, 20 is 2.5
 
 
@@ -20,7 +19,7 @@ def test_no_verdict_on_finite_norms_before_the_warmup() -> None:
     assert monitor.observe(2.1)  # five norms with median 1 are known now
 
 
-def test_what_is_not_finite_is_always_a_spike_and_never_remembered() -> None:
+def test_a_norm_that_is_not_finite_is_a_spike_and_is_not_recorded() -> None:
     monitor = SpikeMonitor(factor=10.0, warmup=1)
     assert monitor.observe(math.nan)
     assert monitor.observe(math.inf)
@@ -36,7 +35,7 @@ def test_norms_that_stay_high_stop_being_spikes() -> None:
     assert verdicts[4:] == [True, True, False]
 
 
-def test_state_goes_on_where_it_was() -> None:
+def test_a_restored_monitor_continues_from_its_norms() -> None:
     first = SpikeMonitor(factor=10.0, window=3, warmup=2)
     for norm in (5.0, 1.0, 2.0, 3.0):
         first.observe(norm)
