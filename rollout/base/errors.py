@@ -35,14 +35,14 @@ class Undecided(EnvError):
 class Unscorable(EnvError):
     """A task has no answers by which its environment could score an action.
 
-    A served team, whose tasks nobody knows the answers of, ends such a task without a score.
+    A served team ends such a task without a score, because the answers of its tasks are not known.
     """
 
 
 class Unasked(EnvError):
-    """No trained agent was asked in a trajectory, so that it says nothing about the team.
+    """No trained agent was asked in a trajectory, so the trajectory says nothing about the team.
 
-    The trajectory is counted as `unasked`.
+    It is counted as `unasked`.
     """
 
 

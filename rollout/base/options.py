@@ -216,7 +216,7 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 
 def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter; without an annotation, that of a plain default."""
+    """Return the type of a parameter; without an annotation, the type of its default if it is plain."""
     if parameter.annotation is parameter.empty:
         plain = type(parameter.default)
         return plain if plain in (bool, int, float, str) else Any

@@ -15,8 +15,8 @@ MAX_BYTES = 64 << 30  # limit of all columns, uncompressed
 _MEASURED_ROWS = 1 << 16  # rows of references to a dictionary that are read at a time
 # Bytes of a value of the types whose values have a fixed size, as Arrow stores them.
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-# Encodings of texts that take at least as many bytes as the texts. RLE and BIT_PACKED are those of
-# lists and missing values.
+# Encodings in which texts take at least as many bytes as decoded. RLE and BIT_PACKED encode where
+# lists begin and which values are missing.
 _PLAIN_ENCODINGS = frozenset(("PLAIN", "DELTA_LENGTH_BYTE_ARRAY", "RLE", "BIT_PACKED"))
 # pyarrow cannot read more than 2 GiB of text inside lists at once, and the texts of a trajectory
 # may take tens of MiB.

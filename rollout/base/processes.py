@@ -1,4 +1,8 @@
-"""Child processes that do not outlive their parent, limits on restarts, and output to the terminal."""
+"""Child processes that do not outlive their parent, limits on restarts, and output to the terminal.
+
+`start_group` starts a process group and `stop_group` ends it, `run_command` runs a command to its end,
+`Restarts` bounds the restarts of a part of a run, and `say` prints a line.
+"""
 
 import asyncio
 import ctypes

@@ -91,9 +91,10 @@ class Watchdog:
         now = loop.time()
         self._loop_ran = time.monotonic()
         waiting = [(name, waits()) for name, waits in self._watched.values()]
-        # a new wait means that the previous one has ended
-        newest = max((wait.since for _, waits in waiting for wait in waits), default=0.0)
-        self._note_progress(newest)
+        # A new wait means that the previous one has ended.
+        for _, waits in waiting:
+            for wait in waits:
+                self._note_progress(wait.since)
         quiet = now - self._progress
         if quiet >= self._patience:
             self._report_waits(waiting, quiet, now)
@@ -101,6 +102,7 @@ class Watchdog:
         self._timer = loop.call_later(self._quiet_s / 4, self._check)
 
     def _note_progress(self, at: float) -> None:
+        """Note progress at a time of the event loop's clock; later progress resets the intervals."""
         if at > self._progress:
             self._progress = at
             self._patience = self._quiet_s
@@ -136,6 +138,6 @@ class Watchdog:
                 frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
                 locations = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
                 self._report(
-                    f"the event loop has been blocked for {quiet:.0f} s, so no deadline holds and nobody goes on, "
-                    f"in {' > '.join(locations)}"
+                    f"the event loop has been blocked for {quiet:.0f} s, so no deadline holds and no trajectory "
+                    f"proceeds, in {' > '.join(locations)}"
                 )

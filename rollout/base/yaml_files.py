@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Refuse deep nesting, alias bombs, and a key given twice, of which PyYAML takes the last."""
+    """Refuse deep nesting, alias bombs, and duplicate keys, of which PyYAML would take the last."""
     unvisited = [(root, 1)]  # nodes and their depths
     visited = 0
     while unvisited:
