@@ -131,7 +131,9 @@ class DataConfig(Section):
     @property
     def paths(self) -> tuple[Path, ...]:
         """Paths of the data files of all splits, each once; empty with a generator."""
-        paths = [file.path for split in SPLITS for file in self.files(split)]
+        paths: list[Path] = []
+        for split in SPLITS:
+            paths += [file.path for file in self.files(split)]
         return tuple(dict.fromkeys(paths))
 
     def files(self, split: Split) -> tuple[TaskFile, ...]:

@@ -30,6 +30,8 @@ _MIN_REQUEST_S = 600.0  # shortest default deadline of a request
 # about 6000 in 256 slots.
 _MIN_TOKENS_PER_S = 2000.0
 
+_SLOTS_ERROR = "adapters: slots needs name: sglang and transport: disk, without sleep and members"
+
 
 class EngineConfig(Section):
     """Engine that samples the tokens of a policy."""
@@ -190,6 +192,3 @@ class EngineConfig(Section):
             )
         if self.adapters == "slots":
             raise ValueError(_SLOTS_ERROR)
-
-
-_SLOTS_ERROR = "adapters: slots needs name: sglang and transport: disk, without sleep and members"

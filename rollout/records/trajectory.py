@@ -276,10 +276,9 @@ class Turn:
         versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
         node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree. The
             alternatives of a turn that were replayed are "1", "2" and so on.
-        state_key: digest of the prompt's messages. The name is that of the column in the files of
-            existing runs.
+        state_key: digest of the prompt's messages.
         anchor: digest of the environment's description of its present state, without history; "" if
-            it describes none. The name is that of the column too.
+            the environment describes none.
         prompt_ids: prompt tokens [P].
         completion_ids: sampled tokens [C], including the stop token.
         logprobs: log-probabilities [C], as in `Completion`.

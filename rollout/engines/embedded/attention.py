@@ -231,15 +231,15 @@ class GroupBlock(_Window):
         else:
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
-        self._grid = (len(runs), distance)
+        self._grid = (len(runs), distance)  # groups, and cache rows from one group to the next
         shared = [int(batch.shared[run].min()) for run in runs]
-        self._shared = np.repeat(shared, distance)
+        self._shared = np.repeat(shared, distance)  # common tokens of each row of the window
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
     def _update_mask(self) -> None:
         positions = self._positions[:, None]
         shared = self._shared[:, None]
-        # Columns after the common keys; every row reads its own keys there.
+        # Positions after the common keys, at which every row reads its own keys.
         self._suffix = slice(int(shared.min()), int(positions.max()) + 1)
         self._mask: Tensor | None = None
         if np.ptp(shared) or np.ptp(positions):

@@ -32,7 +32,7 @@ class LocalEngine(Dispatcher):
         self.core.load_weights(tensors, version)
 
     async def exchange(self, requests: list[Request], aborts: list[int]) -> list[Report]:
-        """See `Dispatcher`."""
+        """Exchange requests and reports with the engine, for one decoding step; see `Dispatcher`."""
         if self.core.decoder.device.type == "cpu":
             return self.core.exchange(requests, aborts)
         return await asyncio.to_thread(self.core.exchange, requests, aborts)

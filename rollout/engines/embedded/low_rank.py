@@ -59,7 +59,9 @@ class LowRank:
             self._others[number, ranks] = False
 
         output_rows = _output_rows(architecture)
-        targets = {projection for adapter in adapters for projection in adapter.targets}
+        targets: set[Projection] = set()
+        for adapter in adapters:
+            targets.update(adapter.targets)
         self._layers: list[_LayerAdapters] = []
         for _ in range(architecture.layers):
             layer: _LayerAdapters = {}

@@ -1,4 +1,4 @@
-"""Requests to the embedded engine, and what it reports of them."""
+"""Requests to the embedded engine, and its reports about them."""
 
 from __future__ import annotations
 

@@ -22,8 +22,10 @@ _SAVE_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 @cache
 def _argument_kinds() -> dict[str, str]:
     """Return the kind of each argument: a type, or the reason why it cannot be set."""
-    names_by_kind = read_yaml(Path(__file__).with_suffix(".yaml"))
-    return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
+    kinds: dict[str, str] = {}
+    for kind, names in read_yaml(Path(__file__).with_suffix(".yaml")).items():
+        kinds |= dict.fromkeys(names.split(), kind)
+    return kinds
 
 
 def with_dashes(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class LostWeights:
         """Wait until the weights have come again.
 
         Raises:
-            EngineError: nobody sends them, or `settle` was called with this error.
+            EngineError: no trainer waits to send them, or `settle` was called with this error.
         """
         if self._needed is None:
             raise EngineError(

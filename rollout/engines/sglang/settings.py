@@ -127,7 +127,9 @@ class SGLangSettings:
         options = with_dashes(self.options)
         arguments: dict[str, Any] = {}
         if self.adapters:
-            projections = {target for adapter in self.adapters for target in adapter.targets}
+            projections: set[Projection] = set()
+            for adapter in self.adapters:
+                projections.update(adapter.targets)
             arguments = {
                 "enable-lora": True,
                 "max-lora-rank": max(adapter.rank for adapter in self.adapters),
