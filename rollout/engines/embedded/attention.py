@@ -148,6 +148,7 @@ class _Window:
         self._update_mask()
 
     def _update_mask(self) -> None:
+        """Compute the mask for the present positions of the rows."""
         raise NotImplementedError
 
     def _spread(self, q: Tensor) -> Tensor:
@@ -172,6 +173,7 @@ class RowBlock(_Window):
         super().__init__(batch, part, first_row, last_row - first_row + 1, device)
 
     def _update_mask(self) -> None:
+        """Compute the width of the block, and its mask [rows, 1, width]."""
         self._width = KEY_MULTIPLE * -(-(int(self._positions.max()) + 1) // KEY_MULTIPLE)
         seen = np.arange(self._width) <= self._positions[:, None]
         self._mask = _additive_mask(seen, self._device)[:, None]
@@ -216,6 +218,8 @@ class GroupBlock(_Window):
         """Build a block of the groups in the `runs` of a batch.
 
         Args:
+            runs: neighbouring rows of the batch, one run for each group.
+            cache_rows: number of rows of the cache, S.
             prefix_keys: common keys of each group [L, G KV, D, P].
             prefix_values: common values of each group [L, G KV, P, D].
         """
@@ -237,6 +241,7 @@ class GroupBlock(_Window):
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
     def _update_mask(self) -> None:
+        """Compute the mask [G, 1, rows of a group, 1, keys]; None if all rows are equally long."""
         positions = self._positions[:, None]
         shared = self._shared[:, None]
         # Positions after the common keys, at which every row reads its own keys.
