@@ -90,6 +90,8 @@ def train(
     # Everything that may refuse the run comes before the first process starts.
     folder = ensure_writable(config.folder / "train")
     commit = code_commit()
+    for policy, model in config.models.items():
+        check_layout(config, policy, Path(model))
     tasks = _load_tasks(config)
     make_renderers(config, config.models)
     devices = None
@@ -161,7 +163,7 @@ class _TrainingRun:
             warnings: lines for the log.
 
         Returns:
-            Content of done.json.
+            The record for done.json, to which `train` adds commit, devices and epoch.
         """
         self.stop.listen()
         try:
@@ -269,15 +271,12 @@ class _TrainingRun:
 
 
 def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:
-    """Load the training and validation tasks by split; check the layout of each policy's model.
+    """Load the training and validation tasks, by split.
 
     Raises:
-        ConfigError: a model cannot be laid out as the config says, or there are no validation tasks
-            to choose the best checkpoint by.
+        ConfigError: there are no validation tasks to choose the best checkpoint by.
         RecordError: the tasks cannot be read.
     """
-    for policy, model in config.models.items():
-        check_layout(config, policy, Path(model))
     tasks = {
         split: prepared_tasks(config.folder / "tasks", split) for split in ("train", "validation")
     }
@@ -322,11 +321,11 @@ def _open_checkpoints(config: RunConfig) -> Checkpoints:
 
 
 def _done_record(session: TrainingSession, best: Checkpoint | None) -> dict[str, Any]:
-    """Return what evaluation and export read from done.json about a finished run.
+    """Return the record of a finished run, from which evaluation and export find its models.
 
     Args:
         session: parts of the run.
-        best: checkpoint that the models are written from; None: they are those of the last step.
+        best: checkpoint that the models were written from; None: they are those of the last step.
     """
     config = session.config
     trained_models = {policy: model_folder(config, policy) for policy in session.trainers}
