@@ -1,4 +1,4 @@
-"""Rollout buffer: collects, rewards and filters the trajectories of each step, ahead of training.
+"""Asynchronous rollouts: collect, reward and filter the trajectories of steps, ahead of training.
 
 `AsyncRollouts.take` returns the `RolloutBatch` of a step. With a staleness of n, it also begins the
 collection of up to n later steps.
@@ -134,11 +134,12 @@ class AsyncRollouts:
     async def collect_batch(self, step: int) -> RolloutBatch:
         """Collect and reward the tasks of a step, and write their trajectories to its file.
 
-        With a filter that resamples, collect extra batches until enough tasks have samples left.
-        Batches that an earlier start of the run has collected are read from the file.
+        With a filter that resamples, collect extra batches of tasks until enough tasks have samples
+        left. Batches that an earlier start of the run has collected are read from the file.
 
         Raises:
-            TrainingError: all trajectories of a batch failed, or too many are quarantined.
+            TrainingError: the reward failed, too many trajectories are quarantined, all failed, or
+                none has a token that can be trained on.
             CreditError: a turn has no finite reward.
         """
         sample_filter = self.config.filter
@@ -150,7 +151,7 @@ class AsyncRollouts:
         groups: list[Group] = []
         samples: list[Sample] = []
         trained_tasks: set[str] = set()
-        number = 0  # number of batches so far
+        number = 0  # number of task batches so far
         task_batches = self._task_batches(step, started)
         tasks: list[Task] | None = next(task_batches)
         while tasks is not None:
@@ -329,7 +330,7 @@ class AsyncRollouts:
         )
 
     def _batch_problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:
-        """Return the reason why the run cannot train on the trajectories of a step, or ""."""
+        """Return the reason why the run cannot train on a step's trajectories so far, or ""."""
         quarantined = [
             trajectory for trajectory in trajectories if "quarantined" in trajectory.metrics
         ]

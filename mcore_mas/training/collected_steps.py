@@ -45,11 +45,14 @@ class CollectedSteps:
     """
 
     def __init__(self, train: Path, *, recipe: str = "", first_step: int = 0) -> None:
-        """Look for the files of earlier starts.
+        """Remove files of earlier starts that this start cannot use.
+
+        Their trajectories were sampled by weights that this start has yet to train, and which may
+        become other weights.
 
         Args:
             train: the run's folder `train`.
-            recipe: digest of all settings that decide sampling and training.
+            recipe: digest of the run's identity (`identity_digest`).
             first_step: step that this start takes first, from its checkpoint.
         """
         self.folder = train / "trajectories"
@@ -122,8 +125,9 @@ class CollectedSteps:
         return version
 
     def _remove_newer_than(self, version: int) -> None:
-        """Remove files with trajectories of newer weights: this start will train other weights of that number."""
-        # no weights sample a step that was trained before them
+        """Remove files with trajectories that weights newer than `version` have sampled."""
+        # A step is sampled by weights of its own number at the latest, so files of the steps up to
+        # `version` have no newer ones.
         later = [
             file
             for file in (*self.folder.glob("step_*.parquet"), *self._logs.glob("step_*.jsonl"))
