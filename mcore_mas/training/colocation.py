@@ -42,7 +42,10 @@ class Colocation:
         self._one_by_one = asyncio.Lock() if one_by_one else None
 
     def learning(self) -> AbstractAsyncContextManager[object]:
-        """Return the context manager around all that a policy does in a step's update."""
+        """Return a context manager for a policy's update and weight sync.
+
+        With `one_by_one`, it is a lock, so that one policy is updated at a time.
+        """
         return self._one_by_one or nullcontext()
 
     @asynccontextmanager

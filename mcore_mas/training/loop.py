@@ -22,7 +22,10 @@ _BEST_BY = "validation/accuracy"
 async def train_steps(
     session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None
 ) -> None:
-    """Take all steps from `first`; save a checkpoint after every few and after the last.
+    """Take all steps from `first`, and save checkpoints.
+
+    A checkpoint is saved every `trainer.checkpoint_every` steps, after a validation that is among
+    the best, and after the last step.
 
     A request to stop cancels a rollout or a validation, because both can be done again, but waits
     for an update. The state after the last finished update is then saved.
@@ -35,6 +38,7 @@ async def train_steps(
 
     Raises:
         TrainingError: raised by a step, or a checkpoint cannot be written.
+        ProcessLost: a rank of a trainer has died, or hangs.
         Stopped: the run was told to stop.
     """
     session.stop.listen()

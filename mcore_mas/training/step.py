@@ -52,7 +52,8 @@ class TrainingSession:
         stop: set by signals that end the run.
         after_step: called after every step, if the caller follows the run.
         credit_watch: checks the advantages of every step.
-        unheeded_fields: parts of agent programs' calls that a line of the log has named.
+        unheeded_fields: fields of agent programs' calls that the gateway ignores, as far as the
+            log has named them already.
     """
 
     config: RunConfig
@@ -86,6 +87,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     Raises:
         Abandoned: the run was told to stop during the rollout.
+        Stopped: the run was told to stop while new weights waited (see `_wait_for_one_version`).
         TrainingError, CreditError: raised by a part of the step.
     """
     started = time.perf_counter()
@@ -179,11 +181,13 @@ def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetri
 
 
 async def _wait_for_one_version(session: TrainingSession) -> None:
-    """With `engine.deterministic`, wait until the collection under way has been sampled by one version.
+    """With `engine.deterministic`, let collections under way end before the engines get new weights.
+
+    Each of their trajectories is then sampled by one version of the weights.
 
     Raises:
-        Stopped: the run was told to stop meanwhile. If it saved a checkpoint now, the rest of the collection would be
-            sampled by the next version.
+        Stopped: the run was told to stop meanwhile. No checkpoint of the new weights is saved,
+            because a run that continued from it would sample the rest of the collections with them.
     """
     under_way = session.rollouts.under_way.values()
     if session.config.engine.deterministic and under_way:
@@ -205,7 +209,7 @@ def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Samp
         if age > allowed:
             raise TrainingError(
                 f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent}): sampled by version "
-                f"{sample.version} of policy {sample.policy}, which is {age} hand-overs behind; "
+                f"{sample.version} of policy {sample.policy}, which is {age} weight updates old; "
                 f"its staleness allows {allowed}, and no collection may begin earlier than that"
             )
         result.append(replace(sample, age=age))

@@ -61,11 +61,14 @@ class WeightSync:
         """Have the engine serve the trainer's present weights as `version`; return metrics.
 
         Args:
-            changed: False if the weights are those of the last version. They are then sent only if
-                the engine has slept and has none.
+            changed: False if the weights are those of the last version. They are then sent only to
+                an engine that sleeps between rollouts, because it has freed its weights.
+
+        Returns:
+            `hand_over_s`, `hand_over_mb` (10^6 bytes) and `engine_pause_s`; {} if nothing is sent.
 
         Raises:
-            EngineError: the weights did not arrive, or not bit by bit.
+            EngineError: the weights did not arrive, or the engine received other bits.
         """
         if self._sleeps:
             await self._engine.wake(("weights",))

@@ -316,7 +316,7 @@ def test_turns_that_are_too_old_are_not_trained(tmp_path: Path) -> None:
         seconds=lambda update: 60.0,
     )
     replace_engine_class(session, StuckEngine)
-    message = r"sampled by version 0 of policy \w+, which is 2 hand-overs behind; .* allows 1"
+    message = r"sampled by version 0 of policy \w+, which is 2 weight updates old; .* allows 1"
     with pytest.raises(TrainingError, match=message):
         train(session)
 
