@@ -17,11 +17,12 @@ def append_greedy(groups: Sequence[Group], greedy_groups: Sequence[Group]) -> li
 
 
 def use_greedy_as_baseline(group: Group) -> Group:
-    """Replace the greedy trajectory of a group by a score `greedy` of all other turns.
+    """Remove the greedy trajectory of a group, and set the score `greedy` of all other turns.
 
-    The score is the mean reward of the same agent's turns in the greedy trajectory, or of all its
-    turns if the agent did not speak there. If the greedy trajectory failed, the others count as
-    failed too, because they cannot be trained without a baseline.
+    The score is the mean reward of the same agent's turns in the greedy trajectory. If the agent has
+    no reward there, it is the mean reward of all agents' turns, or else the outcome. If the greedy
+    trajectory failed, the others count as failed too, because they cannot be trained without a
+    baseline.
 
     Args:
         group: group with rewards; its last trajectory is the greedy one.

@@ -105,9 +105,10 @@ def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
 
 
 def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return the number of aborted trajectories, and of those that failed for each counted reason.
+    """Return the numbers of trajectories that were aborted, failed for some reasons, or were refused.
 
-    Counts of 0 are left out.
+    A refused trajectory is completed: its wrong answer was not computed, because it asked for too
+    much computation (`is_refused`). Counts of 0 are left out.
     """
     counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
     for name in ("undecided", "refused", "unasked", "quarantined"):
@@ -212,10 +213,10 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
 
 def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
-    """Return the TFLOP/s of a device in updates, and their share of its peak if it is known.
+    """Return the mean TFLOP/s of a device during updates, and the share of its peak (MFU) if known.
 
     Args:
-        updates: metrics of an update by policy. A critic's count as its policy's.
+        updates: metrics of a step's updates, by policy. A critic's work counts as its policy's.
 
     Returns:
         time/tflops and time/mfu over all policies, and policy/NAME/time/tflops and so on.
@@ -229,22 +230,30 @@ def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
 
 
 class _DeviceWork(NamedTuple):
-    """Floating-point operations of an update, the device seconds that it took, and the operations possible in them."""
+    """Work of all devices of a trainer in the updates of a step.
+
+    Attributes:
+        flops: floating-point operations of the updates.
+        seconds: seconds that they took, summed over the devices.
+        possible_flops: operations that the devices could do in these seconds; NaN if their peak is
+            not known.
+    """
 
     flops: float
     seconds: float
-    possible_flops: float  # NaN if the peak of the device is not known
+    possible_flops: float
 
 
 def _device_rows(update: StepMetrics) -> list[_DeviceWork]:
-    """Return the work of a policy and of its critic in an update."""
+    """Return the work of a policy's trainer and of its critic, from the metrics of their updates."""
     rows = []
     for prefix in ("", "critic/"):
         if f"{prefix}device_s" in update:
             work = _DeviceWork(
                 flops=update[f"{prefix}flops"],
                 seconds=update[f"{prefix}device_s"],
-                # Files of existing runs have the possible operations under the name of the rate.
+                # The metric is a number of operations. Its name is that of a rate, and stays because
+                # files of existing runs have it.
                 possible_flops=update.get(f"{prefix}peak_flops", math.nan),
             )
             rows.append(work)
