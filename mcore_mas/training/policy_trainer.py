@@ -82,7 +82,7 @@ class PolicyTrainer:
         self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
         self._schedule_positions = schedule_positions(config, policy)
-        # Number of the latest steps without any finite gradient, whose updates were all skipped.
+        # Number of steps in a row without any finite gradient, whose updates were all skipped.
         self._steps_without_gradient = 0
 
         self.kl: AdaptiveKL | None = None
@@ -220,9 +220,10 @@ class PolicyTrainer:
         updates = list(zip(batches, weighed, microbatches, strict=True)) * config.trainer.passes
         for number, (batch, batch_samples, batch_microbatches) in enumerate(updates):
             row = await self._update_once(batch, batch_samples, batch_microbatches, position)
-            # Log-probabilities of engine and trainer are compared only where both are of the
-            # engine's weights: until an update changes the trainer's, or, with a correction, in
-            # the first pass, whose proximal log-probabilities are of the weights before it.
+            # The trainer's log-probabilities can be compared with the engine's only if both are of
+            # the same weights. This holds until an update changes the trainer's weights. With a
+            # correction it holds for the whole first pass, whose proximal log-probabilities are of
+            # the weights at the start of the step.
             weights_are_unchanged = all(earlier["skipped_updates"] for earlier in rows)
             compares_engine = number < len(batches) if corrects else weights_are_unchanged
             if compares_engine:
@@ -329,7 +330,8 @@ class PolicyTrainer:
         """Raise TrainingError if no gradient has been finite for `trainer.signal_within` steps.
 
         Args:
-            grad_norms: gradient norms of the updates of this step; [] leaves the count of such steps as it is.
+            grad_norms: gradient norms of the updates of this step; [] if there was no update, which
+                leaves the number of such steps as it is.
             step: number of the training step.
         """
         limit = self._config.trainer.signal_within
@@ -366,12 +368,15 @@ def schedule_positions(config: RunConfig, policy: str) -> list[int] | None:
     With `trainer.minibatch` a step has any number of updates, and the schedule advances once per
     step that trains the policy. Otherwise the schedule advances with every update, and the result
     is None.
+
+    Returns:
+        Position by step: the number of earlier steps that train the policy.
     """
     trainer = for_policy(config, policy).trainer
     if not trainer.minibatch:
         return None
-    is_trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
-    return [0, *accumulate(is_trained)]
+    trains_policy = [int(policy in config.in_turn(step)) for step in range(trainer.steps)]
+    return list(accumulate(trains_policy, initial=0))
 
 
 async def _pack_in_thread(packed: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
@@ -385,7 +390,11 @@ async def _pack_in_thread(packed: PackedSamples, samples: Sequence[Sample]) -> l
 async def _score_packed(
     packs: Sequence[PackedSamples], score: Callable[[list[Microbatch]], Awaitable[list[Tensor]]]
 ) -> list[list[tuple[float, ...]]]:
-    """Score all packs in one call; return a number per completion token of each sample, by pack."""
+    """Score all packs in one call.
+
+    Returns:
+        For each pack and each of its samples, one number per completion token.
+    """
 
     def all_microbatches() -> list[Microbatch]:
         return [microbatch for packed in packs for microbatch in packed.microbatches]

@@ -31,11 +31,14 @@ _T = TypeVar("_T")
 # errors that the loss of a node can cause before Ray reports the loss
 _CAUSED_BY_LOSS = (RayError, EngineError, CheckpointError, ProcessLost)
 _REPORT_S = 90.0  # time from such an error until Ray reports that the node is gone
-_REPLACE_S = 600.0  # for which a run waits for enough devices after the loss of a node
+_REPLACE_S = 600.0  # time for which a run waits for enough devices after the loss of a node
 
 
 class RunWorkers:
-    """The engines and trainers of a run. Engines outlive the loss of nodes that they are not on."""
+    """The engines and trainers of a run.
+
+    Trainers restart together after a loss. In a split pool, engines on the other nodes go on.
+    """
 
     def __init__(self, config: RunConfig, devices: RunDevices) -> None:
         """Initialize without starting processes; see `start`."""
@@ -98,8 +101,8 @@ class RunWorkers:
     async def recover(self, lost: ProcessLost, note: Callable[[str], None]) -> None:
         """End all trainers after a loss, so that `start` can start them again.
 
-        After the loss of a node also engines on it end, and all engines in a shared pool. The run then waits until
-        there are enough devices.
+        After the loss of a node, the engines on it end too, and in a shared pool all engines. The run
+        then waits until there are enough devices.
 
         Args:
             lost: the loss.
@@ -173,9 +176,9 @@ class RunWorkers:
         }
 
     def _release_devices(self) -> None:
-        """Release the devices of all trainers, and of engines on lost nodes, or of all engines in a shared pool.
+        """Release the devices of all trainers and of the engines on lost nodes; end these engines.
 
-        These engines end.
+        In a shared pool, all engines end.
         """
         alive = {node.id for node in alive_nodes()}
         released = []
@@ -207,7 +210,10 @@ class RunWorkers:
     def _make_trainer(
         self, policy: str, kl: Mapping[str, float] | None, rotation: MemoryRotation | None
     ) -> PolicyTrainer:
-        """Start the trainer of a policy and its critic, on the ranks of the policy that holds their base model."""
+        """Start the trainer of a policy, and its critic.
+
+        If the policy shares its base model with others, they train on the ranks of the first one.
+        """
         config = self._config
         holder = config.holder(policy)
         base = self.trainers[holder].groups[holder] if holder in self.trainers else None
