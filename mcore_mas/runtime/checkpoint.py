@@ -30,9 +30,10 @@ from rollout.base.processes import ProcessLost
 
 _REFUSED = "refused_"  # begins the name of a checkpoint that was put aside
 
-# waits until files are on disk; returns size and digest of each by name
+# Function that waits until all files are on disk, and returns size and digest of each by name.
 WaitWritten = Callable[[], Awaitable[dict[str, Digest]]]
-# copies the state that is to be written to a folder, and returns what waits for the files
+# Function that copies the training state and starts to write it to a folder; it returns the function
+# that waits for the files.
 Write = Callable[[Path], Awaitable[WaitWritten]]
 
 
@@ -54,11 +55,11 @@ class Checkpoints:
     """The checkpoints of a run under one folder."""
 
     def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0) -> None:
-        """Remove what a killed process was writing.
+        """Make the folder, and remove the checkpoints in it that a killed process did not complete.
 
         Args:
             folder: folder of the checkpoints.
-            identity: the run that they belong to.
+            identity: identity of the run that they belong to.
             keep: number of newest checkpoints that are kept.
             best: number of checkpoints that are kept for their metric.
         """
@@ -88,6 +89,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: this checkpoint cannot be begun, or the one before could not be written.
+            ProcessLost: a rank that writes its part has died, or hangs.
         """
         await self.finish()
         partial = self._folder / f".{step_name(step)}.{os.getpid()}.partial"
@@ -119,6 +121,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written.
+            ProcessLost: a rank died before it had written its part.
         """
         writing = self._writing
         self._writing = None
@@ -160,7 +163,7 @@ class Checkpoints:
         return checkpoint
 
     def best(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Return the valid checkpoint with the highest metric, the newest of equals.
+        """Return the valid checkpoint with the highest metric, the newest of equals; None without any.
 
         Args:
             warn: called with a line about each better one that is not valid.
@@ -172,8 +175,8 @@ class Checkpoints:
             warn(f"{checkpoint.folder}: {problem}; the next best is used")
         return None
 
-    def differs(self, checkpoint: Checkpoint) -> str:
-        """Describe the differences between a checkpoint's recipe and inputs and the run's, or "" if there are none."""
+    def differences(self, checkpoint: Checkpoint) -> str:
+        """Describe how recipe or inputs of a checkpoint differ from the run's; "" if they do not."""
         return describe_differences(read_checkpoint_manifest(checkpoint.folder), self.identity)
 
     def fork(self, checkpoint: Checkpoint, state: dict[str, Any], source: str) -> Checkpoint:
@@ -182,7 +185,7 @@ class Checkpoints:
         Args:
             checkpoint: the checkpoint.
             state: its new state.
-            source: name of the folder in which the run is kept as it was.
+            source: name of the folder with the copy of the run as it was.
         """
         for folder in _step_folders(self._folder):
             if folder != checkpoint.folder:
@@ -259,7 +262,7 @@ class Checkpoints:
         for folder in folders:
             if folder in retained:
                 continue
-            # under this name the next start removes it, if this process is killed meanwhile
+            # If this process is killed meanwhile, the next start removes the folder by this name.
             doomed = folder.with_name(f".{folder.name}.partial")
             folder.rename(doomed)
             failpoint("checkpoint.retired")
@@ -293,7 +296,8 @@ def _find_newest(
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """Return the newest valid checkpoint, and the newer ones with their problems.
 
-    A checkpoint whose epoch is earlier than that of an older one is not valid: its process had lost the folder.
+    If none is valid, all are returned with their problems. A checkpoint whose epoch is earlier than
+    that of an older one is not valid, because its process had lost the folder.
     """
     folders = _step_folders(folder)
     latest_epochs = accumulate(map(_epoch, folders), max)

@@ -54,7 +54,7 @@ def read_checkpoint_manifest(folder: Path) -> dict[str, Any]:
     try:
         sealed_manifest = read_json(folder / CHECKPOINT_MANIFEST)
         version = sealed_manifest["format"]
-        _ = sealed_manifest["sha256"]  # `unsealed` accepts a manifest without a digest
+        _ = sealed_manifest["sha256"]  # must exist, because `unsealed` accepts a record without it
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ManifestError(f"no readable {CHECKPOINT_MANIFEST}") from None
     if version != CHECKPOINT_FORMAT:

@@ -112,7 +112,8 @@ def describe_differences(manifest: Mapping[str, Any], identity: Identity) -> str
     If the recipes are equal, the differences between the inputs are described.
 
     Args:
-        manifest: manifest of the checkpoint. Versions without recipe or inputs differ in none.
+        manifest: manifest of the checkpoint. A manifest without recipe or inputs, as earlier versions
+            wrote it, counts as equal.
         identity: identity of the run.
     """
     differences = _describe_changes(
@@ -164,6 +165,6 @@ def _value_text(recipe: Mapping[str, Any], key: str) -> str:
 
 @cache
 def _recipe_sections() -> dict[str, frozenset[str]]:
-    """Return the sections that decide what is learnt, each with its keys that do not."""
+    """Return the config's sections that decide what is learnt, each with its keys that do not."""
     sections = read_yaml(Path(__file__).with_name("recipe.yaml"))
     return {section: frozenset(free_keys) for section, free_keys in sections.items()}

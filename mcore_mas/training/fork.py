@@ -47,12 +47,12 @@ def fork_if_changed(
             taken for that of the new one.
         OSError: the run as it was cannot be kept; nothing has changed.
     """
-    changes = checkpoints.differs(newest)
-    if not changes:
+    differences = checkpoints.differences(newest)
+    if not differences:
         return newest
     if newest.step >= steps:
         raise CheckpointError(
-            f"{newest.folder}: trained with {changes}; trainer.steps is {steps}, so that a fork "
+            f"{newest.folder}: trained with {differences}; trainer.steps is {steps}, so that a fork "
             "would train nothing and be taken for the new recipe's: raise it, or name the run anew"
         )
 
@@ -62,7 +62,7 @@ def fork_if_changed(
     for name in _TRACKER_IDS:
         (train / name).unlink(missing_ok=True)
     fork = checkpoints.fork(newest, newest.state, copy.name)
-    note(f"forked at step {newest.step}: {changes}; the run as it was is kept in {copy}")
+    note(f"forked at step {newest.step}: {differences}; the run as it was is kept in {copy}")
     return fork
 
 
