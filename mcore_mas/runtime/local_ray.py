@@ -27,7 +27,7 @@ KEEP_PAGES = {
     # with two threads took seven times the CPU time of one. With this count they sleep after some 20 us.
     "GOMP_SPINCOUNT": "10000",
 }
-_ATTEMPTS = 3  # attempts to start Ray, which gives up after 30 s on a busy machine
+_ATTEMPTS = 3  # starts of Ray, which gives up after 30 s on a busy machine
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def running_ray(
 
     Args:
         cpus: CPUs that Ray hands out.
-        object_store_mb: size of the object store.
+        object_store_mb: size of the object store in MiB.
         gpus: GPUs that Ray hands out.
         keep_pages: Ray's processes retain freed memory instead of returning it to the OS. Variables
             that are already set in the environment take precedence.
@@ -52,20 +52,7 @@ def running_ray(
     Raises:
         ClusterError: Ray does not start.
     """
-    if keep_pages:
-        for name, value in KEEP_PAGES.items():
-            os.environ.setdefault(name, value)
-
-    # Ray reads these variables when it starts.
-    # Otherwise `ray.init` would join the cluster at this address.
-    os.environ.pop("RAY_ADDRESS", None)
-    # Unset, Ray requires the token of `make_private_token`; `disabled` would accept everybody.
-    os.environ.pop("RAY_AUTH_MODE", None)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default its workers give way to all else)
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  (`ray.init` waits for ever if one of them ends)
-    # by default 60 s, which a worker takes on a busy machine
-    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
+    _set_environment(keep_pages=keep_pages)
     make_private_token()
     session = _start(cpus, gpus, object_store_mb)
     with reaped(session, logs):
@@ -73,6 +60,25 @@ def running_ray(
             yield
         finally:
             ray.shutdown()
+
+
+def _set_environment(*, keep_pages: bool) -> None:
+    """Set the environment variables that Ray and its processes read when they start."""
+    if keep_pages:
+        for name, value in KEEP_PAGES.items():
+            os.environ.setdefault(name, value)
+
+    # If it is set, `ray.init` joins the Ray at this address.
+    os.environ.pop("RAY_ADDRESS", None)
+    # If it is not set, Ray requires the token of `make_private_token`; "disabled" would accept anyone.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # By default workers have a low priority on a busy machine.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    # `ray.init` would wait forever if a worker that it starts in advance ended.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    # The default is 60 s, and a worker may take longer to start on a busy machine.
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
 
 
 def make_private_token() -> None:
@@ -124,7 +130,7 @@ def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
                 continue
             reason = f"({' '.join(str(error).split())[:300]})"
             if timed_out:
-                reason = "in three tries of 30 s; end other work on it, and start this again"
+                reason = f"in {_ATTEMPTS} attempts of 30 s; end other work on it, and run it again"
             raise ClusterError(
                 f"cluster.address: local: no Ray starts on this machine {reason}"
             ) from error

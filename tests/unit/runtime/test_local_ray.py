@@ -136,8 +136,8 @@ def test_ray_requires_a_token_even_if_the_environment_disables_it() -> None:
 
 
 START_ERROR = (
-    "cluster.address: local: no Ray starts on this machine in three tries of 30 s; end other work "
-    "on it, and start this again"
+    "cluster.address: local: no Ray starts on this machine in 3 attempts of 30 s; end other work "
+    "on it, and run it again"
 )
 
 
