@@ -37,7 +37,7 @@ class RunDevices:
     pool: Pool
     worker_groups: Sequence[WorkerGroup]
     nodes: Mapping[str, int]  # number of devices, by Ray's id of the node
-    labels: Mapping[str, str | None] = field(default_factory=dict)  # `pool` of each node, likewise
+    labels: Mapping[str, str | None] = field(default_factory=dict)  # label `pool`, by node id
     driver_node: str | None = None  # the node of this process; None in a Ray of the run's own
 
     @property
@@ -63,10 +63,11 @@ class RunDevices:
     def threads_per_process(self, config: RunConfig) -> int:
         """Return the number of threads of each process.
 
-        This is the number in the config, or else the number of cores divided by that of the processes that compute at
-        the same time: engines and trainers take turns, unless trajectories are collected ahead of training. It is 1
-        in a Ray that was joined, whose nodes other runs may use, and with `engine.deterministic`, because the bits of
-        a matrix product of several threads depend on the other rows.
+        This is the number in the config. Without one, it is the number of cores divided by the number
+        of processes that compute at the same time: engines and trainers take turns, unless
+        trajectories are collected ahead of training. It is then 1 in a Ray that was joined, because
+        other runs may use its nodes, and with `engine.deterministic`, because with several threads
+        the bits of a matrix product depend on the other rows.
         """
         if config.cluster.threads_per_process:
             return config.cluster.threads_per_process
@@ -75,8 +76,8 @@ class RunDevices:
 
         engines = sum(group.devices for group in self.worker_groups if group.part == "engine")
         trainers = sum(group.devices for group in self.worker_groups if group.part != "engine")
-        at_work = engines + trainers if config.collects_ahead else max(engines, trainers)
-        return max(1, available_cores() // max(1, at_work))
+        concurrent = engines + trainers if config.collects_ahead else max(engines, trainers)
+        return max(1, available_cores() // max(1, concurrent))
 
     def describe(self) -> dict[str, Any]:
         """Return kind (GPU or CPU), count, nodes and name of the devices, as done.json records them."""
@@ -228,8 +229,8 @@ def _check_servers(config: RunConfig) -> None:
     if config.cluster.pool == "shared" and len(servers) > 1 and not valid:
         table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
         raise PlacementError(
-            f"engine.options: {len(servers)} servers are on each GPU, and each needs its share as {MEMORY_SHARE}, all "
-            f"of them at most 1 ({table}); for example {STATIC_SHARE / len(servers):.2f}, or cluster.gpus for a "
+            f"engine.options: {len(servers)} servers are on each GPU, and each needs its share as {MEMORY_SHARE}, at "
+            f"most 1 in total ({table}); for example {STATIC_SHARE / len(servers):.2f}, or cluster.gpus for a "
             "planned one"
         )
 

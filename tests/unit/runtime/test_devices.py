@@ -110,8 +110,8 @@ def test_servers_that_share_a_gpu_need_memory_fractions_of_at_most_1_together() 
     with pytest.raises(PlacementError) as caught:
         find_devices(config(*SERVERS), GPUS)
     assert str(caught.value) == (
-        "engine.options: 2 servers are on each GPU, and each needs its share as mem-fraction-static, all of them at "
-        "most 1 (solver none, verifier none); for example 0.40, or cluster.gpus for a planned one"
+        "engine.options: 2 servers are on each GPU, and each needs its share as mem-fraction-static, at most 1 "
+        "in total (solver none, verifier none); for example 0.40, or cluster.gpus for a planned one"
     )
     with pytest.raises(PlacementError, match=r"\(solver 0.6, verifier 0.6\)"):
         find_devices(config(*SERVERS, "+engine.options.mem-fraction-static=0.6"), GPUS)
