@@ -18,11 +18,14 @@ from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.stop_signal import sigterm_handler_kept
 from rollout.base.processes import ProcessLost
 
-_CONNECT_S = 10.0  # time in which the head must accept a connection
-_CHECK_S = (
-    300.0  # time in which a node must start a process and read a file; a busy node takes minutes
-)
-_POLL_S = 1.0  # between two looks at which nodes are alive
+# Seconds in which the head must accept a connection.
+_CONNECT_S = 10.0
+
+# Seconds in which a node must start a process and read a file; a busy node takes minutes.
+_CHECK_S = 300.0
+
+# Seconds between two checks of which nodes are alive.
+_POLL_S = 1.0
 
 
 class NodeLost(ProcessLost):
@@ -43,16 +46,17 @@ class Node:
 
 @contextmanager
 def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
-    """Join the Ray at `address` for the block, and yield its nodes; processes of this run end with the block.
+    """Join the Ray at `address` for this block, and yield its nodes.
 
-    Its processes work in the working folder of this process, so that a path means the same everywhere.
+    Processes that the run starts in it end with the block. They work in the working folder of this
+    process, so that a path means the same everywhere.
 
     Args:
         address: `host:port` of the head, or "auto" for the Ray that this machine is a node of.
         file: a file that this process has written; every node must see it.
 
     Raises:
-        ClusterError: no Ray answers there, or a node does not see the file.
+        ClusterError: no Ray answers there, or a node cannot start a process or does not see the file.
     """
     try:
         _check_reachable(address)
@@ -112,7 +116,7 @@ def _setup_hook(folder: str) -> Callable[[], None]:
 
 
 def alive_nodes() -> list[Node]:
-    """Return the nodes of the Ray that this process has joined, by address."""
+    """Return the nodes of the Ray that this process has joined, sorted by address."""
     driver = ray.get_runtime_context().get_node_id()
     return sorted(
         Node(

@@ -75,7 +75,7 @@ def engine_requests(
         # In an evaluation, servers that Ray places have GPUs of their own.
         shares_gpus = bool(engine_placements) and trained and config.cluster.pool == "shared"
         if gpus is not None:
-            shares_gpus = _has_gpus_of_others(policy, gpus)
+            shares_gpus = _shares_gpus(policy, gpus)
 
         requests.append(
             EngineRequest(
@@ -131,14 +131,17 @@ def _adapter_shapes(config: RunConfig, policies: Sequence[str]) -> list[AdapterS
     return shapes
 
 
-def _has_gpus_of_others(policy: str, gpus: Mapping[str, Sequence[Sequence[str]]]) -> bool:
-    """Return True if a GPU of a policy's servers has another server too."""
+def _shares_gpus(policy: str, gpus: Mapping[str, Sequence[Sequence[str]]]) -> bool:
+    """Return True if another server uses a GPU of this policy's servers."""
     uses = Counter(gpu for servers in gpus.values() for server in servers for gpu in server)
     return any(uses[gpu] > 1 for server in gpus[policy] for gpu in server)
 
 
 def _trained_steps(model: str | Path) -> int:
-    """Return the number of steps that a model was trained for; 0 if no training wrote it."""
+    """Return the number of steps that a model was trained for; 0 if no training wrote it.
+
+    Trainings write models to `train/models/` and their record to `train/done.json`.
+    """
     file = Path(model).parent.parent / "done.json"
     if not file.is_file():
         return 0

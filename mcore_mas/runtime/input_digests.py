@@ -113,7 +113,7 @@ def code_digest() -> str:
 
 
 def _game_files(tasks: Path) -> list[Path]:
-    """Return the paths that answers of tasks name, in order; these are games of ALFWorld."""
+    """Return the files and folders that answers of tasks name, sorted; these are games of ALFWorld."""
     if not tasks.is_file():
         return []
     answers = {answer for task in read_tasks(tasks) for answer in task.answers}

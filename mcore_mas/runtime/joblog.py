@@ -23,9 +23,10 @@ STARTED_AGAIN = "----- started again -----\n"  # separates the starts of a job i
 def logged(path: Path | str) -> Iterator[None]:
     """Redirect stdout and stderr, also those of child processes, to the file `path` until the process ends.
 
-    An exception in the block ends the process with status 1. The log then ends with its traceback, if it is an error,
-    and with one line, `error: CAUSE`. SIGTERM, SIGINT and SIGUSR1 raise `Stopped` where nothing else handles them.
-    When the process that started this one is killed, this one ends too.
+    An exception in the block ends the process with status 1, and a second Ctrl-C with status 130. The
+    log then ends with its traceback, if it is an error, and with one line, `error: CAUSE`. SIGTERM,
+    SIGINT and SIGUSR1 raise `Stopped` where nothing else handles them. When the process that started
+    this one is killed, this one ends too.
     """
     die_with_parent()
     escape_logs()
@@ -50,9 +51,10 @@ def logged(path: Path | str) -> Iterator[None]:
 
 
 def _redirect_output(path: Path) -> None:
-    """Append file descriptors 1 and 2 to the file, also to what earlier starts of the job have written.
+    """Redirect file descriptors 1 and 2 to the end of a log, after the output of the job's earlier starts.
 
-    Snakemake removes the log of a job before it starts the job again, so the file has a second name, a hard link.
+    Snakemake removes the log of a job before it starts the job again. The log therefore has a second
+    name, a hard link, from which it is restored.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     second_name = path.with_name(f".{path.name}.kept")
@@ -63,7 +65,8 @@ def _redirect_output(path: Path) -> None:
     if os.fstat(log).st_size:
         os.write(log, STARTED_AGAIN.encode())
     with suppress(OSError):
-        second_name.unlink(missing_ok=True)  # in a copy of the folder it is another file
+        # In a copy of the folder, the second name is another file.
+        second_name.unlink(missing_ok=True)
         os.link(path, second_name)
 
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):

@@ -61,18 +61,22 @@ def _describe_gains(table: Path) -> str:
     width = max(map(len, experiments), default=0)
     lines = []
     for experiment in experiments:
-        base, trained, gain = (
-            by_state.get((experiment, state)) for state in ("base", "trained", "trained-base")
-        )
+        base = by_state.get((experiment, "base"))
+        trained = by_state.get((experiment, "trained"))
+        gain = by_state.get((experiment, "trained-base"))
         if base is None or trained is None or gain is None:
             continue
-        before, after, difference = (100 * float(row["value"]) for row in (base, trained, gain))
-        low, high = (100 * float(gain[bound]) for bound in ("ci_low", "ci_high"))
         lines.append(
-            f"{experiment:{width}}  {gain['metric']}: {before:.1f} % before training, "
-            f"{after:.1f} % after: {difference:+.1f} points [{low:+.1f}, {high:+.1f}]\n"
+            f"{experiment:{width}}  {gain['metric']}: {_percent(base['value']):.1f} % before training, "
+            f"{_percent(trained['value']):.1f} % after: {_percent(gain['value']):+.1f} points "
+            f"[{_percent(gain['ci_low']):+.1f}, {_percent(gain['ci_high']):+.1f}]\n"
         )
     return "".join(lines)
+
+
+def _percent(share: str) -> float:
+    """Convert a share in a table, such as "0.4", to percent."""
+    return 100 * float(share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,10 @@ def _snakemake_events(paths: Iterable[Path]) -> list[str]:
 
 
 def _slurm_cause(log: str, events: Sequence[str]) -> str | None:
-    """Return what Slurm says of the failure of the job with this log, by the newest event about it."""
+    """Return Slurm's reason why the job with this log failed; None if no event has one.
+
+    If several events have a reason, it is that of the newest.
+    """
     for event in reversed(events):
         if log in event:
             cause = _slurm_cause_in(event)
@@ -142,7 +149,7 @@ def _slurm_cause(log: str, events: Sequence[str]) -> str | None:
 
 
 def _slurm_cause_in(event: str) -> str | None:
-    """Return why Slurm has not accepted a job, or ended it, by an event of Snakemake's log."""
+    """Return Slurm's reason to refuse or end the job of an event of Snakemake's log, or None."""
     refused = _NOT_SUBMITTED.search(event)
     if refused:
         reason = " ".join((refused[1] or refused[2]).split())

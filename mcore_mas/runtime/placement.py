@@ -28,7 +28,7 @@ from mcore_mas.runtime.local_ray import KEEP_PAGES
 ActorOptions = Mapping[str, Any]  # options of `ray.remote`
 
 _RESERVE_S = 60.0  # time in which Ray must reserve devices
-_FRACTIONS = 10_000  # Ray counts devices in units of 1/10,000
+_UNITS_PER_DEVICE = 10_000  # Ray counts devices in units of 1/10,000
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
 
 
@@ -89,7 +89,8 @@ class DevicePlacement:
         """Set devices aside for every worker group that has none.
 
         Raises:
-            PlacementError: Ray has no room for a group, or would split ranks that share tensors.
+            PlacementError: Ray has no room for a group, or would put tensor-parallel ranks on
+                several nodes.
         """
         missing = [
             group
@@ -132,15 +133,13 @@ class DevicePlacement:
         selectors += [{} for _ in range(size - on_driver_node)]
 
         nodes = list(free)
-        allowed = range(len(nodes))
+        allowed = list(range(len(nodes)))
         if on_driver_node and self.devices.driver_node is not None:
-            allowed = range(
-                nodes.index(self.devices.driver_node), nodes.index(self.devices.driver_node) + 1
-            )
+            allowed = [nodes.index(self.devices.driver_node)]
         [strategy] = packing_strategies([size], list(free.values()), [allowed])
         placement = self._reserve([1] * size, strategy, selectors)
-        # rounded down, so that all fractions fit
-        fraction = _FRACTIONS // len(missing) / _FRACTIONS
+        # The fraction is rounded down to Ray's units, so that all groups fit on a device.
+        fraction = _UNITS_PER_DEVICE // len(missing) / _UNITS_PER_DEVICE
         for group in missing:
             self._assign(group, [placement], bundle_size=1, fraction=fraction)
 
@@ -217,7 +216,8 @@ class DevicePlacement:
         fraction: float,
     ) -> None:
         """Give the processes of a worker group their slots, so that neighbouring ranks are on one node."""
-        # by address, as trainers number their ranks; the node of a Ray of the run's own has no id here
+        # The devices' nodes are in order of address, and so are the ranks of trainers (`RankPool`). In
+        # a Ray of the run's own, the only node has no id here.
         order = {node: number for number, node in enumerate(self.devices.nodes)}
         slots = []
         for placement in placements:

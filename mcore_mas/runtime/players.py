@@ -16,10 +16,14 @@ from rollout.models.chat_template import Renderer
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
-    """Return the remote models by policy, before any child process starts.
+    """Open the clients of the remote models, by policy.
+
+    This must happen before any child process starts, because each client takes its key out of the
+    environment.
 
     Args:
-        folder: their replies are kept below it.
+        config: config of the run.
+        folder: folder below which the replies are recorded.
 
     Raises:
         RemoteError: a key is missing, or a folder is in use.
@@ -56,13 +60,15 @@ def make_players(
     """Return the clients of the policies that have an engine.
 
     An engine gets as many calls at a time as it has slots. More would wait in the engine, where
-    their deadline already runs. Adapters of one host share its slots.
+    their deadline already runs. Policies whose adapters are in one engine share its slots.
 
     Args:
+        config: config of the run.
+        engines: engine, or adapter of an engine, by policy.
         servers: number of servers of each policy's engine; None: as many as the config says.
     """
     renderers = make_renderers(config, {policy: config.models[policy] for policy in engines})
-    slots: dict[int, asyncio.Semaphore] = {}  # by host
+    slots: dict[int, asyncio.Semaphore] = {}  # by `id` of the engine
     players: dict[str, PolicyClient] = {}
     for policy, engine in engines.items():
         section = for_policy(config, policy).engine

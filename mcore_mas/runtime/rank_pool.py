@@ -19,8 +19,8 @@ from rollout.base.processes import ProcessLost
 # Seconds that Ray may take to start the processes of all ranks.
 _START_S = 600.0
 
-# Seconds within which Ray notices that a rank has died.
-_NOTICE_DEATH_S = 10.0
+# Seconds within which Ray reports that a rank has died.
+_DEATH_REPORT_S = 10.0
 
 
 class Sleeper(Protocol):
@@ -34,7 +34,7 @@ class Sleeper(Protocol):
 
 
 class MemoryRotation:
-    """Trainers that share devices, of which only one at a time is on the devices; the others are offloaded to the host.
+    """Trainers that take turns on the same devices, while the others are offloaded to the host.
 
     Attributes:
         members: all trainers; each begins offloaded.
@@ -214,9 +214,9 @@ class RankPool:
                     await self.sleep()
 
     async def _set_asleep(self, asleep: bool) -> int:
-        """Offload or load the trainers unless they are; return the bytes that become free.
+        """Offload or load the trainers, unless they are already; return the bytes that become free.
 
-        Trainers that are not loaded yet cannot be woken: they are loaded by `start`.
+        Before `start` has loaded the trainers, waking them does nothing.
         """
         freed_bytes = 0
         if asleep and not self._is_asleep:
@@ -234,8 +234,8 @@ class RankPool:
     async def _gather(self, calls: Iterable[Any], policy: str) -> list[Any]:
         """Return the results of one call per rank.
 
-        If a rank fails, raise its error at once instead of waiting for ranks that are blocked in a
-        collective.
+        If a rank fails, raise its error within seconds, instead of waiting for ranks that are blocked
+        in a collective.
 
         Args:
             calls: Ray's references to the results, by rank.
@@ -255,8 +255,9 @@ class RankPool:
             if not gathered.done():
                 await watching
             if gathered.exception():
-                # Other ranks complain of one that has died, and often before Ray reports its death.
-                await asyncio.wait(results, timeout=_NOTICE_DEATH_S)
+                # If a rank has died, the collectives of other ranks often fail before Ray reports its
+                # death. Wait for this report, so that the error names the rank that has died.
+                await asyncio.wait(results, timeout=_DEATH_REPORT_S)
                 lost = [rank for rank, result in enumerate(results) if _has_died(result)]
                 if lost:
                     raise _lost_error(policy, lost) from gathered.exception()

@@ -27,7 +27,7 @@ class TrainerGroup:
     once, do the work of one policy after the other, and sleep and wake as one.
 
     Attributes:
-        policy: name of the policy.
+        policy: name of the policy, or POLICY.critic.
         cost_model: cost of micro-batches on these ranks, for packing.
         owns_ranks: False if the group shares the ranks of another one, which started them.
     """
@@ -48,7 +48,7 @@ class TrainerGroup:
         """Start the processes of the ranks; `ready` waits until they have loaded the model.
 
         Args:
-            policy: name of the policy.
+            policy: name of the policy, or POLICY.critic.
             spec: spec of the trainer.
             threads: number of torch's threads on each rank.
             actor_options: Ray's options of each rank's actor, as `DevicePlacement` gives them;
@@ -117,9 +117,10 @@ class TrainerGroup:
     async def score(
         self, microbatches: Sequence[Microbatch], *, reference: bool = False
     ) -> list[Tensor]:
-        """Return log-probabilities, or a critic's values, of each micro-batch.
+        """Compute the log-probabilities of all labels, or a critic's values; see `MegatronTrainer.score`.
 
-        See `MegatronTrainer.score`.
+        Returns:
+            For each micro-batch with N labels, a float32 tensor [N] on the CPU.
         """
         shared = share_microbatches(microbatches)
         results = await self._ranks.call(self.policy, "score", shared, reference)

@@ -145,7 +145,7 @@ class TrainerRank:
         return metrics, time.perf_counter() - started
 
     def score(self, policy: str, shared: SharedMicrobatches, reference: bool) -> list[Any]:
-        """Return the scores of each micro-batch as arrays on rank 0; [] on other ranks."""
+        """Return the scores of each micro-batch, as float32 arrays [N], on rank 0; [] on other ranks."""
         with self._phase("score"):
             scores = self._trainers[policy].score(map_microbatches(shared), reference=reference)
         return [score.numpy() for score in scores] if self._rank == 0 else []

@@ -69,4 +69,5 @@ def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any)
     settings["decay_steps"] = rate.decay_steps or schedule_length(config, name)
     if engine.transport == "distributed":  # NCCL needs the same setting in all ranks of a group
         settings["cumem"] = nccl_cumem(engine.options, engine.environment)
-    return TrainerSpec(**{**settings, **overrides})
+    settings |= overrides
+    return TrainerSpec(**settings)
