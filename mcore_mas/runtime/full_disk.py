@@ -12,7 +12,7 @@ from rollout.base.processes import say
 
 _T = TypeVar("_T")
 
-PATIENCE_S = 1800.0  # for which a run waits for free space
+PATIENCE_S = 1800.0  # time for which a run waits for free space
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
@@ -26,19 +26,23 @@ async def retry_while_full(write: Callable[[], Awaitable[_T]], path: Path) -> _T
         path: file or folder that the warning names.
 
     Raises:
-        Exception: an error of `write` for another reason, or after there was no room for half an hour.
+        Exception: an error of `write` for another reason, or half an hour after the first failure.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE_S
+    deadline: float | None = None
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
             return await write()
         except Exception as error:
-            if not _is_full(error) or loop.time() + pause_s > deadline:
+            if not _is_full(error):
                 raise
-            if pause_s == _FIRST_PAUSE_S:
+            if deadline is None:
+                # A write can take minutes before it finds the disk full.
+                deadline = loop.time() + PATIENCE_S
                 _warn(path)
+            elif loop.time() + pause_s > deadline:
+                raise
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

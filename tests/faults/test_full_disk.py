@@ -50,6 +50,21 @@ def test_a_full_disk_is_waited_for_half_an_hour(
     assert re.fullmatch(warning, capfd.readouterr().err)
 
 
+def test_the_half_hour_begins_at_the_first_failure(tmp_path: Path) -> None:
+    """The files of a large checkpoint are written for longer than that before the disk is full."""
+    attempts_s: list[float] = []
+
+    async def write() -> str:
+        attempts_s.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(2000)
+        if len(attempts_s) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return "written"
+
+    assert run_virtually(retry_while_full(write, tmp_path / "file")) == "written"
+    assert attempts_s == [0, 2001]
+
+
 def test_other_errors_are_not_waited_for(tmp_path: Path) -> None:
     async def write() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
