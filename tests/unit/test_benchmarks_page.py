@@ -1,12 +1,14 @@
-"""The page of benchmarks keeps what was not measured again."""
+"""The page of benchmarks keeps rows that were not measured again; benchmarks use names that exist."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from benchmarks import credit
+from benchmarks import credit, gateway_loop_delay
 from benchmarks.run_all import Result, page, parse
 from mcore_mas.equations.turns import Advantages, Turns
+from rollout.engines import rendering
 
 
 def test_a_row_is_replaced_and_the_others_stay():
@@ -26,6 +28,13 @@ def test_a_row_is_replaced_and_the_others_stay():
         "| load_a | 2.50 | ≤ 3.00 | one two | 5 | another |",
     )
     assert parse("name=load_a ratio=2.50 goal=1.00\n") == []
+
+
+def test_the_reference_of_the_loops_delay_does_all_work_on_the_loop() -> None:
+    with gateway_loop_delay.all_work_on_the_loop():
+        sizes = [getattr(*item) for item in gateway_loop_delay.THREAD_SIZES.items()]
+    assert sizes == [sys.maxsize] * 3
+    assert sys.maxsize != rendering._LONG_CHAT_CHARS
 
 
 @pytest.mark.parametrize("estimator", credit.ESTIMATORS.values(), ids=credit.ESTIMATORS)
