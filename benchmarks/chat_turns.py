@@ -16,18 +16,18 @@ from benchmarks.support.groups import tool_trace
 from benchmarks.support.prefix_sharing import Trace, compare
 
 VOCAB = 1024
-LENGTHS = {"task": 75, "sampled": 25, "observed": 38}
+LENGTHS = {"task_tokens": 75, "reply_tokens": 25, "result_tokens": 38}
 
 if __name__ == "__main__":
     compare(
         Trace(
             name="chat_turns_16",
-            samples=tool_trace(VOCAB, turns=16, samples=8, **LENGTHS),
+            samples=tool_trace(VOCAB, turns=16, chats=8, **LENGTHS),
             goal=8.0,
         ),
         Trace(
             name="chat_turns",
-            samples=tool_trace(VOCAB, turns=64, samples=1, **LENGTHS),
+            samples=tool_trace(VOCAB, turns=64, chats=1, **LENGTHS),
             goal=25.0,
         ),
         vocab=VOCAB,

@@ -71,10 +71,10 @@ def make_samples(sizes: Mapping[str, int]) -> list[Sample]:
         trace = tool_trace(
             VOCAB,
             turns=sizes["turns"],
-            samples=sizes["group"],
-            task=sizes["prompt"],
-            sampled=REPLY_TOKENS,
-            observed=RESULT_TOKENS,
+            chats=sizes["group"],
+            task_tokens=sizes["prompt"],
+            reply_tokens=REPLY_TOKENS,
+            result_tokens=RESULT_TOKENS,
         )
         for sample in trace:
             # The first token differs, as if each agent had its own system prompt.
@@ -182,7 +182,7 @@ def exponents(rows: Sequence[Mapping[str, Any]], column: str = "size") -> dict[s
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw CPU time and memory over the size, relative to the first point of each axis."""
+    """Draw CPU time and peak memory over the size; size and time relative to each axis's first point."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,10 +198,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         memory.plot(sizes, [row["peak_mb"] for row in points], "o-", label=axis)
 
     times.plot([1, 64], [1, 64], "k:", label="linear")
-    times.set(xscale="log", yscale="log", xlabel="size, of the first")
-    times.set(ylabel="CPU time, of the first", title="step")
-    memory.set(xscale="log", xlabel="size, of the first")
-    memory.set(ylabel="MB of one process, at most", title="memory")
+    times.set(xscale="log", yscale="log", xlabel="size, relative to the first point")
+    times.set(ylabel="CPU time, relative to the first point", title="step")
+    memory.set(xscale="log", xlabel="size, relative to the first point")
+    memory.set(ylabel="peak memory of the process, MB", title="memory")
     for axes in (times, memory):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -42,7 +42,7 @@ async def run_updates(repeats: int, *, keep: bool) -> None:
         spec = TrainerSpec(model=folder, lr=LR, objective=Objective())
         group = TrainerGroup("policy", spec, threads=1)
         await group.ready()
-        batches = pack(responses(_VOCAB, prompts=8, prompt=128), 16384)
+        batches = pack(responses(_VOCAB, prompts=8, prompt_tokens=128), 16384)
         rank = find_rank()
         updates = []
         for _ in range(_WARM_UPS + repeats):

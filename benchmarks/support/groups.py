@@ -15,12 +15,12 @@ _GROUP_SIZE = 8
 _RESPONSE_TOKENS = 64
 
 
-def responses(vocab: int, *, prompts: int = 1, prompt: int = 512) -> list[Sample]:
-    """Return 8 responses of 64 tokens to each of `prompts` prompts of `prompt` tokens."""
+def responses(vocab: int, *, prompts: int = 1, prompt_tokens: int = 512) -> list[Sample]:
+    """Return 8 responses of 64 tokens to each of `prompts` prompts of `prompt_tokens` tokens."""
     random = np.random.default_rng(0)
     samples = []
     for first in range(0, _GROUP_SIZE * prompts, _GROUP_SIZE):
-        prompt_ids = random.integers(0, vocab, prompt).tolist()
+        prompt_ids = random.integers(0, vocab, prompt_tokens).tolist()
         for number in range(first, first + _GROUP_SIZE):
             response_ids = random.integers(0, vocab, _RESPONSE_TOKENS).tolist()
             samples.append(make_sample(prompt_ids, response_ids, number))
@@ -60,28 +60,28 @@ def tool_trace(
     vocab: int,
     *,
     turns: int,
-    samples: int = 8,
-    task: int = 300,
-    sampled: int = 100,
-    observed: int = 150,
+    chats: int = 8,
+    task_tokens: int = 300,
+    reply_tokens: int = 100,
+    result_tokens: int = 150,
 ) -> list[Sample]:
     """Return the turns of chats with tools on one task; a turn's prompt is the whole chat before it.
 
     Args:
         vocab: size of the vocabulary.
         turns: turns of a chat.
-        samples: number of chats.
-        task: tokens of the task, with which every chat begins.
-        sampled: tokens of a reply.
-        observed: tokens of a tool's result, which follows each reply.
+        chats: number of chats.
+        task_tokens: tokens of the task, with which every chat begins.
+        reply_tokens: tokens of a reply.
+        result_tokens: tokens of a tool's result, which follows each reply.
     """
     random = np.random.default_rng(0)
-    task_ids = random.integers(0, vocab, task).tolist()
-    result = []
-    for number in range(samples):
+    task_ids = random.integers(0, vocab, task_tokens).tolist()
+    samples = []
+    for number in range(chats):
         chat = list(task_ids)
         for turn in range(turns):
-            completion = random.integers(0, vocab, sampled).tolist()
-            result.append(replace(make_sample(chat, completion, number), turn=turn))
-            chat += completion + random.integers(0, vocab, observed).tolist()
-    return result
+            completion = random.integers(0, vocab, reply_tokens).tolist()
+            samples.append(replace(make_sample(chat, completion, number), turn=turn))
+            chat += completion + random.integers(0, vocab, result_tokens).tolist()
+    return samples

@@ -23,7 +23,14 @@ OBSERVED = 9
 
 def make_samples(turns: int) -> list[Sample]:
     """Return a sample for each turn of each chat."""
-    return tool_trace(90, turns=turns, samples=CHATS, task=TASK, sampled=SAMPLED, observed=OBSERVED)
+    return tool_trace(
+        90,
+        turns=turns,
+        chats=CHATS,
+        task_tokens=TASK,
+        reply_tokens=SAMPLED,
+        result_tokens=OBSERVED,
+    )
 
 
 def test_every_token_of_a_chat_is_stored_once() -> None:
