@@ -135,25 +135,35 @@ def set_breadths(index: Any) -> Iterator[int]:
 
 
 def build(kind: str, data: Data) -> tuple[Any, Search, float]:
-    """Return an index of a kind, its search, and its bytes.
+    """Build an index of a kind; return it, its search, and its size in bytes.
 
     Kinds of vectors are searched by FAISS alone; `bm25` and `hybrid` as the server does.
     """
-    total, dim = data.vectors.shape
     if kind == "bm25":
-        return build_words(data, K)
-    if kind in INDEX_TYPES:
-        factory = INDEX_TYPES[kind].factory(total, dim)
-        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-        if not index.is_trained:
-            stride = -(-total // MAX_TRAINING_ROWS)
-            index.train(np.ascontiguousarray(data.vectors[::stride]))
-        index.add(data.vectors)
-        sizes: list[int] = []
-        writer = faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part)))  # type: ignore[attr-defined]
-        faiss.write_index(index, writer)
-        return index, lambda vectors, _: index.search(vectors, K)[1], sum(sizes)
+        return build_bm25(data, K)
+    if kind == "hybrid":
+        return build_hybrid(data)
+    return build_vectors(kind, data)
 
+
+def build_vectors(kind: str, data: Data) -> tuple[Any, Search, float]:
+    """Build an index of vectors, as `build` does."""
+    total, dim = data.vectors.shape
+    factory = INDEX_TYPES[kind].factory(total, dim)
+    index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    if not index.is_trained:
+        stride = -(-total // MAX_TRAINING_ROWS)
+        index.train(np.ascontiguousarray(data.vectors[::stride]))
+    index.add(data.vectors)
+    sizes: list[int] = []
+    writer = faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part)))  # type: ignore[attr-defined]
+    faiss.write_index(index, writer)
+    return index, lambda vectors, _: index.search(vectors, K)[1], sum(sizes)
+
+
+def build_hybrid(data: Data) -> tuple[Any, Search, float]:
+    """Build a flat index and a BM25 index, whose rankings are fused; return as `build` does."""
+    total, dim = data.vectors.shape
     flat = faiss.IndexFlatIP(dim)
     flat.add(data.vectors)
     manifest = Manifest(
@@ -166,7 +176,7 @@ def build(kind: str, data: Data) -> tuple[Any, Search, float]:
         index_sha256="",
     )
     exact = Index(manifest, flat, None)
-    _, search_words, words_bytes = build_words(data, FUSED_ROWS)
+    _, search_words, words_bytes = build_bm25(data, FUSED_ROWS)
 
     def search_both(vectors: np.ndarray, words: np.ndarray) -> np.ndarray:
         dense_rows, _ = exact.search(vectors, FUSED_ROWS)
@@ -176,8 +186,11 @@ def build(kind: str, data: Data) -> tuple[Any, Search, float]:
     return exact, search_both, words_bytes + data.vectors.nbytes
 
 
-def build_words(data: Data, k: int) -> tuple[Any, Search, float]:
-    """Return the product's index of words, its search, and its bytes; numbers stand for words."""
+def build_bm25(data: Data, k: int) -> tuple[Any, Search, float]:
+    """Build the retriever's BM25 index, which returns k rows of a search; return as `build` does.
+
+    Numbers stand for words.
+    """
     bm25 = bm25s.BM25()
     names = np.array([str(word) for word in range(data.words.max() + 1)], dtype=object)
     bm25.index(names[data.words].tolist(), show_progress=False)
@@ -229,7 +242,7 @@ def is_default(row: dict[str, Any]) -> bool:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw recall over time at the largest size, and time and memory over the size."""
+    """Draw recall over time at the largest number of passages; time and index size over that number."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -253,8 +266,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     recall.set(xscale="log", xlabel="CPU ms per query", ylabel=f"recall@{K}")
     recall.set(title=f"{largest:,} passages")
     times.set(xscale="log", yscale="log", xlabel="passages", ylabel="CPU ms per query")
-    times.set(title="searched as the server does")
-    memory.set(xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors")
+    times.set(title="with the server's breadth")
+    memory.set(xscale="log", yscale="log", xlabel="passages", ylabel="MB of the index")
     memory.set(title="memory")
     for axes in (recall, times, memory):
         axes.grid(alpha=0.3)

@@ -86,14 +86,14 @@ async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, query
     return await reader.readexactly(length)
 
 
-def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load:
+def send_queries(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load:
     """Send each query in a separate request, from concurrent callers.
 
     Callers use plain sockets, because a full HTTP client costs more CPU than the server.
     """
     host, _, port = url.removeprefix("http://").partition(":")
     remaining = iter(queries)
-    latencies: list[float] = []
+    latencies_s: list[float] = []
     answers: dict[str, bytes] = {}
 
     async def call() -> None:
@@ -101,7 +101,7 @@ def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load
         for query in remaining:
             began = time.perf_counter()
             answers[query] = await post(reader, writer, query)
-            latencies.append(time.perf_counter() - began)
+            latencies_s.append(time.perf_counter() - began)
         writer.close()
 
     async def call_all() -> None:
@@ -121,11 +121,17 @@ def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load
         for thread in server.threads()
     ]
     cpu_s = after.user + after.system - before.user - before.system
-    return Load(wall_s, cpu_s, sorted(threads_s, reverse=True), latencies, answers)
+    return Load(
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        threads_s=sorted(threads_s, reverse=True),
+        latencies_s=latencies_s,
+        answers=answers,
+    )
 
 
 def make_queries(number: int, count: int) -> list[str]:
-    """Return queries of a round, which no cache has."""
+    """Return the queries of a round, which differ from those of other rounds, so no cache has them."""
     return [
         f"who is mayor of town {n} on the river {n % 17} in year {number}" for n in range(count)
     ]
@@ -190,7 +196,7 @@ def measure_memory(folder: Path, requests: int) -> tuple[float, float]:
         pid = server_pid(url)
         for part in range(10):
             queries = make_queries(part % 5, 1000)  # half of the parts repeat queries
-            load(url, pid, [queries[n * 7919 % 1000] for n in range(requests // 10)])
+            send_queries(url, pid, [queries[n * 7919 % 1000] for n in range(requests // 10)])
             sizes.append(psutil.Process(pid).memory_info().rss / 1e6)
     shown = ", ".join(f"{size:.0f}" for size in sizes)
     print(f"resident MB after each tenth of {requests} requests: {shown}")
@@ -218,7 +224,7 @@ def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> float:
             wait_for(reference_url)
             for number in range(rounds):
                 searches_before = count_searches(url)
-                ours.append(load(url, pid, make_queries(number, count)))
+                ours.append(send_queries(url, pid, make_queries(number, count)))
                 batch = round(count / (count_searches(url) - searches_before))
                 print(f"ours, batches of {batch}: {ours[-1]}")
                 use_blas(1)
@@ -226,11 +232,11 @@ def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> float:
                 rate, cpu_ms = alone[-1]
                 print(f"FAISS alone, same batches: {rate:.1f} queries/s, {cpu_ms:.2f} CPU ms")
                 queries = make_queries(number, CALLERS)
-                references.append(load(reference_url, reference.pid, queries))
+                references.append(send_queries(reference_url, reference.pid, queries))
                 print(f"like Search-R1: {references[-1]}", flush=True)
 
             queries = make_queries(0, CALLERS)
-            one_by_one = load(single_url, server_pid(single_url), queries, callers=1)
+            one_by_one = send_queries(single_url, server_pid(single_url), queries, callers=1)
             assert all(ours[0].answers[query] == one_by_one.answers[query] for query in queries)
             print(f"{len(queries)} answers are byte-identical batched and alone")
     finally:
