@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.gpu.__main__ import read
-from benchmarks.gpu.machine import say, settle
+from benchmarks.gpu.machine import say, synchronize
 from benchmarks.gpu.shapes import LAYOUTS, make_batch, write_model
 from rollout.engines.sglang.nccl import nccl_mismatch
 from rollout.engines.sglang.settings import SGLangSettings
@@ -29,7 +29,7 @@ from rollout.engines.sglang.settings import SGLangSettings
 ALL_REDUCE_MIB = 256
 ALL_REDUCES = 5  # measured calls
 # Layouts of two ranks. Their gradient norm equals that of one rank, up to the order of sums and TF32.
-CUTS: dict[str, dict[str, Any]] = {
+PARALLEL_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2, sp": {"tp": 2, "sp": True},
     "pp 2": {"pp": 2},
     "cp 2": {"cp": 2},
@@ -38,9 +38,9 @@ CUTS: dict[str, dict[str, Any]] = {
 # Largest accepted relative difference of gradient norms.
 NORM_TOLERANCE = 1e-3
 TE_NORM_TOLERANCE = 5e-2
-# Settings and number of GPUs of a training, by transport. "tensor" trains on one GPU, but afterwards
+# Number of GPUs and settings of a training, by transport. "tensor" trains on one GPU, but afterwards
 # each of the two policies is evaluated on a separate server.
-PLACES: dict[str, tuple[int, list[str]]] = {
+PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "disk": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "distributed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "tensor": (
@@ -123,11 +123,11 @@ def _all_reduce(rank: int, ranks: int, folder: str, cpu: bool) -> None:
     dist.all_reduce(x)
     expected = ranks * (ranks + 1) // 2  # 1 + 2 + ... + ranks
     is_correct = bool((x == expected).all())
-    settle()
+    synchronize()
     began = time.perf_counter()
     for _ in range(ALL_REDUCES):
         dist.all_reduce(x)
-    settle()
+    synchronize()
     seconds = (time.perf_counter() - began) / ALL_REDUCES
     dist.destroy_process_group()
     assert is_correct, f"rank {rank}: the sum of 1 to {ranks} is not {expected}"
@@ -144,7 +144,7 @@ def layouts(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model("tiny", Path(folder) / "tiny"))
         first, second = _gradient_norms(model, folder, save=True)
-        for name, layout in CUTS.items():
+        for name, layout in PARALLEL_LAYOUTS.items():
             norm = _gradient_norms(model, folder, **layout)[0]
             _check_norm(name, norm, first, NORM_TOLERANCE)
             (resumed,) = _gradient_norms(model, folder, restore=True, **layout)
@@ -289,7 +289,7 @@ def _save_small_model(folder: Path) -> None:
 
 def training(options: argparse.Namespace, transport: str) -> None:
     """Train two policies for two steps, with weights sent to their servers by a transport."""
-    minimum, placement = PLACES[transport]
+    minimum, placement = PLACEMENTS[transport]
     devices(options, minimum)
     python = _sglang_python(options)
     command = [sys.executable, "-m", "mcore_mas", "run", "demo_math"]

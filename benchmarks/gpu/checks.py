@@ -65,8 +65,8 @@ def attention_inputs(
         tiles: fields of `TileSizes` that replace the defaults.
 
     Returns:
-        Queries, keys, values and a gradient of the output; the layout of Triton's kernels; and that
-        of the implementation in PyTorch.
+        Queries, keys, values and a gradient of the output, each [tokens, heads, dim] with the number
+        of its heads; the layout of Triton's kernels; and that of the implementation in PyTorch.
     """
     from mcore_mas.megatron.batch import Segment
     from mcore_mas.megatron.model.layout import PackedTrees, TileSizes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.machine import device, once, say, start_trainer, stop_trainer
+from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, time_call
 from benchmarks.gpu.shapes import MODELS, Forest, make_batch
 from mcore_mas.megatron.batch import Microbatch
 from rollout.engines.embedded.batching import EmbeddedEngine
@@ -53,7 +53,7 @@ def engine(tiny: bool) -> None:
         generator = torch.Generator().manual_seed(rows)
         prompts = torch.randint(vocab, (rows, load.prompt), generator=generator).tolist()
         _generate(embedded, prompts, WARM_UP_TOKENS, replies)
-        took_s = once(partial(_generate, embedded, prompts, load.reply, replies))
+        took_s = time_call(partial(_generate, embedded, prompts, load.reply, replies))
         say(
             rows=rows,
             prompt=load.prompt,

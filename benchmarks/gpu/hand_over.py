@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from benchmarks.gpu.__main__ import ROOT
-from benchmarks.gpu.machine import device, once, say, settle, start_trainer, stop_trainer
+from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, synchronize, time_call
 from benchmarks.gpu.shapes import write_model
 from rollout.models.tensors import checksum
 
@@ -65,7 +65,7 @@ def _measure_hand_over(folder: Path, tiny: bool) -> None:
             sender.bucket_bytes = 1 << 16
         for version in (1, 2):  # in the first version the receiver allocates its tensors
             weights = _draw_weights(shapes, version)
-            settle()
+            synchronize()
             update = sender.send(weights.items(), version)
             checksums = httpx.post(f"{url}/sums", timeout=600, trust_env=False).json()
             wrong = [
@@ -111,14 +111,14 @@ def _measure_sleep_and_checkpoint(folder: Path, tiny: bool) -> None:
     trainer.update(batches)  # allocates Adam's moments
     sleep_bytes = trainer.sleep()  # the first sleep allocates page-locked memory
     trainer.wake()
-    _say_rate("sleep", sleep_bytes, once(trainer.sleep))
-    _say_rate("wake", sleep_bytes, once(trainer.wake))
+    _say_rate("sleep", sleep_bytes, time_call(trainer.sleep))
+    _say_rate("wake", sleep_bytes, time_call(trainer.wake))
 
     copy_s = 0.0
     write_s = 0.0
     for number in (1, 2):  # the first save allocates memory
-        copy_s = once(partial(trainer.save, folder / str(number)))
-        write_s = once(trainer.wait_written)
+        copy_s = time_call(partial(trainer.save, folder / str(number)))
+        write_s = time_call(trainer.wait_written)
     size = sum(file.stat().st_size for file in (folder / "2").iterdir())
     _say_rate("checkpoint", size, copy_s + write_s, copied=round(size / copy_s / 1e9, 3))
     del trainer
@@ -182,7 +182,7 @@ class Receiver(BaseHTTPRequestHandler):
         if self.path == "/update_weights_from_tensor":
             self._load(base64.b64decode(body["serialized_named_tensors"][0]))
         elif self.path == "/end_weight_update":
-            settle()  # like SGLang, a bucket is answered when its copies are queued
+            synchronize()  # like SGLang, a bucket is answered when its copies are queued
         elif self.path == "/sums":
             answer = {name: checksum(tensor) for name, tensor in self.tensors.items()}
         text = json.dumps(answer).encode()

@@ -29,25 +29,25 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def settle() -> None:
+def synchronize() -> None:
     """Wait until the GPU has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def once(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
     """Return the seconds of one call."""
-    settle()
+    synchronize()
     began = time.perf_counter()
     work()
-    settle()
+    synchronize()
     return time.perf_counter() - began
 
 
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of a call, after a first one as warm-up."""
+def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Return the median seconds of `repeats` calls, after a first one as warm-up."""
     work()
-    return statistics.median(once(work) for _ in range(repeats))
+    return statistics.median(time_call(work) for _ in range(repeats))
 
 
 def start_trainer(

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.shapes import CASES, of_case
+from benchmarks.gpu.shapes import CASES, line_of_case
 from mcore_mas.planning.memory import count_parameters
 from rollout.models.published_shapes import planned_architecture
 from rollout.sync.push import PUSHED_BUCKET_BYTES
 
-_NOT = "not measured"
+_NOT_MEASURED = "not measured"
 LINK_GB_S = 200.0  # assumed bandwidth between GPUs
 REQUEST_S = 0.06  # assumed time of SGLang to open, copy and acknowledge a bucket
+MEMORY_GB_S = 0.8 * 4.8e3  # assumed: 80 % of the bandwidth of an H200's memory
 _HEAD = """# On a GPU
 
 `python -m benchmarks.gpu --page` writes this page from `benchmarks/gpu/results.jsonl`; do not edit it.
@@ -70,21 +71,21 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
-        predicted = of_case(lines, "meter", case) or {}
-        update = of_case(measured, "updates", case) or {}
-        predicted_gib: float | str = _NOT
+        predicted = line_of_case(lines, "meter", case) or {}
+        update = line_of_case(measured, "updates", case) or {}
+        predicted_gib: float | str = _NOT_MEASURED
         if "bytes" in predicted:
             predicted_gib = round(predicted["bytes"]["peak"] / 2**30, 1)
-        reason = update.get("failed", update.get("skipped", _NOT))
+        reason = update.get("failed", update.get("skipped", _NOT_MEASURED))
         cells = [
             case["model"],
             case.get("recompute", "none"),
             case["layout"],
-            predicted.get("tokens", _NOT),
-            predicted.get("launches", _NOT),
-            sum(predicted["waits"].values()) if "waits" in predicted else _NOT,
-            sum(predicted["copies"].values()) if "copies" in predicted else _NOT,
-            predicted.get("mfu", _NOT),
+            predicted.get("tokens", _NOT_MEASURED),
+            predicted.get("launches", _NOT_MEASURED),
+            sum(predicted["waits"].values()) if "waits" in predicted else _NOT_MEASURED,
+            sum(predicted["copies"].values()) if "copies" in predicted else _NOT_MEASURED,
+            predicted.get("mfu", _NOT_MEASURED),
             predicted_gib,
             update.get("mfu", reason),
             update.get("gib", reason),
@@ -103,8 +104,8 @@ def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|",
     ]
     for layout in ("groups", "turns", "branches", "long", "whole"):
-        line = of_case(measured, "attention", {"layout": layout}) or {}
-        cells = [str(line.get(key, _NOT)) for key in ("triton_ms", "wide_ms", "torch_ms")]
+        line = line_of_case(measured, "attention", {"layout": layout}) or {}
+        cells = [str(line.get(key, _NOT_MEASURED)) for key in ("triton_ms", "wide_ms", "torch_ms")]
         rows.append(f"| {layout} | {' | '.join(cells)} |")
     return rows
 
@@ -119,8 +120,8 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
     for hidden in (896, 2560, 5120):
         cells = []
         for size in sizes:
-            line = of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {}
-            cells.append(str(line.get("ms", _NOT)))
+            line = line_of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {}
+            cells.append(str(line.get("ms", _NOT_MEASURED)))
         rows.append(f"| {hidden} | {' | '.join(cells)} |")
     return rows
 
@@ -130,7 +131,7 @@ class HandOver:
     """Estimate of sending bfloat16 weights from `tp` trainer ranks to a server's ranks by CUDA IPC.
 
     Every rank gathers the full tensors and copies them into a bucket, and the server's rank on its
-    GPU copies its own part. Only `REQUEST_S`, the time of one request, is assumed.
+    GPU copies its own part. Bandwidths and the time of a request are assumed.
     """
 
     model: str
@@ -154,7 +155,7 @@ class HandOver:
     @property
     def copied_s(self) -> float:
         """Seconds of reading and writing the full tensors, and the server's part of them."""
-        return (2 * self.size + 2 * self.size / self.tp) / (0.8 * 4.8e12)
+        return (2 * self.size + 2 * self.size / self.tp) / (MEMORY_GB_S * 1e9)
 
     @property
     def seconds(self) -> float:
@@ -172,8 +173,8 @@ def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---:|---:|",
     ]
     for count in (1, 32, 256):
-        line = of_case(measured, "engine", {"rows": count}) or {}
-        rows.append(f"| {count} | {line.get('tokens_per_s', _NOT)} |")
+        line = line_of_case(measured, "engine", {"rows": count}) or {}
+        rows.append(f"| {count} | {line.get('tokens_per_s', _NOT_MEASURED)} |")
     return rows
 
 
@@ -186,8 +187,10 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|",
     ]
     for what in ("hand-over", "sleep", "wake", "checkpoint"):
-        line = of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
-        rows.append(f"| {what} | {line.get('gb', _NOT)} | {line.get('value', _NOT)} |")
+        line = line_of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
+        rows.append(
+            f"| {what} | {line.get('gb', _NOT_MEASURED)} | {line.get('value', _NOT_MEASURED)} |"
+        )
     return rows
 
 

@@ -28,8 +28,15 @@ from benchmarks.gpu.checks import (
 )
 from benchmarks.gpu.generation import engine
 from benchmarks.gpu.hand_over import hand_over
-from benchmarks.gpu.machine import device, say, seconds, settle, start_trainer, stop_trainer
-from benchmarks.gpu.shapes import CASES, LAYOUTS, TINY, of_case, operations
+from benchmarks.gpu.machine import (
+    device,
+    median_seconds,
+    say,
+    start_trainer,
+    stop_trainer,
+    synchronize,
+)
+from benchmarks.gpu.shapes import CASES, LAYOUTS, TINY, line_of_case, operations
 
 PEAK_FLOPS = 989e12  # advertised operations per second in bfloat16, the denominator of MFU
 USABLE_SHARE = 0.96  # usable share of a GPU's free memory, because the allocator leaves gaps
@@ -55,12 +62,12 @@ def probe(tiny: bool) -> None:
         return
     size = 256 if tiny else 8192
     a, b = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    product_s = seconds(lambda: a @ b)
+    product_s = median_seconds(lambda: a @ b)
     say(what="bf16 products, TFLOP/s", value=round(2 * size**3 / product_s / 1e12, 3))
     copy_bytes = (1 << 20) if tiny else (1 << 32)
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source))
+    copy_s = median_seconds(lambda: target.copy_(source))
     say(what="copies, GB/s read and written", value=round(2 * copy_bytes / copy_s / 1e9))
     counter = torch.zeros(1, device=device())
     launches = 100 if tiny else 1000
@@ -69,19 +76,22 @@ def probe(tiny: bool) -> None:
         for _ in range(launches):
             counter.add_(1)
 
-    say(what="a launch, µs", value=round(seconds(launch) / launches * 1e6, 2))
+    say(what="a launch, µs", value=round(median_seconds(launch) / launches * 1e6, 2))
 
 
 def updates(tiny: bool) -> None:
-    """Measure whole updates of published sizes: tokens a second, MFU, peak memory."""
+    """Measure whole updates of models of published sizes: tokens per second, MFU, peak memory."""
     measure_updates(TINY if tiny else CASES)
 
 
 def measure_updates(cases: Sequence[dict[str, Any]]) -> None:
-    """Measure whole updates of the cases for which the GPU has memory by the meter's estimate."""
+    """Measure whole updates; skip cases that need more memory than the GPU has, by the estimate.
+
+    The estimates are those of the section `meter` in benchmarks/gpu/results.jsonl.
+    """
     earlier_lines = read(RESULTS)
     for case in cases:
-        estimate = of_case(earlier_lines, "meter", case) or {}
+        estimate = line_of_case(earlier_lines, "meter", case) or {}
         needed = estimate.get("bytes", {}).get("peak", 0)
         usable = math.inf
         if torch.cuda.is_available():
@@ -104,7 +114,7 @@ def _measure_update(folder: Path, case: dict[str, Any]) -> None:
     trainer, batches = start_trainer(folder, case["model"], case["layout"], **spec)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    update_s = seconds(lambda: trainer.update(batches), repeats=3)
+    update_s = median_seconds(lambda: trainer.update(batches), repeats=3)
     flops = sum(operations(folder / case["model"], batch) for batch in batches)
     tokens = sum(len(batch.token_ids) for batch in batches)
     peak_gib = None
@@ -145,7 +155,7 @@ def attention(tiny: bool) -> None:
             "torch_ms": partial(attend_torch, layout=torch_layout),
         }
         milliseconds = {
-            name: round(1e3 * seconds(partial(gradients, function, inputs), repeats=3), 3)
+            name: round(1e3 * median_seconds(partial(gradients, function, inputs), repeats=3), 3)
             for name, function in functions.items()
         }
         say(layout=layout, tokens=len(inputs[0]), **milliseconds)
@@ -180,7 +190,7 @@ def head(tiny: bool) -> None:
 
         for mebibytes in (64, 512, 1024, 2048):
             output_layer.CHUNK_BYTES[device().type] = mebibytes << 20
-            milliseconds = 1e3 * seconds(compute, repeats=3)
+            milliseconds = 1e3 * median_seconds(compute, repeats=3)
             say(hidden=hidden, chunk_mib=mebibytes, ms=round(milliseconds, 2))
     stop_trainer()
 
@@ -202,7 +212,7 @@ def profile(tiny: bool) -> None:
         trainer.update(batches)
         with start_profiler(activities=activities) as profiler:
             trainer.update(batches)
-            settle()
+            synchronize()
         averages = profiler.key_averages()
         for row in sorted(averages, key=lambda row: -getattr(row, time_attribute))[:25]:
             milliseconds = round(getattr(row, time_attribute) / 1e3, 3)
@@ -211,7 +221,7 @@ def profile(tiny: bool) -> None:
 
 
 def meter(tiny: bool) -> None:
-    """Estimate the same updates with the meter, in a process that sees no GPU."""
+    """Estimate the updates of `updates` with `tests.support.fake_gpu`, in a process without a GPU."""
     # Adam's moments exist before the second update, which is the one that is estimated.
     cases = [{**case, "updates": 2} for case in (TINY if tiny else CASES)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu"]

@@ -14,35 +14,71 @@ import torch
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, depths
 from rollout.models.architecture import read_architecture
 
-_COLUMNS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-_MORE = ("intermediate_size", "vocab_size", "tie_word_embeddings", "model_type")
-MODELS: dict[str, dict[str, Any]] = {
-    name: dict(zip((*_COLUMNS, *_MORE), sizes, strict=True))
-    for name, sizes in {
-        "tiny": (64, 2, 4, 2, 16, 128, 512, True, "qwen3"),
-        "0.5b": (896, 24, 14, 2, 64, 4864, 151_936, True, "qwen2"),
-        "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936, True, "qwen3"),
-        "4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, "qwen3"),
-    }.items()
+
+def _model(
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int = 151_936,
+    tied: bool = True,
+    model_type: str = "qwen3",
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the fields of a model's config.json that depend on its size."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "model_type": model_type,
+        **others,
+    }
+
+
+_TINY = _model(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512)
+_TINY_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
 }
-# "30b-a3b" has 2 of the 48 layers of Qwen3-30B-A3B.
-_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-MODELS |= {
-    "tiny-moe": MODELS["tiny"]
-    | {"model_type": "qwen3_moe"}
-    | dict(zip(_EXPERTS, (8, 2, 32, True), strict=True)),
-    "30b-a3b": dict(
-        zip(
-            (*_COLUMNS, *_MORE, *_EXPERTS),
-            (2048, 2, 32, 4, 128, 6144, 151_936, False, "qwen3_moe", 128, 8, 768, True),
-            strict=True,
-        )
+# Fields of config.json, by name. "30b-a3b" has 2 of the 48 layers of Qwen3-30B-A3B.
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _TINY,
+    "0.5b": _model(
+        hidden=896,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+        ffn=4864,
+        model_type="qwen2",
+    ),
+    "1.7b": _model(hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=6144),
+    "4b": _model(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, ffn=9728),
+    "tiny-moe": _TINY | _TINY_EXPERTS,
+    "30b-a3b": _model(
+        hidden=2048,
+        layers=2,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        ffn=6144,
+        tied=False,
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
     ),
 }
 TINY: list[dict[str, Any]] = [{"model": name, "layout": "small"} for name in ("tiny", "tiny-moe")]
@@ -173,7 +209,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def of_case(
+def line_of_case(
     lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return the latest line of a section for a case, or None."""

@@ -69,8 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    settings = ["--kit", str(options.kit.resolve()), "--work", str(work), "--device"]
-    settings += [options.device, *(["--small"] if options.small else [])]
+    settings = ["--kit", str(options.kit.resolve()), "--work", str(work)]
+    settings += ["--device", options.device]
+    if options.small:
+        settings.append("--small")
     command = (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.whole_run_sections")
     patience = SMALL_PATIENCE if options.small else 1.0
     sections = {

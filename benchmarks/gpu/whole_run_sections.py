@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from benchmarks.gpu import sections
-from benchmarks.gpu.machine import device, once, say, settle, start_trainer, stop_trainer
+from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, synchronize, time_call
 from benchmarks.gpu.run_kit import KIT_ROOT
 from benchmarks.gpu.shapes import MODELS, operations
 from mcore_mas.equations.statistics import mean_interval
@@ -116,7 +116,7 @@ def evaluate(options: Options) -> None:
 
 
 def idle(options: Options) -> None:
-    """Print the time of an update in which no kernel runs, with the ten longest gaps."""
+    """Print how long no kernel runs during an update, and the ten longest gaps between kernels."""
     cases = [("1.7b", "groups"), ("1.7b", "turns"), ("0.5b", "groups")]
     if options.small:
         cases = [("tiny", "small")]
@@ -132,7 +132,7 @@ def _profile_update(folder: Path, model: str, layout: str, microbatches: int) ->
     bf16 = device().type == "cuda"
     trainer, batches = start_trainer(folder, model, layout, count=microbatches, bf16=bf16)
     trainer.update(batches)
-    took = min(once(partial(trainer.update, batches)) for _ in range(2))
+    update_s = min(time_call(partial(trainer.update, batches)) for _ in range(2))
     flops = sum(operations(folder / model, batch) for batch in batches)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -140,15 +140,15 @@ def _profile_update(folder: Path, model: str, layout: str, microbatches: int) ->
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         trainer.update(batches)
-        settle()
+        synchronize()
     kernels = kernel_spans(profile.events())
     gaps = idle_gaps(kernels)
     busy_us = sum(end - start for start, end, _ in merged(kernels))
     case = {"model": model, "layout": layout, "microbatches": microbatches}
     say(
         **case,
-        seconds_per_update=round(took, 4),
-        mfu=round(flops / took / sections.PEAK_FLOPS, 5),
+        seconds_per_update=round(update_s, 4),
+        mfu=round(flops / update_s / sections.PEAK_FLOPS, 5),
         busy_ms=round(busy_us / 1e3, 2),
         idle_ms=round(sum(gap.microseconds for gap in gaps) / 1e3, 2),
         launches=len(kernels),
@@ -241,13 +241,18 @@ def killed_rank(options: Options) -> None:
 
 @dataclass
 class KillOnce:
-    """Kill one rank of the run, once, when it reports a step."""
+    """Callback after each step of a run, which kills one rank once.
+
+    Attributes:
+        at_step: step after which a rank is killed.
+        killed: True once a rank was killed.
+    """
 
     at_step: int
     killed: bool = False
 
     def __call__(self, step: int) -> None:
-        """Kill a rank if the step has come and none was killed yet."""
+        """Kill a rank if `at_step` has ended and none was killed yet."""
         if self.killed or step < self.at_step:
             return
         for process in psutil.Process().children(recursive=True):
@@ -304,18 +309,18 @@ def sleep(options: Options) -> None:
         bf16 = options.device == "cuda"
         trainer, batches = start_trainer(Path(folder), model, layout, bf16=bf16)
         trainer.update(batches)
-        awake = memory_in_use_mib()
-        took = once(trainer.sleep)
-        asleep = memory_in_use_mib()
-        woke = once(trainer.wake)
+        awake_mib = memory_in_use_mib()
+        sleep_s = time_call(trainer.sleep)
+        asleep_mib = memory_in_use_mib()
+        wake_s = time_call(trainer.wake)
         trainer.update(batches)
         say(
             model=model,
-            awake_mib=awake,
-            asleep_mib=asleep,
-            sleep_s=round(took, 2),
-            wake_s=round(woke, 2),
-            ok=awake is None or asleep is None or asleep < awake,
+            awake_mib=awake_mib,
+            asleep_mib=asleep_mib,
+            sleep_s=round(sleep_s, 2),
+            wake_s=round(wake_s, 2),
+            ok=awake_mib is None or asleep_mib is None or asleep_mib < awake_mib,
         )
     stop_trainer()
 
@@ -345,7 +350,7 @@ def write_run(options: Options, name: str, changes: Mapping[str, Any]) -> Path:
     """Write a run folder from the kit's demo, with some settings changed.
 
     Args:
-        options: name the kit and the folder of the runs.
+        options: options of the section, with the kit and the folder of the runs.
         name: name of the run.
         changes: values by dotted key; `*` stands for every entry of a section.
 
@@ -362,13 +367,16 @@ def write_run(options: Options, name: str, changes: Mapping[str, Any]) -> Path:
     config = json.loads(json.dumps(config).replace(f"{runs}/{packed_name}/", f"{runs}/{name}/"))
     config["run"] = name
     config["engine"]["device"] = options.device
-    small_changes = {
-        "data.validation": 2,
-        "trainer.tasks_per_step": 2,
-        "trainer.group_size": 2,
-        "evaluation.samples": 1,
-    }
-    for key, value in {**(small_changes if options.small else {}), **changes}.items():
+    values: dict[str, Any] = {}
+    if options.small:
+        values = {
+            "data.validation": 2,
+            "trainer.tasks_per_step": 2,
+            "trainer.group_size": 2,
+            "evaluation.samples": 1,
+        }
+    values.update(changes)
+    for key, value in values.items():
         set_value(config, key.split("."), value)
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return run
@@ -389,7 +397,7 @@ def train_run(run: Path, on_step: Callable[[int], None] | None = None) -> None:
     """Run `mcore-mas train` and print each step's metrics as they are written.
 
     Raises:
-        SystemExit: the training ended with another status than 0; its last line is printed.
+        SystemExit: the training ended with another status than 0; its last three lines are printed.
     """
     metrics_file = run / "train" / "metrics.jsonl"
     began = time.perf_counter()
@@ -440,7 +448,7 @@ def _print_step(run: str, row: Mapping[str, Any]) -> None:
 
 
 def run_command(*arguments: str) -> None:
-    """Run a command of `mcore-mas`; raise SystemExit with its last line if it fails."""
+    """Run a command of `mcore-mas`; if it fails, print its last line and raise SystemExit."""
     command = [sys.executable, "-W", "ignore", "-m", "mcore_mas", *arguments]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode:

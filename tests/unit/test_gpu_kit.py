@@ -15,10 +15,10 @@ import pytest
 
 from benchmarks.gpu import acceptance
 from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
-from benchmarks.gpu.acceptance_sections import PLACES, SMALL, Skip, te
+from benchmarks.gpu.acceptance_sections import PLACEMENTS, SMALL, Skip, te
 from benchmarks.gpu.page import page
 from benchmarks.gpu.sections import SECTIONS as PROGRAMS
-from benchmarks.gpu.shapes import CASES, of_case
+from benchmarks.gpu.shapes import CASES, line_of_case
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.worker_groups import count_devices, gpus_per_engine, list_worker_groups
@@ -249,7 +249,7 @@ def test_acceptance_without_transformer_engine_names_its_install_script(
 
 
 def test_acceptance_requires_the_gpus_of_its_trainings_and_evaluations() -> None:
-    for transport, (required_gpus, placement) in PLACES.items():
+    for transport, (required_gpus, placement) in PLACEMENTS.items():
         engine = ["engine=sglang", "engine.python=/x", f"engine.transport={transport}"]
         overrides = ["experiment=demo_math", *engine, *SMALL, *placement]
         config = RunConfig.from_values(resolve(overrides), transport)
@@ -269,7 +269,7 @@ def test_the_peak_of_every_case_is_predicted_and_two_cases_of_4b_fit_on_80_gb() 
     lines = read(RESULTS)
     fitting_4b_cases = 0
     for case in CASES:
-        prediction = of_case(lines, "meter", case)
+        prediction = line_of_case(lines, "meter", case)
         assert prediction is not None, case
         if case["model"] == "4b" and prediction["bytes"]["peak"] < 75 * 2**30:
             fitting_4b_cases += 1
