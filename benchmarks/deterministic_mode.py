@@ -1,4 +1,4 @@
-"""Time of decoding in deterministic mode, against the default mode, and agreement of trainer and engine."""
+"""CPU time of generation in deterministic mode, against the default mode; agreement of trainer and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Peak memory of the output layer, forward and backward, on 4096 rows of 32k tokens: in chunks, and all at once."""
+"""Peak memory of the output layer, forward and backward, on 4096 tokens: in chunks, and all at once.
+
+The vocabulary has 32k tokens.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,14 @@ async def chain(task: Task, team: TeamSession, env: Env) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of the engine in a collection."""
+    """Work of the engine in a collection.
+
+    Attributes:
+        sampled_tokens: number of sampled tokens.
+        computed_tokens: sampled tokens, and prompt tokens that were not in the prefix cache.
+        seconds: CPU time of the process.
+        alternatives: number of replayed alternatives.
+    """
 
     sampled_tokens: int
     computed_tokens: int
@@ -144,16 +151,18 @@ def main() -> None:
         replayed = measure(model, plan)
 
     trajectories = TASKS * GROUP
+    ratios = {}
     for name in ("sampled_tokens", "seconds", "computed_tokens"):
-        of_trajectory = getattr(whole, name) / trajectories
+        per_trajectory = getattr(whole, name) / trajectories
         of_alternatives = getattr(replayed, name) - getattr(whole, name)
-        ratio = of_alternatives / replayed.alternatives / of_trajectory
+        ratios[name] = of_alternatives / replayed.alternatives / per_trajectory
         print(
-            f"{name}: {of_trajectory:.4g} of a trajectory, {ratio:.2f} of that for an alternative"
+            f"{name}: {per_trajectory:.4g} per trajectory, {ratios[name]:.2f} times as much per "
+            "alternative"
         )
     print_result(
         "replays",
-        ratio,
+        ratios["computed_tokens"],
         goal=GOAL,
         reference="whole_trajectories",
         repeats=replayed.alternatives,

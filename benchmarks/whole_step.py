@@ -160,6 +160,7 @@ def train_here(workload: Workload, options: Options, *, bf16: bool) -> Training:
     """Take a step of this project's training for each `next`."""
     shape = workload.shape
     prompts = workload.prompts
+    precision = "bfloat16" if bf16 else "float32"
     # Tokens of a rank's share of a step; a prompt is stored once for its group.
     rank_tokens = TASKS // options.ranks * (shape.prompt + GROUP * shape.reply)
     run = mm.Run(
@@ -172,7 +173,7 @@ def train_here(workload: Workload, options: Options, *, bf16: bool) -> Training:
         },
         policies={"shared": {"model": str(workload.model), "bf16": bf16}},
         reward=reward_odd_sum,
-        folder=workload.folder / f"run-{PRECISIONS[bf16]}",
+        folder=workload.folder / f"run-{precision}",
         advantage="grpo",
         steps=MAX_STEPS,
         lr=LR,
@@ -221,9 +222,10 @@ def train_with_trl(python: Path, workload: Workload, options: Options, *, bf16: 
     """Take a step of TRL's training for each `next`, in a process that waits in between."""
     renderer = Renderer(workload.model)
     ids = [prompt_ids(renderer, prompt) for prompt in workload.prompts]
+    precision = "bfloat16" if bf16 else "float32"
     job = {
         "model": str(workload.model),
-        "out": str(workload.folder / f"trl-{PRECISIONS[bf16]}"),
+        "out": str(workload.folder / f"trl-{precision}"),
         "prompts": [renderer.decode_raw(row) for row in ids],
         "ids": list(ids[0]),
         "reply": workload.shape.reply,

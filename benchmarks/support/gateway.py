@@ -58,9 +58,9 @@ async def run_clients(
         url: URL of the gateway's session.
         key: API key of the session.
         chats: number of chats.
-        turns: messages of each chat.
+        turns: calls of each chat.
         words: words of the first message of each chat.
-        interval_s: time between the starts of two chats.
+        interval_s: seconds between the starts of two chats.
     """
     async with httpx.AsyncClient(
         base_url=url,

@@ -26,8 +26,9 @@ def towns(total: int) -> Iterator[Passage]:
 def spread_index(folder: Path, encoder: Encoder, total: int) -> None:
     """Build a flat index of `total` passages in `folder`, of which ENCODED_ROWS are encoded.
 
-    The vectors of the others lie near those: (x + 0.7 e) of length 1, with an encoded vector x and
-    a random unit vector e. The passages that a server encodes again at its start have their own.
+    The vectors of the others lie near those: x + 0.7 e, normalised, with an encoded vector x and a
+    random unit vector e. The passages in the middle and at the end have their encoded vectors too,
+    because a server encodes them again at its start and compares the vectors.
     """
     path = folder.with_suffix(".jsonl")
     write_corpus(path, towns(total))
