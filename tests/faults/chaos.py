@@ -39,12 +39,15 @@ from tests.support.run_folder import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Environment variables
-MARK = "MCORE_MAS_CHAOS"  # marks every process of a run
-ALONE = "MCORE_MAS_CHAOS_ALONE"  # set if this process has its own /dev/shm
-CLOCK = (
-    "MCORE_MAS_CHAOS_CLOCK"  # file with the clock's error in seconds; see clock/sitecustomize.py
-)
+# Environment variable that marks every process of a run.
+MARK = "MCORE_MAS_CHAOS"
+
+# Environment variable that is set if this process has its own /dev/shm.
+ALONE = "MCORE_MAS_CHAOS_ALONE"
+
+# Environment variable with the path of a file that holds the error of the clock in seconds; see
+# clock/sitecustomize.py.
+CLOCK = "MCORE_MAS_CHAOS_CLOCK"
 
 STEPS = 48
 SETTINGS = (

@@ -153,7 +153,7 @@ def tests() -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--list"]:
-        sys.exit(print(*tests()))
-    RESULTS.write_text(
-        json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True) + "\n", encoding="utf-8"
-    )
+        print(*tests())
+    else:
+        new_results = json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True)
+        RESULTS.write_text(f"{new_results}\n", encoding="utf-8")

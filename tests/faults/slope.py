@@ -66,4 +66,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(*sys.argv[1:] or ["300"]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
