@@ -1,4 +1,4 @@
-"""A Ray that runs already: an address where none answers, and what the page says of the network."""
+"""A Ray that runs already: an address where none answers, and a claim of docs/cluster.md about gloo."""
 
 import subprocess
 import sys

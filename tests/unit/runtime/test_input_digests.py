@@ -106,7 +106,7 @@ def test_folders_with_too_many_files_are_not_read(
     assert run.checkpoints().newest(silent) is not None
 
 
-def test_other_code_is_refused_unless_the_run_says_so(
+def test_other_code_is_refused_unless_the_run_may_be_forked(
     run: RunWithInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "code_digest", lambda: "another version")

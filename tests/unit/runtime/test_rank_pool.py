@@ -100,7 +100,9 @@ def make_pool(monkeypatch: pytest.MonkeyPatch, actors: Sequence[Any]) -> RankPoo
     )
 
 
-def test_ranks_are_numbered_by_node_and_then_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_numbered_by_node_and_then_in_order_of_their_actors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """CUDA_VISIBLE_DEVICES may name GPUs in any order, or by UUID, so that names decide nothing."""
     nodes = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "10.0.0.1"]
     actors = [FakeRank(node, []) for node in nodes]

@@ -159,7 +159,7 @@ class TestGreedyBaseline:
         assert {sample.trajectory for sample in batch.samples} == {trained.id}
 
 
-def test_d10_the_greedy_trajectory_is_rewarded_like_the_others(tmp_path: Path) -> None:
+def test_the_greedy_trajectory_is_rewarded_like_the_others(tmp_path: Path) -> None:
     """With a reward of 10 for success the advantage is 10 - 10, and not 10 minus outcome 1."""
     reward = f"reward={{name: {__name__}:ten_per_success}}"
     session = make_run(tmp_path, answer_correctly, *REMAX, reward, "~reward.penalties")
@@ -254,8 +254,8 @@ def advantages_of(
     return [sample.advantages for sample in credited if sample.agent == agent]
 
 
-def worth_of_four_digits(group: Group) -> Group:
-    """Raise a KeyError as a faulty reward does."""
+def faulty_reward(group: Group) -> Group:
+    """Raise a KeyError, as a reward with a bug might."""
     raise KeyError(group.task.id)
 
 
@@ -271,9 +271,9 @@ class TestFailures:
     def test_an_error_of_the_reward_ends_the_run_and_the_trajectories_are_kept(
         self, tmp_path: Path
     ) -> None:
-        name = f"{__name__}:{worth_of_four_digits.__name__}"
+        name = f"{__name__}:{faulty_reward.__name__}"
         file = tmp_path / "trajectories" / "step_000000.parquet"
-        line = worth_of_four_digits.__code__.co_firstlineno + 2
+        line = faulty_reward.__code__.co_firstlineno + 2
         with pytest.raises(TrainingError) as caught:
             collect(make_run(tmp_path, answer_correctly, f"reward={{name: {name}}}"))
         message = str(caught.value)

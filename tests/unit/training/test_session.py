@@ -45,7 +45,7 @@ def test_engines_of_a_run_that_starts_have_the_weights_already() -> None:
 
 
 def test_engines_of_a_resumed_run_start_while_the_trainers_are_offloaded() -> None:
-    """A server starts at its first request, also if that lets it sleep, and takes what is free."""
+    """A server starts at its first request, even one that makes it sleep, and takes all memory that is free."""
     checkpoint = Checkpoint(folder=Path("checkpoint"), step=3, state={}, metric=None)
     assert load(checkpoint) == [
         "trainer loads its model",

@@ -30,9 +30,9 @@ def test_keys_leave_the_environment_before_the_first_process(
     def record_environment(config: object, log: str) -> Iterator[None]:
         environment.update(os.environ)
         raise NothingStartedError
-        yield
+        yield  # makes this function a generator
 
-    # the retriever, which this starts, is the first process of a run
+    # `open_environments` starts the retriever, which is the first process of a run.
     monkeypatch.setattr("mcore_mas.training.train.open_environments", record_environment)
     run = make_run(tmp_path, "coach=local", f"+coach.key_variable={VARIABLE}", "reward.name=coach")
     with pytest.raises(NothingStartedError):
