@@ -236,7 +236,8 @@ def killed_rank(options: Options) -> None:
         json.loads((run / "train" / "done.json").read_text())["sha256"]
         for run in (undisturbed, disturbed)
     ]
-    say(what="weights after a killed rank", killed=kill.killed, ok=digests[0] == digests[1])
+    ok = kill.killed and digests[0] == digests[1]
+    say(what="weights after a killed rank", killed=kill.killed, ok=ok)
 
 
 @dataclass
