@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,11 @@ def _adapter_shapes(config: RunConfig, policies: Sequence[str]) -> list[AdapterS
 
 def _shares_gpus(policy: str, gpus: Mapping[str, Sequence[Sequence[str]]]) -> bool:
     """Return True if another server uses a GPU of this policy's servers."""
-    uses = Counter(gpu for servers in gpus.values() for server in servers for gpu in server)
-    return any(uses[gpu] > 1 for server in gpus[policy] for gpu in server)
+    servers_by_gpu: Counter[str] = Counter()
+    for servers in gpus.values():
+        for server_gpus in servers:
+            servers_by_gpu.update(server_gpus)
+    return any(servers_by_gpu[gpu] > 1 for gpu in chain.from_iterable(gpus[policy]))
 
 
 def _trained_steps(model: str | Path) -> int:

@@ -77,11 +77,11 @@ def recipe_module_digests(config: RunConfig) -> dict[str, str]:
     # The names of tools are keys of a mapping, of which the recipe has only the values.
     for agent, settings in config.agents.items():
         values[f"agents.{agent}.tools"] = list(settings.tools)
-    return {
-        f"{key}={text}": digest
-        for key, value in values.items()
-        for text, digest in module_digests(value).items()
-    }
+    digests = {}
+    for key, value in values.items():
+        for text, digest in module_digests(value).items():
+            digests[f"{key}={text}"] = digest
+    return digests
 
 
 def _recipe_with_files(config: RunConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.greedy_baseline import append_greedy, use_greedy_as_baseline
-from mcore_mas.training.metrics import StepMetrics
+from mcore_mas.training.metrics import StepMetrics, all_trajectories
 from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.error_location import describe_with_location
@@ -163,7 +163,7 @@ class AsyncRollouts:
                 played = await self._collect(step, tasks, started, log)
                 new_groups = await self._allocate_rewards(step, played, earlier_batches=number - 1)
             groups += new_groups
-            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            trajectories = all_trajectories(groups)
             problem = self._batch_problem(step, trajectories)
             if problem:
                 # The user can look into the failed trajectories; a restart collects them again.
@@ -175,11 +175,13 @@ class AsyncRollouts:
             all_tasks = list(dict.fromkeys(sample.task for sample in samples))
             trained_tasks = set(all_tasks[:tasks_per_step])
 
-            was_last_before = resumed.complete and number == resumed.count
-            is_last = len(trained_tasks) == tasks_per_step or was_last_before
+            was_last = resumed.complete and number == resumed.count
+            is_last = was_last or len(trained_tasks) == tasks_per_step
             tasks = None if is_last else next(task_batches, None)
             is_complete = tasks is None
-            if not is_resumed or (is_complete and not resumed.complete):
+            # The file has a resumed batch already, but perhaps not that the step ends with it.
+            completes_file = is_complete and not resumed.complete
+            if not is_resumed or completes_file:
                 await self._write(step, trajectories, batches=number, complete=is_complete)
         log.remove()
         return RolloutBatch(
@@ -258,7 +260,7 @@ class AsyncRollouts:
         try:
             rewarded = [allocate(group) for group in groups]
         except (Exception, SystemExit) as error:  # asyncio would end the event loop at sys.exit
-            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            trajectories = all_trajectories(groups)
             await self._write(step, trajectories, batches=earlier_batches, complete=False)
             message = str(error) if isinstance(error, RewardError) else self._reward_failure(error)
             raise TrainingError(

@@ -40,7 +40,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     rewards that the turns are trained with, and `outcome/mean` that of the environment's outcomes.
     They differ where a reward of the user's, or a penalty, comes between the two.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = all_trajectories(groups)
     completed = _completed(groups)
     metrics = {
         "rollout/failed": float(len(trajectories) - len(completed)),
@@ -153,14 +153,11 @@ def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
         groups: groups of a step.
         noted: fields that a line has named before; new ones are added.
     """
-    names = {
-        name.removeprefix(_UNHEEDED)
-        for group in groups
-        for trajectory in group.trajectories
-        for turn in trajectory.turns
-        for name in turn.scores
-        if name.startswith(_UNHEEDED)
-    }
+    names: set[str] = set()
+    for trajectory in all_trajectories(groups):
+        for turn in trajectory.turns:
+            unheeded = [name for name in turn.scores if name.startswith(_UNHEEDED)]
+            names.update(name.removeprefix(_UNHEEDED) for name in unheeded)
     new_names = sorted(names - noted)
     noted.update(new_names)
     if not new_names:
@@ -333,7 +330,7 @@ def describe_lost_trajectories(groups: Sequence[Group]) -> str:
 
     Trajectories that were aborted because their group was full are not counted.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = all_trajectories(groups)
     lost = [trajectory for trajectory in trajectories if _is_lost(trajectory)]
     if not lost:
         return ""
@@ -347,13 +344,12 @@ def describe_lost_trajectories(groups: Sequence[Group]) -> str:
 
 def describe_crashed_programs(groups: Sequence[Group]) -> str:
     """Return a line on agent programs that failed and count as wrong answers; "" if there are none."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    crashes = [
-        f"{trajectory.id}: {event.result}"
-        for trajectory in trajectories
-        for event in trajectory.tools
-        if event.tool == CRASH_EVENT and event.failed
-    ]
+    trajectories = all_trajectories(groups)
+    crashes = []
+    for trajectory in trajectories:
+        for event in trajectory.tools:
+            if event.tool == CRASH_EVENT and event.failed:
+                crashes.append(f"{trajectory.id}: {event.result}")
     if not crashes:
         return ""
     return (
@@ -371,7 +367,11 @@ def _is_lost(trajectory: Trajectory) -> bool:
 def _completed(groups: Sequence[Group]) -> list[Trajectory]:
     return [
         trajectory
-        for group in groups
-        for trajectory in group.trajectories
+        for trajectory in all_trajectories(groups)
         if trajectory.status is Status.COMPLETED
     ]
+
+
+def all_trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the trajectories of all groups, in order."""
+    return [trajectory for group in groups for trajectory in group.trajectories]

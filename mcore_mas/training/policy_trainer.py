@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
-from mcore_mas.credit.samples import Sample, align, mini_batches, split, weigh
+from mcore_mas.credit.samples import Sample, TurnId, align, mini_batches, split, weigh
 from mcore_mas.equations.balance import gradient_shares
 from mcore_mas.equations.divergence import (
     GAP_BOUNDS,
@@ -250,13 +250,18 @@ class PolicyTrainer:
         """Return the samples of each batch, with the weights of their tokens in its update."""
         loss = self._config.loss
         loss_weights = {name: agent.loss_weight for name, agent in self._config.agents.items()}
-        batch_of = {
-            sample.id: number for number, batch in enumerate(batches) for sample in batch.samples
-        }
-        members: list[list[Sample]] = [[] for _ in batches]
+        batch_numbers: dict[TurnId, int] = {}
+        for number, batch in enumerate(batches):
+            for sample in batch.samples:
+                batch_numbers[sample.id] = number
+
+        samples_by_batch: list[list[Sample]] = [[] for _ in batches]
         for sample in samples:
-            members[batch_of[sample.id]].append(sample)
-        return [weigh(part, loss_weights, loss.aggregation, loss.norm) for part in members]
+            samples_by_batch[batch_numbers[sample.id]].append(sample)
+        return [
+            weigh(batch_samples, loss_weights, loss.aggregation, loss.norm)
+            for batch_samples in samples_by_batch
+        ]
 
     async def _microbatches_to_train(
         self, batches: Sequence[UpdateBatch], weighed: Sequence[list[Sample]], step: int
