@@ -1,4 +1,8 @@
-"""Environment protocol: `reset` and `step`, optional methods, and tags in the texts of agents."""
+"""Environment protocol: `reset` and `step`, optional methods, and tags in the texts of agents.
+
+`Env` has the methods that every environment needs. The optional methods are in `ResourceEnv`,
+`StatefulEnv` and `PlayedEnv`; an environment needs no base class to have one of them.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,17 @@ class ResourceEnv(Protocol):
 
     async def close(self) -> None:
         """Release the resources; called at the end, also if `open` failed or was never called."""
+
+
+class StatefulEnv(Protocol):
+    """Additional method of an environment that reports its state."""
+
+    def state(self) -> str:
+        """Return the current state as text, without the history that led to it.
+
+        It is called after `reset` and after every step. Estimators that compare turns of one state
+        use it, such as `at_grpo`; without this method they use a digest of the agent's prompt.
+        """
 
 
 Case = tuple[str, str]  # input and expected output of a program, as an agent writes them

@@ -14,7 +14,15 @@ from rollout.base.deadlines import Late, LateTool, with_deadline
 from rollout.base.errors import Defect, EngineError, EnvError
 from rollout.base.numbers import real_number
 from rollout.base.watchdog import Wait
-from rollout.environments.protocol import Case, Env, PlayedEnv, ResourceEnv, Step, ToolCall
+from rollout.environments.protocol import (
+    Case,
+    Env,
+    PlayedEnv,
+    ResourceEnv,
+    StatefulEnv,
+    Step,
+    ToolCall,
+)
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.defects import DefectGuard
@@ -167,7 +175,7 @@ class Episode:
 
     def _update_state(self) -> None:
         """Store the environment's state in the session, if the environment has a method `state`."""
-        get_state = getattr(self._env, "state", None)
+        get_state = getattr(self._env, StatefulEnv.state.__name__, None)
         if get_state is not None:
             with DefectGuard(f"{self._name}.state"):
                 self.session.state = get_state()
