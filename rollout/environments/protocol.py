@@ -148,5 +148,5 @@ def last_tag(text: str, name: str) -> str | None:
 
 
 def after_thought(text: str) -> str:
-    """Return the part of a text after any thought, stripped."""
+    """Return the text after the last `</think>`, or the whole text without one, stripped."""
     return text.rpartition("</think>")[2].strip()

@@ -71,6 +71,8 @@ class _GridGame(Game[_Grid]):
 
 
 class _GridSource(PuzzleSource):
+    """Generator of puzzles whose actions are moves on a grid."""
+
     def slip(self, random: Random, actions: str) -> str:
         return puzzles.replace_one(random, actions, r"\w", "UDLR")
 
