@@ -48,7 +48,7 @@ def plan_lines(config: RunConfig, cluster: Cluster) -> Iterator[str]:
         f"{_gb(estimate_host_memory(config, models))} of host memory"
     )
     if config.retriever and config.retriever.gpus:
-        yield "  retriever: one GPU more, the last of the first machine"
+        yield "  retriever: one GPU more, the machine's last"
     warning = truncated_sampling_warning(config.agents)
     if warning:
         yield f"  {warning}"
