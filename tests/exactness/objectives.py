@@ -88,10 +88,11 @@ def fitting_cases(cases: Sequence[Case], row: Row) -> list[Case]:
 
 
 def samples_near_model(model: PreTrainedModel, row: Row) -> list[Sample]:
-    """Return the reference samples with random columns near the results of the model.
+    """Return the reference samples with columns that are the results of the model plus noise.
 
-    Log-probabilities are some tenths of nats off, so that clips in both directions and masks take
-    effect, and advantages are random. For a critic, old values and returns are near its values.
+    The noise of log-probabilities is some tenths of a nat, so that clips in both directions and
+    masks take effect. Advantages are random. For a critic, old values and returns are near its
+    values.
     """
     generator = torch.Generator().manual_seed(1)
     compute = reference.values_of if row.critic else reference.logprobs_of
@@ -268,8 +269,9 @@ HEADER = """
 
 Every objective makes an update under every layout here. Its formula is also written out by hand, reply by reply, on
 the Hugging Face model: `tests/exactness/formulas.py` imports no formula of the product. The log-probabilities of the
-sampler, of the start of the step and of the reference differ from the policy's by 0.4 to 0.5 nats. Old values differ
-from the critic's by 0.2, and returns by 0.5. Therefore clips, masks and truncations take effect. The KL coefficient is
+sampler, of the start of the step and of the reference are the policy's plus random noise with a standard deviation of
+0.4 to 0.5 nats. Old values and returns are the critic's values plus noise with one of 0.2 and 0.5. Therefore clips,
+masks and truncations take effect. The KL coefficient is
 {kl}, the entropy coefficient {entropy}, and the loss weights are 1 and 0.5. Errors are as above. The bounds are 4 times
 plain float32's largest errors, over all objectives on the same model and samples. Each row has the largest errors, and
 the largest share of its bound that an error takes up.
