@@ -349,12 +349,12 @@ def train_with_sleep(rank: int, spec: TrainerSpec, out: Path, samples: list[Samp
     process = psutil.Process()
     batches = pack(samples, 12)
     results: dict[str, Any] = {}
-    for kind in ("rested", "unbroken"):
+    for kind in ("with_sleep", "without_sleep"):
         trainer = MegatronTrainer(spec)
         result: dict[str, Any] = {"metrics": [], "freed": [], "resident": []}
         for _ in range(3):
             result["metrics"].append(trainer.update(batches))
-            if kind == "rested":
+            if kind == "with_sleep":
                 before = process.memory_info().rss
                 result["freed"].append(trainer.sleep())
                 result["resident"].append(process.memory_info().rss - before)

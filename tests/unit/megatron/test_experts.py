@@ -17,7 +17,7 @@ FUSED_KERNELS = (
 
 
 def expert_settings(**spec: object) -> tuple[bool, bool, str]:
-    """Return whether products are grouped, whether permutations are fused, and the dispatcher."""
+    """Return True if products are grouped, True if permutations are fused, and the dispatcher."""
     config = transformer_config(mixture_architecture(), TrainerSpec(model="", dp=2, **spec))
     return (
         config.moe_grouped_gemm,

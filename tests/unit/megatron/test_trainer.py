@@ -140,7 +140,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 policy=str(policy),
                 samples=critic_samples,
                 steps=STEPS,
-                out=out(f"criticise_{name}"),
+                out=out(f"critic_{name}"),
             )
         )
     for name in ("one", "cp2"):
@@ -164,7 +164,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         spec = ranks.make_spec(str(large), **layout)
         jobs.append(
             make_job(
-                ranks.train_with_sleep, layout, spec=spec, samples=samples, out=out(f"rest_{name}")
+                ranks.train_with_sleep, layout, spec=spec, samples=samples, out=out(f"sleep_{name}")
             )
         )
     ranks.run_jobs(jobs)
@@ -251,27 +251,27 @@ def test_a_critic_trains_like_a_linear_head_in_hugging_face(
     critic = reference.make_model("qwen2", tmp_path, critic=True)
     samples = reference.make_critic_samples()
     expected = precision.expect(critic, samples, STEPS, ranks.LR, reference.value_loss_of)
-    folder = results / f"criticise_{layout}"
+    folder = results / f"critic_{layout}"
     precision.compare(folder, expected)
     scores = by_token(load(folder / "rank0.pt")["scores"], samples)
     precision.assert_scores(scores, critic, samples, reference.values_of)
 
 
 def test_a_critic_on_a_policy_starts_with_a_small_random_head(results: Path) -> None:
-    names = ("criticise_one/rank0.pt", "criticise_tp2/rank0.pt", "criticise_tp2/rank1.pt")
+    names = ("critic_one/rank0.pt", "critic_tp2/rank0.pt", "critic_tp2/rank1.pt")
     heads = [load(results / name)["fresh"]["score.weight"] for name in names]
     assert all(torch.equal(head, heads[0]) for head in heads)
     assert heads[0].shape == (1, 64)
     assert 0.5 < float(heads[0].std()) * 65 < 1.5  # the standard deviation is 1 / (hidden + 1)
 
-    weights = load(results / "criticise_tp2" / "rank0.pt")["fresh"]
+    weights = load(results / "critic_tp2" / "rank0.pt")["fresh"]
     policy = transformers.AutoModelForCausalLM.from_pretrained(results / "policy").state_dict()
     assert torch.equal(weights["model.norm.weight"], policy["model.norm.weight"])
     assert "lm_head.weight" not in weights
 
 
 def test_an_exported_critic_is_a_model_for_sequence_classification(results: Path) -> None:
-    folder = results / "criticise_tp2"
+    folder = results / "critic_tp2"
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder / "exported", output_loading_info=True
     )
@@ -333,10 +333,10 @@ def test_spike_monitors_are_saved(results: Path) -> None:
 
 @pytest.mark.parametrize("layout", SLEEP_LAYOUTS)
 def test_updates_after_a_sleep_have_the_same_bits(results: Path, layout: str) -> None:
-    for path in (results / f"rest_{layout}").iterdir():
+    for path in (results / f"sleep_{layout}").iterdir():
         result = load(path)
-        with_sleep = result["rested"]
-        without_sleep = result["unbroken"]
+        with_sleep = result["with_sleep"]
+        without_sleep = result["without_sleep"]
         assert with_sleep["metrics"] == without_sleep["metrics"]
         assert all(map(torch.equal, with_sleep["scores"], without_sleep["scores"]))
         assert_equal_tensors(with_sleep["weights"], without_sleep["weights"])
@@ -350,8 +350,8 @@ def test_a_sleep_returns_memory_to_the_system(results: Path) -> None:
     output = 64 * 64
     mlp = 3 * 64 * 96
     count = embedding + norms + queries + keys_and_values + output + mlp
-    result = load(results / "rest_one" / "0.pt")
+    result = load(results / "sleep_one" / "0.pt")
     assert result["parameters"] == count
     gradient_bytes = 4 * count  # float32
-    assert result["rested"]["freed"] == [gradient_bytes] * 3
-    assert all(change < -0.9 * gradient_bytes for change in result["rested"]["resident"])
+    assert result["with_sleep"]["freed"] == [gradient_bytes] * 3
+    assert all(change < -0.9 * gradient_bytes for change in result["with_sleep"]["resident"])
