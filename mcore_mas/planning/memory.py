@@ -231,7 +231,7 @@ def _largest_weight(architecture: Architecture, layout: ParallelLayout) -> int:
 def _activation_gradient_bytes(
     architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
 ) -> float:
-    """Return the gradients in one layer: gate, up and their product, and four hidden states."""
+    """Return the bytes of gradients in one layer: gate, up and their product, and four hidden states."""
     ffn = architecture.ffn
     if architecture.experts is not None:
         ffn = max(ffn, architecture.experts.per_token * architecture.experts.ffn)
@@ -242,10 +242,10 @@ def _activation_gradient_bytes(
 def _logits_bytes(
     architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
 ) -> float:
-    """Return a chunk of logits and its gradient, and what the output layer needs in addition.
+    """Return the bytes of a chunk of logits, its gradient, and the tensors of the output layer.
 
-    The output layer has a gradient unless it is frozen, and its input and the gradient of that are
-    counted as if every token of the micro-batch were trained.
+    The output layer has a gradient unless it is frozen. Its input, and the gradient of its input,
+    are counted as if every token of the micro-batch were trained.
     """
     if settings.value_head:
         return 0.0
@@ -261,7 +261,7 @@ def _logits_bytes(
 def activation_bytes(
     architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
 ) -> float:
-    """Return the activations that the layers of a pipeline stage save for the backward pass.
+    """Return the bytes of activations that a rank's layers save for the backward pass.
 
     They are counted as in Korthikanti et al. 2022 (arXiv 2205.05198, §4), for layers without
     dropout and for attention that saves no scores. A pipeline holds as many micro-batches as it
@@ -270,23 +270,26 @@ def activation_bytes(
     """
     # Without sequence parallelism every tensor-parallel rank saves the whole hidden states.
     hidden = architecture.hidden / (layout.tp if layout.sp else 1)
-    norm_elements = 1 if settings.recompute == "selective" else 2  # the input, and the output
+    # A layer has two norms, each of which saves its input and, unless it is recomputed, its output.
+    tensors_per_norm = 1 if settings.recompute == "selective" else 2
+    norm_elements = 2 * tensors_per_norm * hidden
     split_elements = _attention_elements(architecture, settings) + _mlp_elements(
         architecture, settings
     )
-    layer = 2 * norm_elements * hidden + split_elements / layout.tp
+    layer_elements = norm_elements + split_elements / layout.tp
     if settings.lora is not None:
-        layer += 3 * settings.lora.rank * len(settings.lora.targets)
+        layer_elements += 3 * settings.lora.rank * len(settings.lora.targets)
 
+    # Layers of the stage, times the micro-batches that it holds.
     layers_in_flight = architecture.layers // layout.pp * layout.pp
-    layers = layer * layers_in_flight
+    saved_elements = layer_elements * layers_in_flight
     if settings.recompute == "full":
-        layers = hidden * layers_in_flight + layer
+        saved_elements = hidden * layers_in_flight + layer_elements
 
-    float32_elements = 2 if settings.bf16 else 1  # a float32 number, in elements of this dtype
-    final_norm = 2 * float32_elements * hidden
+    elements_per_float32 = 2 if settings.bf16 else 1
+    final_norm_elements = 2 * elements_per_float32 * hidden
     tokens = settings.microbatch_tokens / layout.cp
-    return _element_bytes(settings) * tokens * (layers + final_norm)
+    return _element_bytes(settings) * tokens * (saved_elements + final_norm_elements)
 
 
 def _element_bytes(settings: TrainerSettings) -> int:
