@@ -72,7 +72,7 @@ _TASKS_MB = 1_000
 _TASKS_PER_FILE_SIZE = 10
 
 TOKEN_BYTES = 72  # in a micro-batch: ids, positions, labels and the inputs of the loss
-_LEAST_OBJECT_STORE_MB = 256
+_MIN_OBJECT_STORE_MB = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,10 +207,10 @@ def _cpus(
     threads = processes * (config.cluster.threads_per_process or 1)
     driver = 1 if device_type == "CPU" else 2 + gpus
     retriever = config.retriever
-    searching = 0
+    retriever_cpus = 0
     if retriever is not None and not retriever.elsewhere:
-        searching = retriever.threads - 1  # one thread of it uses the driver's CPU
-    return -(-threads // nodes) + driver + searching
+        retriever_cpus = retriever.threads - 1  # one of its threads uses the driver's CPU
+    return -(-threads // nodes) + driver + retriever_cpus
 
 
 def _evaluation_nodes(config: RunConfig, device_type: DeviceType, node_gpus: int) -> int:
@@ -292,8 +292,8 @@ def retry_memory_mb(memory_mb: int, attempt: int, node_mb: int) -> int:
 def object_store_mb(config: RunConfig) -> int:
     """Return the size in MB of Ray's object store, through which samples reach the trainers.
 
-    This is `cluster.object_store_mb`, or else room for the samples of a step twice. Ray spills to
-    disk what does not fit.
+    This is `cluster.object_store_mb`, or else room for the samples of a step twice, and at least
+    256 MB. Ray spills samples that do not fit to disk.
     """
     if config.cluster.object_store_mb is not None:
         return config.cluster.object_store_mb
@@ -303,7 +303,7 @@ def object_store_mb(config: RunConfig) -> int:
     for policy in config.trained:
         token_bytes = TOKEN_BYTES + _routing_bytes_per_token(config, policy)
         samples += workloads[policy].tokens * token_bytes
-    return max(_LEAST_OBJECT_STORE_MB, int(2 * samples / 2**20))
+    return max(_MIN_OBJECT_STORE_MB, int(2 * samples / 2**20))
 
 
 def _routing_bytes_per_token(config: RunConfig, policy: str) -> int:

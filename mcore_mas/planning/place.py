@@ -83,7 +83,7 @@ def check_plannable(config: RunConfig) -> None:
     if engine.urls or not on_gpus:
         raise PlanError(
             f"{config.run}: a plan places engines on the run's GPUs; it needs engine.name: "
-            "sglang without urls, or one embedded engine with device: cuda"
+            "sglang without urls, or embedded with replicas: 1 and a device other than cpu"
         )
     for policy in config.models:
         engine_settings = config.policies[policy].overrides.engine.keys()

@@ -333,19 +333,19 @@ VALUE_CASES = (
     Case(
         name="value loss, clip",
         objective=ValueObjective(clip=0.2),
-        by_hand=lambda j: clipped_value_loss(j, 0.2),
+        by_hand=lambda r: clipped_value_loss(r, 0.2),
         tested=True,
     ),
     Case(
         name="value loss, narrow clip, mean of mean replies",
         objective=ValueObjective(clip=0.05),
-        by_hand=lambda j: clipped_value_loss(j, 0.05),
+        by_hand=lambda r: clipped_value_loss(r, 0.05),
         aggregation="seq_mean_token_mean",
     ),
     Case(
         name="value loss without clip, mean over agents",
         objective=ValueObjective(clip=float("inf")),
-        by_hand=lambda j: (j.value - j.target) ** 2 / 2,
+        by_hand=lambda r: (r.value - r.target) ** 2 / 2,
         aggregation="agent_mean",
     ),
 )
