@@ -157,7 +157,8 @@ class MegatronTrainer:
             at: position in the learning-rate schedule; None: the number of updates so far.
 
         Returns:
-            Metrics, the same on every rank.
+            Metrics by name, the same on every rank: those of the step, and those of each agent as
+            `agent/AGENT/NAME`.
         """
         self._check_not_offloaded()
         batches_by_agent: dict[str, list[Microbatch]] = {}
