@@ -1,4 +1,4 @@
-"""Reply formats: JSON that a program asks for, told to the model and checked in its reply."""
+"""Reply formats: JSON that a program asks for, described in the prompt and checked in the reply."""
 
 import json
 import re

@@ -109,7 +109,7 @@ class GatewaySession:
         # by digest of the conversation that ends with the reply, as the program repeats it
         self._known_replies: dict[bytes, _KnownReply] = {}
         self._stored_replies: dict[str, _StoredReply] = {}  # by id
-        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of the request
+        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by `_Match.key`
         self._running: set[asyncio.Task[ChatReply]] = set()
         self._calls_made = 0
 

@@ -1,4 +1,4 @@
-"""JSON formats of replies, in all three APIs: told to the model, and checked in its replies."""
+"""JSON formats of replies, in all three APIs: described in the prompt, and checked in the reply."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def text_of(reply: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_schema_is_told_and_replies_are_scored_in_each_api(call: str, tmp_path: Path) -> None:
+def test_a_schema_is_in_the_prompt_and_replies_are_scored_in_each_api(
+    call: str, tmp_path: Path
+) -> None:
     replies = [
         '{"value": 7}',
         "It is 7.",
@@ -100,7 +102,7 @@ def test_a_text_format_changes_nothing(tmp_path: Path) -> None:
     assert [dict(turn.scores) for turn in turns] == [{}, {}, {"unheeded/output_config.effort": 1.0}]
 
 
-def test_a_format_is_told_once_in_a_conversation(tmp_path: Path) -> None:
+def test_a_format_is_added_once_in_a_conversation(tmp_path: Path) -> None:
     """The second call continues the tokens of the first, and the third has another format."""
     replies = ['{"value": 7}', '{"value": 8}', "{}"]
     team, _ = scripted_team(tmp_path, lambda prompt, n: replies[n])

@@ -232,7 +232,7 @@ def test_a_choice_of_tools_that_a_reply_does_not_keep_is_counted(
     ],
     ids=["completions", "responses", "messages"],
 )
-def test_the_choice_none_tells_no_tools(call: Any, tmp_path: Path) -> None:
+def test_with_the_choice_none_the_prompt_has_no_tools(call: Any, tmp_path: Path) -> None:
     team, prompts = recording_team(tmp_path, lambda prompt, n: "ok")
     _, (turn,) = exchange(team, [call])
     assert "look" not in prompts[0]
