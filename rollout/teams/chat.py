@@ -84,7 +84,8 @@ class Chat:
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
-        self._changes: dict[str, float] = {}  # of a full chat; scores of the next turn
+        # Scores of the next turn that say how room was made in a full chat.
+        self._changes: dict[str, float] = {}
 
     async def say(self, text: str) -> AgentReply:
         """Send a message and return the agent's reply; open tool calls are answered as not made."""

@@ -48,11 +48,12 @@ class CollectOptions:
     """Options of a collection, in addition to the team, the tasks and the environment."""
 
     tree: Branching | None = None  # None: trajectories do not branch
-    replays: ReplayPlan | None = None  # of each trajectory, without a tree
+    replays: ReplayPlan | None = None  # None: trajectories are not replayed; not with a tree
     # fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
-    started: float | None = None  # of the batch, on the event loop's clock; None: now
+    # Time at which the batch started, in seconds on the event loop's clock; None: now.
+    started: float | None = None
     surplus: int = 0  # trajectories started beyond a group's size; the slowest are given up
     watchdog: Watchdog | None = None
     log: CollectionLog | None = None  # finished trajectories, which are not played again
@@ -253,7 +254,7 @@ class _Ending:
     defect: Defect | None = None
 
 
-_Play = Episode | Tree | ReplayedPlay  # of one trajectory
+_Play = Episode | Tree | ReplayedPlay  # play of one trajectory
 
 
 # metrics that count failures, by the class of the failure

@@ -57,8 +57,8 @@ class Episode:
         """
         self.session = session
         self.rewards: list[float] = []  # rewards of all steps
-        self.answer: str | None = None  # that of the latest step with an answer
-        self.metrics: dict[str, float] = {}  # each of the latest step that reported it
+        self.answer: str | None = None  # answer of the latest step that has one
+        self.metrics: dict[str, float] = {}  # latest value of each metric of the steps
         self.error = ""  # why the episode failed
         self.failure: EngineError | EnvError | None = None  # exception behind `error`, if any
         self._events: list[ToolEvent] = []

@@ -114,9 +114,9 @@ class AgentReply:
     text: str
     value: str | None  # the parser's result, None if the reply is malformed
     turn: int  # index of the turn
-    message: Message | None = None  # in a chat, as it is added to the conversation
-    problems: Mapping[str, str] = field(default_factory=dict)  # of malformed tool calls, by id
-    candidates: tuple[TokenCandidates, ...] = ()  # of each token, if the call asks for them
+    message: Message | None = None  # reply as a chat records it; None outside of chats
+    problems: Mapping[str, str] = field(default_factory=dict)  # error of each malformed call, by id
+    candidates: tuple[TokenCandidates, ...] = ()  # likeliest tokens at each position, if asked for
 
     @property
     def calls(self) -> tuple[ToolUse, ...]:

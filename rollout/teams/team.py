@@ -56,7 +56,7 @@ class Team:
 
     agents: Mapping[str, Agent]
     policies: Mapping[str, PolicyClient]
-    max_turns: int | None = None  # of a trajectory, in a branch of a tree
+    max_turns: int | None = None  # of a trajectory, or of each branch of a tree; None: no limit
 
     def session(self, *seed_path: int | str, calls: CallRecord | None = None) -> TeamSession:
         """Return the team's session of one trajectory.
@@ -88,8 +88,9 @@ class TeamSession:
     def __init__(
         self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord | None = None
     ) -> None:
-        self.calls = calls or CallRecord()  # of tools and environments that act outside the run
-        self.replies: dict[int, RecordedReply] = {}  # of policies, by the seed of the call
+        # Record of the calls of tools and environments that act outside the run.
+        self.calls = calls or CallRecord()
+        self.replies: dict[int, RecordedReply] = {}  # replies of policies, by the seed of the call
         self.scores: dict[int, dict[str, float]] = {}  # scores by name, by turn
         self.state = ""  # latest state of the environment, "" if it reports none
         self.leaf = ""  # node at which a tree that the orchestra grows has ended

@@ -67,7 +67,9 @@ class BranchedPlay:
 
     def __post_init__(self) -> None:
         self.error = ""  # why the play failed
-        self.replies: dict[int, RecordedReply] = {}  # of all branches, by the seed of the call
+        self.replies: dict[
+            int, RecordedReply
+        ] = {}  # replies in all branches, by the seed of the call
         self._branches = [self._new_branch()]  # branches that are played now
         self._dropped: Counter[str] = Counter()  # branches that failed, by metric
 
@@ -140,7 +142,8 @@ class Tree(BranchedPlay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._branch_scores: dict[str, float] = {}  # by node
-        self._side_turns: list[Turn] = []  # of the branches that did not continue
+        # Turns and tool calls of the branches that did not continue.
+        self._side_turns: list[Turn] = []
         self._side_tools: list[ToolEvent] = []
 
     async def _play_branches(self) -> None:
@@ -274,7 +277,7 @@ class Branch:
         self.episode = episode
         self.node = ""
         self.rounds: list[list[AnsweredCall]] = []
-        self.resting = False  # the orchestra has ended or waits for open calls
+        self.resting = False  # True if the orchestra has ended or waits for open calls
         self._session = session
         self._steps_before = 0  # steps of the environment before the latest round
         self._task: asyncio.Task[None] | None = None
