@@ -59,7 +59,7 @@ class Session:
         self._limits = limits
         self._slot = slot
         self._cells: socket.socket | None = None  # channel to the process of the cells
-        self._tokens: list[str] = []  # of the cells that the process was sent
+        self._tokens: list[str] = []  # tokens of the cells that were sent to the process
         self._lock = asyncio.Lock()
 
     async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:

@@ -182,7 +182,7 @@ def _create_ruleset(version: int, file_system_rights: int) -> int:
     """Return a descriptor of rules that refuse everything that this version can refuse."""
     port_rights = 0
     scopes = 0
-    size = 8  # of the attributes, which later versions have extended
+    size = 8  # bytes of the attributes; later versions have extended them
     if version >= _PORTS_VERSION:
         port_rights = _BIND_TCP | _CONNECT_TCP
         size = 16

@@ -406,7 +406,8 @@ def main() -> None:
         return
 
     mapped_pages = int(usage.read_proc(proc, "self/statm").split()[0])
-    settings["address_space"] = mapped_pages * usage.PAGE_BYTES  # of every job at its start
+    # Bytes of the address space that every job has at its start.
+    settings["address_space"] = mapped_pages * usage.PAGE_BYTES
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens
