@@ -39,11 +39,11 @@ class Manifest:
     ntotal: int  # number of passages
     corpus: str  # path of the corpus, relative to the index folder
     corpus_sha256: str
-    index_sha256: str  # of the FAISS file `vectors`; "" if the index has no vectors
+    index_sha256: str  # digest of the FAISS file `vectors`; "" if the index has no vectors
     vectors: str = VECTORS  # name of the FAISS file in the index folder
     # Largest relative error of a stored vector that `check_canary` accepts.
     tolerance: float = TOLERANCE_FLOAT32
-    lexical_sha256: str = ""  # of the BM25 index, "" if there is none
+    lexical_sha256: str = ""  # digest of the BM25 index, "" if there is none
 
 
 def write_manifest(index_dir: Path, manifest: Manifest) -> None:
