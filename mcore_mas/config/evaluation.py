@@ -6,7 +6,7 @@ from rollout.base.section import Section
 
 
 class EvaluationConfig(Section):
-    """The measurement of a team on the test tasks; except for `samples`, validations follow it too."""
+    """Settings of an evaluation on the test tasks; validations use them too, except `samples` and `max_failed`."""
 
     # k of avg@k, pass@k and maj@k.
     samples: int = Field(4, ge=1)
@@ -16,7 +16,7 @@ class EvaluationConfig(Section):
     top_k: int | None = Field(None, ge=0)
     # Further attempts at a failed trajectory, with the same seeds.
     retries: int = Field(2, ge=0)
-    # Share of an evaluation's trajectories that may fail in the end.
+    # Share of the trajectories of an evaluation that may fail in every attempt.
     max_failed: float = Field(0.05, ge=0, le=1)
     # Concurrent trajectories; None: two for each sequence that the engines decode at a time.
     in_flight: int | None = Field(None, ge=1)

@@ -181,7 +181,7 @@ class PolicyConfig(RateConfig):
     # Decoupled weight decay of all weights but norms and biases.
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, gt=0)
-    # Multiple of the running median from which a gradient norm counts as a spike.
+    # Multiple of the running median above which a gradient norm counts as a spike.
     spike_factor: float = Field(10.0, gt=1)
     # Skip the update at a spike, as always at a gradient that is not finite.
     skip_spikes: bool = False
