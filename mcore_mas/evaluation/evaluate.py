@@ -90,17 +90,7 @@ def evaluate(
     with owned(folder), stage_record(log):
         _play_missing(config, folder, board, stop, address or "local")
 
-    max_failed = config.evaluation.max_failed
-    if len(board.lost) > max_failed * board.expected_replies:
-        remedy = "see to the cause"
-        if board.quarantined:
-            task_id, sample = board.quarantined[0]
-            file = quarantine_path(_quarantine_folder(folder), _EVALUATION_STEP, task_id, sample)
-            remedy = f"mend the code; `mcore-mas replay {shlex.quote(str(file))}` shows its error"
-        raise EvaluationError(
-            f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
-            "then evaluate again, or raise it"
-        )
+    _check_failures(board, config.evaluation.max_failed, folder)
     task_rows = board.task_rows()
     scores = {
         "run": config.run,
@@ -114,6 +104,27 @@ def evaluate(
     }
     write_json(out_path, sealed(scores))
     return scores
+
+
+def _check_failures(board: Scoreboard, max_failed: float, folder: Path) -> None:
+    """Raise EvaluationError if more than the share `max_failed` of the trajectories have no score.
+
+    Args:
+        board: scores of the evaluation.
+        max_failed: largest share that may fail.
+        folder: folder of the trajectories.
+    """
+    if len(board.lost) <= max_failed * board.expected_replies:
+        return
+    remedy = "see to the cause"
+    if board.quarantined:
+        task_id, sample = board.quarantined[0]
+        file = quarantine_path(_quarantine_folder(folder), _EVALUATION_STEP, task_id, sample)
+        remedy = f"mend the code; `mcore-mas replay {shlex.quote(str(file))}` shows its error"
+    raise EvaluationError(
+        f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
+        "then evaluate again, or raise it"
+    )
 
 
 def _quarantine_folder(folder: Path) -> Path:

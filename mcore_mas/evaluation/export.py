@@ -136,5 +136,7 @@ def _recorded_turns(run: Path, policy: str) -> list[Turn]:
     files = sorted((run / "train" / "trajectories").glob("step_*.parquet"))
     if not files:
         return []
-    turns = [turn for trajectory in read_trajectories(files[-1]) for turn in trajectory.turns]
-    return [turn for turn in turns if turn.policy == policy][:_CHECKED_TURNS]
+    turns: list[Turn] = []
+    for trajectory in read_trajectories(files[-1]):
+        turns += [turn for turn in trajectory.turns if turn.policy == policy]
+    return turns[:_CHECKED_TURNS]

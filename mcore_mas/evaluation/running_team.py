@@ -72,9 +72,9 @@ def running_team(
         for remote in remotes.values():
             stack.callback(lambda client: runner.run(client.aclose()), remote)
 
-        servers = {
-            policy: _server_count(request) for request in requests for policy in request.policies
-        }
+        servers: dict[str, int] = {}  # by policy
+        for request in requests:
+            servers |= dict.fromkeys(request.policies, _server_count(request))
         players = make_players(config, engines, servers)
         collector = Collector(
             team=build_team(config.agents, {**players, **remotes}),
