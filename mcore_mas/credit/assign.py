@@ -198,9 +198,13 @@ def penalise(sample: Sample, coef: float, kind: KLName) -> Sample:
 
 def reference_kl(samples: Sequence[Sample], kind: KLName) -> float:
     """Compute the mean KL estimate of the sampler against the reference, in nats per token."""
-    behaviour = torch.tensor([value for sample in samples for value in sample.behaviour or ()])
-    reference = torch.tensor([value for sample in samples for value in sample.reference or ()])
-    return float(kl_penalty(behaviour, reference, kind).double().mean())
+    behaviour: list[float] = []
+    reference: list[float] = []
+    for sample in samples:
+        behaviour += sample.behaviour or ()
+        reference += sample.reference or ()
+    estimates = kl_penalty(torch.tensor(behaviour), torch.tensor(reference), kind)
+    return float(estimates.double().mean())
 
 
 def filter_samples(samples: Sequence[Sample], filter_config: FilterConfig) -> list[Sample]:
@@ -263,9 +267,12 @@ def _step_rewards(samples: Sequence[Sample]) -> Tensor | None:
 
 def _token_column(rows: Sequence[tuple[float, ...] | None]) -> Tensor | None:
     """Concatenate the token values of all samples to [T]; return None if a sample has none."""
-    if any(row is None for row in rows):
-        return None
-    return torch.tensor([value for row in rows for value in row or ()], dtype=torch.float64)
+    values: list[float] = []
+    for row in rows:
+        if row is None:
+            return None
+        values += row
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _cluster_states(samples: Sequence[Sample], similarity: float) -> Tensor:

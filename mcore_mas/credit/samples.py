@@ -219,9 +219,11 @@ def split(samples: Sequence[Sample], parts: int, *seed_path: int | str) -> list[
     tasks = sorted(by_task, key=lambda task: derive_seed(*seed_path, "split", task))
     result = []
     for part in range(parts):
-        part_tasks = tasks[part::parts]
-        if part_tasks:
-            result.append([sample for task in part_tasks for sample in by_task[task]])
+        part_samples: list[Sample] = []
+        for task in tasks[part::parts]:
+            part_samples += by_task[task]
+        if part_samples:
+            result.append(part_samples)
     return result
 
 

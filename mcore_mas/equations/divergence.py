@@ -335,10 +335,11 @@ def describe_disagreement(metrics: Mapping[str, float], bounds: Mapping[Figure, 
         agent, _, metric = name.rpartition("/")
         if metric != f"{_PREFIX}count":
             continue
-        slack = FEW_TOKENS_SLACK if count < FEW_TOKENS else 1.0
-        agent_bounds = {
-            figure: bound if figure == "max" else bound * slack for figure, bound in bounds.items()
-        }
+        agent_bounds = dict(bounds)
+        if count < FEW_TOKENS:
+            for figure in bounds:
+                if figure != "max":
+                    agent_bounds[figure] *= FEW_TOKENS_SLACK
         gaps = {figure: metrics[f"{agent}/{_PREFIX}{figure}"] for figure in _FIGURES}
         if all(gaps[figure] <= bound for figure, bound in agent_bounds.items()):
             continue

@@ -66,7 +66,9 @@ def bin_pack(
         Items of each micro-batch.
     """
     estimator = _WorkEstimator(forest, rows, cost)
-    items = [part for tree in estimator.trees() for part in estimator.cut(tree, max_tokens)]
+    items: list[PackingItem] = []
+    for tree in estimator.trees():
+        items += estimator.cut(tree, max_tokens)
     best = _first_fit(items, max_tokens)
     for count in cost.batch_counts(len(best)):
         balanced = _balance(items, count, max_tokens, estimator)

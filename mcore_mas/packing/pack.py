@@ -207,7 +207,9 @@ def unpack(
     result = []
     for sample, values_of_sample in zip(samples, trained_values, strict=True):
         remaining = iter(values_of_sample)
-        mask = sample.trained or (True,) * len(sample.completion_ids)
+        mask = sample.trained
+        if mask is None:
+            mask = (True,) * len(sample.completion_ids)
         result.append(tuple(next(remaining) if is_trained else _NAN for is_trained in mask))
     return result
 
@@ -262,7 +264,9 @@ def _make_microbatch(
         stored += part.tokens
 
     samples = [sequence.sample for sequence in sequences]
-    labels = [sequence.sample.completion_ids[i] for sequence in sequences for i in sequence.trained]
+    labels: list[int] = []
+    for sequence in sequences:
+        labels += [sequence.sample.completion_ids[i] for i in sequence.trained]
     row_counts = torch.tensor([len(sequence.trained) for sequence in sequences])
     sequence_indices = _tensor([sequence.index for sequence in sequences], np.int64)
     masks, mask_rows = _masks(sequences, grammars)
