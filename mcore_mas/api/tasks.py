@@ -60,10 +60,9 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
         train = train[:-size]
     items["train"] = train
 
-    result: dict[str, list[Task]] = {
-        split: [_to_task(item, split, number) for number, item in enumerate(items[split])]
-        for split in SPLITS
-    }
+    result: dict[str, list[Task]] = {}
+    for split in SPLITS:
+        result[split] = [_to_task(item, split, number) for number, item in enumerate(items[split])]
     for split in items:
         if split in missing_splits:
             continue

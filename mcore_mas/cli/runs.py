@@ -141,10 +141,10 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
             *("" if score is None else f"{100 * score:.1f} %" for score in scores),
         )
     Console(highlight=False).print(table)
-    problems = [f"{run.run}: {problem}" for run in runs for problem in run.problems]
-    for problem in problems:
-        print(escape_line(problem))
-    if problems:
+    for run in runs:
+        for problem in run.problems:
+            print(escape_line(f"{run.run}: {problem}"))
+    if any(run.problems for run in runs):
         raise typer.Exit(1)
 
 

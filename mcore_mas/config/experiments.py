@@ -66,9 +66,13 @@ def names_in(group: str) -> list[str]:
 
 def config_names(group: str, folders: Sequence[Path]) -> list[str]:
     """Return the sorted names of the experiments, the recipes or the configs of a group in several folders."""
-    if group == "experiment":
-        return sorted({name for folder in folders for name in experiments(folder)})
-    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    names: set[str] = set()
+    for folder in folders:
+        if group == "experiment":
+            names.update(experiments(folder))
+        else:
+            names.update(file.stem for file in (folder / group).glob("*.yaml"))
+    return sorted(names)
 
 
 def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
@@ -188,7 +192,10 @@ def _experiments_in(file: Path, modified_ns: int) -> list[str]:
         raise ConfigError(
             f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings"
         )
-    return [name for pattern in values["grid"] for name, _ in expand_braces(pattern)]
+    names: list[str] = []
+    for pattern in values["grid"]:
+        names += [name for name, _ in expand_braces(pattern)]
+    return names
 
 
 def _experiment_file(name: object, folders: Sequence[Path]) -> Path:

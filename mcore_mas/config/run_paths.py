@@ -50,7 +50,8 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _written_folder(values: Mapping[str, Any]) -> Path | None:
     """Return the run's folder as the config names it, or None if it names none."""
-    results, run = values.get("results"), values.get("run")
+    results = values.get("results")
+    run = values.get("run")
     if isinstance(results, str) and isinstance(run, str):
         return Path(results, run)
     return None
