@@ -163,12 +163,17 @@ class CreditWatch:
 
 def _reason_without_signal(samples: Sequence[Sample], valid_share: float) -> str:
     """Return why the turns of a step have no advantage, and what to change."""
-    rewards = {sample.reward for sample in samples}
     if valid_share == 0:
         return (
             "no reply of this step was well-formed (agent/*/valid_ratio is 0); reward attempts at "
             "the format, show it in the prompt, or begin with a cold start"
         )
+    if not samples:
+        return (
+            "no turn of this step was left to compare; no trajectory was completed, or the filter dropped all of "
+            "them: see to the failures, or change the filter"
+        )
+    rewards = {sample.reward for sample in samples}
     if rewards == {0.0}:
         return "every reward of this step is 0; take easier tasks, or a reward with parts"
     if len(rewards) == 1:

@@ -149,6 +149,12 @@ def test_the_error_has_the_reason_why_there_is_no_advantage(
         CreditWatch().check(trainer(signal_within=1), 0, samples, valid_share)
 
 
+def test_the_error_of_a_step_without_turns_names_failures_and_the_filter() -> None:
+    message = "so nothing was learned: no turn of this step was left to compare"
+    with pytest.raises(CreditError, match=message):
+        CreditWatch().check(trainer(signal_within=1), 0, [], 1.0)
+
+
 def test_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
     tmp_path: Path,
 ) -> None:
