@@ -98,7 +98,8 @@ class Run:
         folder: str | Path = "results/run",
         **settings: Any,
     ) -> None:
-        # Settings come first: an argument with another name, such as `model`, is one of them.
+        # Settings are read first: an argument under the name of another library, such as `model`, is one
+        # of them, and its error says more than that of the missing `policies`.
         chosen = read_settings(settings)
         check_given("tasks", tasks)
         check_given("policies", policies)
