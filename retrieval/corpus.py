@@ -245,7 +245,7 @@ def _parquet_passages(source: Path, file: Any) -> Iterator[Passage]:
     # Few rows at a time, because a dictionary in the file may stand for long texts.
     batches = file.iter_batches(batch_size=256, columns=["id", "contents"])
     rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         passage = parse_passage({**row, "id": str(row["id"])}, f"{source}: row {number}")
         size = len(passage.contents.encode())
         if size > MAX_LINE_BYTES:

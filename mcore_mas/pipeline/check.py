@@ -311,8 +311,8 @@ def answer_problems(env: str, tasks: Sequence[Task]) -> Iterator[str]:
     if env in _COMPARING_ENVS and without_answers:
         yield (
             f"tasks: {len(without_answers)} of {len(tasks)} have no answer, and env '{env}' compares "
-            f"replies with it; the first is {without_answers[0].prompt!r:.80}; give each an answer, "
-            "or use an env of your own"
+            f"replies with it; the first is {without_answers[0].prompt!r:.80}; give each an answer "
+            "(data.columns names its column), or use an env of your own"
         )
 
 

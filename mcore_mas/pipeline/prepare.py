@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.check import answer_problems
 from retrieval.corpus import copy_corpus, write_corpus
 from rollout.base.lookup import lookup
 from rollout.config.tasks import make_tasks
-from rollout.records.files import write_tasks
+from rollout.records.files import RecordError, write_tasks
 from rollout.tasks.encyclopedia_world import passages as encyclopedia_passages
 from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tiny_files import write_tiny_file
@@ -21,11 +22,14 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     names a file of passages or the generator makes some.
 
     Raises:
-        RecordError: a configured file of tasks cannot be read.
+        RecordError: a configured file of tasks cannot be read, or the environment compares replies
+            with answers and a task has none.
         ValueError: the generator cannot make so many different tasks.
     """
     config = RunConfig.load(config_path)
     for split, tasks in make_tasks(config.data, config.seed).items():
+        for problem in answer_problems(config.env.name, tasks):
+            raise RecordError(problem)
         write_tasks(out_dir / f"{split}.parquet", tasks)
 
     passages_path = out_dir / "passages.jsonl"

@@ -65,7 +65,7 @@ def read_tasks(path: Path) -> list[Task]:
             `write_tasks` wrote it, or has a task that lacks a value.
     """
     rows = table_rows(path, _read_table(path, TASK_SCHEMA), TASK_SCHEMA)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         problem = _task_problem(row)
         if problem:
             raise RecordError(f"{path}: row {number}: {problem}; make the file again")

@@ -88,6 +88,7 @@ class Fields:
         all_of: a list of answers is one answer with several parts.
         solutions: answers are worked solutions, whose final answer counts, and questions have
             instructions around them.
+        needs_answer: refuse rows without an answer. Environments of the user may need none.
     """
 
     env: str
@@ -99,12 +100,13 @@ class Fields:
     context: tuple[str, ...] = ()
     all_of: bool = False
     solutions: bool = False
+    needs_answer: bool = True
 
     def problem(self, row: DataRow) -> Problem:
         """Return the question with its context, and every accepted answer.
 
         Raises:
-            BadRow: the row has no question or no answer.
+            BadRow: the row has no question, or no answer if it needs one.
         """
         question = _question_text(_required_value(row, self.question, "question"))
         if self.solutions:
@@ -114,7 +116,10 @@ class Fields:
         if context is not None:
             question = f"{_question_text(context)}\n{question}"
 
-        answers = list(_answer_texts(_required_value(row, self.answers, "answer")))
+        answer = _first_value(row, self.answers)
+        if self.needs_answer:
+            answer = _required_value(row, self.answers, "answer")
+        answers = list(_answer_texts(answer))
         if self.all_of:
             answers = [", ".join(answers)]
         for path in self.aliases:
@@ -122,7 +127,7 @@ class Fields:
         answers = [answer for answer in answers if answer]
         if self.solutions:
             answers = [final_answer(answer) for answer in answers]
-        if not answers:
+        if not answers and self.needs_answer:
             raise BadRow("has an empty answer")
         return Problem(
             question=question,

@@ -17,7 +17,7 @@ from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import BadRow, Fields, Format, Problem
 from rollout.tasks.programs import READERS_OF_TESTS, ProgramFormat, swe_bench, tested_problem
-from rollout.tasks.rows import read_rows
+from rollout.tasks.rows import located_rows
 
 _FIELDS = TypeAdapter(dict[str, Fields]).validate_python(
     read_yaml(Path(__file__).with_name("formats.yaml"))
@@ -59,7 +59,8 @@ class LocatedTask:
     """Task with the row that it was read from.
 
     Attributes:
-        location: file and row for errors, such as "train.parquet: row 7".
+        location: file and row for errors, such as "train.jsonl: line 7"; rows in memory have their
+            index, such as "rows[6]".
         task: the task.
     """
 
@@ -96,7 +97,7 @@ def read_task_file(
         UnknownName: there is no such format.
     """
     if rows is None and lookup("data format", format, READABLE) is None:
-        for number, task in enumerate(read_tasks(path)):
+        for number, task in enumerate(read_tasks(path), start=1):
             yield LocatedTask(f"{path}: row {number}", task)
         return
 
@@ -107,9 +108,13 @@ def read_task_file(
         changes: dict[str, Any] = {
             _FIELD_OF_COLUMN[key]: (column.lower(),) for key, column in columns.items()
         }
-        row_format = replace(row_format, **changes)
-    for number, row in enumerate(read_rows(path) if rows is None else rows):
-        location = f"{path}: row {number}"
+        needs_answer = row_format.needs_answer or "answer" in columns
+        row_format = replace(row_format, needs_answer=needs_answer, **changes)
+    if rows is None:
+        places_and_rows = ((f"{path}: {place}", row) for place, row in located_rows(path))
+    else:
+        places_and_rows = ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+    for location, row in places_and_rows:
         try:
             problem = row_format.problem(row)
         except BadRow as error:

@@ -1,10 +1,9 @@
 """Rows of data files: Parquet, JSON, JSON lines and CSV."""
 
 import csv
-import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,16 @@ _MAX_LINE_CHARS = 64 << 20
 
 
 def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a data file in their order; see `located_rows`."""
+    for _, row in located_rows(path, suffix):
+        yield row
+
+
+def located_rows(path: Path, suffix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of a data file in their order, reading as they are consumed.
+
+    Each row comes with its place for errors. It is the line of a text file, such as "line 7", or
+    the number of the row in a Parquet file or a JSON list, such as "row 7". Both count from 1.
 
     Args:
         path: path of the file.
@@ -37,13 +45,12 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
         raise RecordError(f"{path}: expected a file named {', '.join(READERS)}")
     try:
         check_regular(path)
-        for number, row in enumerate(READERS[suffix](path)):
+        for location, row in READERS[suffix](path):
             if not isinstance(row, Mapping):
                 raise RecordError(
-                    f"{path}: row {number} is a {type(row).__name__}; expected an object with "
-                    "columns"
+                    f"{path}: {location} is a {type(row).__name__}; expected an object with columns"
                 )
-            yield row
+            yield location, row
     except FileNotFoundError as error:
         raise RecordError(f"{path}: no such file") from error
     except RecordError:
@@ -53,13 +60,18 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
         raise RecordError(f"{path}: cannot be read ({reason})") from error
 
 
-def _read_parquet(path: Path) -> Iterator[Any]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     with open_parquet(path) as file:
-        for batch in bounded_batches(file, rows=_BATCH_ROWS):
-            yield from batch.to_pylist()
+        batches = bounded_batches(file, rows=_BATCH_ROWS)
+        yield from _numbered(row for batch in batches for row in batch.to_pylist())
 
 
-def _read_json(path: Path) -> Iterator[Any]:
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", row
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a list, or of the list under "data" or "Data" in an object.
 
     A file of JSON lines that is named .json is read as well.
@@ -78,10 +90,10 @@ def _read_json(path: Path) -> Iterator[Any]:
                 break
     if not isinstance(value, list):
         raise RecordError(f"{path}: expected a list of rows, or an object with one under 'data'")
-    yield from value
+    yield from _numbered(value)
 
 
-def _read_json_lines(path: Path) -> Iterator[Any]:
+def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     # Programs on Windows write a byte order mark, which utf-8-sig skips.
     with path.open(encoding="utf-8-sig") as file:
         lines = iter(lambda: file.readline(_MAX_LINE_CHARS + 1), "")
@@ -93,16 +105,17 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 # The error's own text counts lines within this one.
                 reason = f"{error.msg}, column {error.colno}"
                 raise RecordError(f"{path}: line {number} cannot be read ({reason})") from error
             except (ValueError, RecursionError) as error:
                 raise RecordError(f"{path}: line {number} cannot be read ({error})") from error
+            yield f"line {number}", row
 
 
-def _read_csv(path: Path) -> Iterator[Any]:
+def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         _check_delimiter(path, rows.fieldnames or ())
@@ -112,7 +125,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 raise RecordError(
                     f"{path}: {count} columns are called {column!r:.80}; rename all but one"
                 )
-        for number in itertools.count():
+        while True:
             # The limit is global: it is only raised while this file is read.
             usual_limit = csv.field_size_limit(_MAX_CELL_CHARS)
             try:
@@ -121,12 +134,13 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 csv.field_size_limit(usual_limit)
             if row is None:
                 return
+            number = rows.line_num  # the last line of a row whose quoted cells have several
             if None in row:
                 raise RecordError(
-                    f"{path}: row {number} has more cells than the header has columns; put cells "
+                    f"{path}: line {number} has more cells than the header has columns; put cells "
                     "that contain a comma in double quotes"
                 )
-            yield row
+            yield f"line {number}", row
 
 
 def _check_delimiter(path: Path, columns: Sequence[str]) -> None:
@@ -140,8 +154,8 @@ def _check_delimiter(path: Path, columns: Sequence[str]) -> None:
             )
 
 
-# Readers of a file's rows by suffix.
-READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+# Readers of a file's rows by suffix; each row comes with its line or number.
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".json": _read_json,

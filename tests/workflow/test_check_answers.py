@@ -1,4 +1,4 @@
-"""The check reports tasks without an answer if the environment compares it with replies."""
+"""Tasks without an answer are refused if the environment compares it with replies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mcore_mas.pipeline.check import suite_problems
+from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.pipeline.suite import load_suite
+from rollout.records.files import RecordError, read_tasks
+from rollout.tasks.files import read_task_file
 
 QUESTIONS = """
 from rollout.records.trajectory import Task
@@ -47,6 +51,35 @@ def test_tasks_without_an_answer_are_reported_if_the_environment_compares_it(
 
     assert answer_lines("math") == [
         "run 'demo_math': tasks: 42 of 42 have no answer, and env 'math' compares replies with it; "
-        "the first is '?'; give each an answer, or use an env of your own"
+        "the first is '?'; give each an answer (data.columns names its column), or use an env of your own"
     ]
     assert answer_lines("own_questions:Talk") == []
+
+
+def test_rows_without_answers_are_for_environments_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a file are read as those of `mm.Run(tasks=...)`."""
+    (tmp_path / "own_talk.py").write_text(QUESTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "Tell story {n}"}}\n' for n in range(16)))
+    files = {split: [str(rows)] for split in ("train", "validation", "test")}
+    data = ["data={generator: null, options: {}, format: plain}"]
+    data += [f"data.{split}={value}" for split, value in files.items()]
+
+    def config_file(*overrides: str) -> Path:
+        suite = load_suite("demo_math", ["cold_start=null", *data, *overrides])
+        run = {**suite.runs["demo_math"], "results": str(tmp_path)}
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(run))
+        return file
+
+    prepare_tasks(config_file("env.name='own_talk:Talk'"), tmp_path / "tasks")
+    tasks = read_tasks(tmp_path / "tasks" / "train.parquet")
+    assert [(task.prompt, task.answers) for task in tasks[:1]] == [("Tell story 0", ())]
+    with pytest.raises(RecordError, match=r"^tasks: 16 of 16 have no answer, and env 'math' comp"):
+        prepare_tasks(config_file(), tmp_path / "tasks")
+    # A column of answers that is named must be there.
+    with pytest.raises(RecordError, match=r"rows.jsonl: line 1 of format plain has no answer"):
+        list(read_task_file(rows, format="plain", split="train", columns={"answer": "gold"}))

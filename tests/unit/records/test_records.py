@@ -291,7 +291,9 @@ def test_an_invalid_task_is_refused_in_one_line(tmp_path, change, problem):
     pq.write_table(pa.Table.from_pylist([*rows, rows[0] | change], schema=TASK_SCHEMA), path)
     with pytest.raises(RecordError) as error:
         read_tasks(path)
-    assert str(error.value).startswith(f"{path}: row {len(rows)}: ") and problem in str(error.value)
+    assert str(error.value).startswith(f"{path}: row {len(rows) + 1}: ") and problem in str(
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 

@@ -146,7 +146,7 @@ def test_a_passage_in_parquet_that_is_too_long_is_refused(
     monkeypatch.setattr(corpus_module, "MAX_LINE_BYTES", 100)
     rows = [{"id": "0", "contents": "short"}, {"id": "1", "contents": "x" * 101}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(RetrievalError, match=r"a\.parquet: row 1 has 101 bytes; expected at most"):
+    with pytest.raises(RetrievalError, match=r"a\.parquet: row 2 has 101 bytes; expected at most"):
         copy_corpus(tmp_path / "a.parquet", tmp_path / "a.jsonl")
 
 

@@ -406,7 +406,7 @@ def test_a_row_of_another_shape_is_an_error(
     path = write_rows(tmp_path / "x.jsonl", [good_row, row])
     with pytest.raises(RecordError) as caught:
         read(path, format)
-    assert str(caught.value).startswith(f"{path}: row 1 of format {format} {message}")
+    assert str(caught.value).startswith(f"{path}: line 2 of format {format} {message}")
 
 
 def test_files_of_tasks_have_ids_sources_and_splits_of_their_own(tmp_path: Path) -> None:
@@ -430,13 +430,13 @@ class TestRepeatedTasks:
     def test_they_are_dropped_or_an_error(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "x.json", [self.ONE, self.TWO, self.ONE])
         assert [task.prompt for task in self.distinct(path)] == ["One?", "Two?"]
-        message = r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates"
+        message = r"row 3: task math/\w+ is in .*x.json: row 1 already; set data.duplicates"
         with pytest.raises(RecordError, match=message):
             self.distinct(path, drop=False)
 
     def test_another_answer_to_the_same_question_is_an_error(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "y.json", [self.ONE, {"problem": "One?", "answer": 7}])
-        message = r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer"
+        message = r"y.json: row 2: task math/\w+ is in .*row 1 with another prompt or answer"
         with pytest.raises(RecordError, match=message):
             self.distinct(path)
 
@@ -464,7 +464,7 @@ def test_an_integer_of_many_digits_is_an_answer(tmp_path: Path) -> None:
 
 def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("prompt,answer\nWhat is 2,3\nWhat is 2, 3?,5\n")
-    with pytest.raises(RecordError, match=r"row 1 has more cells .* in double quotes"):
+    with pytest.raises(RecordError, match=r"line 3 has more cells .* in double quotes"):
         list(read_rows(tmp_path / "x.csv"))
 
 

@@ -202,7 +202,7 @@ class TestLoadTasks:
     def test_wrong_columns_are_named(self, hub_folder: Path) -> None:
         with pytest.raises(ValueError, match=r"^columns.promt: unknown key; nearest: prompt"):
             mm.load_tasks("me/sums", columns={"promt": "query"})
-        message = r"row 0 of format plain has no question: expected column nothere"
+        message = r"(line|row) 1 of format plain has no question: expected column nothere"
         with pytest.raises(RecordError, match=message):
             mm.load_tasks("me/sums", subset="main", columns={"prompt": "nothere"})
 
@@ -224,10 +224,10 @@ class TestLoadTasks:
         file = write_rows(tmp_path / "a.parquet", rows[2])
         assert mm.load_tasks(file, columns=COLUMNS) == mm.load_tasks(rows[2:], columns=COLUMNS)
 
-        message = r"^rows: row 0 of format plain has no question: .*; its columns: Query, gold$"
+        message = r"^rows\[0\] of format plain has no question: .*; its columns: Query, gold$"
         with pytest.raises(RecordError, match=message):
             mm.load_tasks(rows)
-        message = r"^rows: row 1 of format plain has a question that is neither text nor a conv"
+        message = r"^rows\[1\] of format plain has a question that is neither text nor a conv"
         with pytest.raises(RecordError, match=message):
             mm.load_tasks([{"prompt": "p", "answer": 1}, {"prompt": chat * 2, "answer": 1}])
 

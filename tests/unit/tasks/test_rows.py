@@ -27,7 +27,9 @@ def test_rows_of_a_json_object_are_under_data(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("x.jsonl", '{"a": 1}\n\n{"a":', "x.jsonl: line 3 cannot be read"),
-        ("x.jsonl", '{"a": 1}\n[2]', "row 1 is a list; expected an object with columns"),
+        ("x.jsonl", '{"a": 1}\n[2]', "line 2 is a list; expected an object with columns"),
+        ("x.csv", "a,b\n1,2\n\n3,4,5\n", "line 4 has more cells than the header has columns"),
+        ("y.json", '[{"a": 1}, 2]', "row 2 is a int; expected an object with columns"),
         ("x.json", '{"rows": []}', "expected a list of rows, or an object with one under 'data'"),
         ("x.json", "[", "x.json: cannot be read"),
         ("x.parquet", "PAR0", "x.parquet: cannot be read"),
