@@ -401,7 +401,7 @@ def test_fast_commands_load_without_the_heavy_libraries() -> None:
         (["--help"], set()),
         (["ls", "."], set()),
         (["show", "{file}"], set()),
-        (["show", "{file}", "--index", "0"], set()),
+        (["show", "{file}", "--index", "1"], set()),
         (["explain", "{file}", "--advantage", "drmas"], {"torch"}),
     ],
     ids=lambda value: " ".join(value),

@@ -218,7 +218,7 @@ class Run:
 
     @property
     def metrics(self) -> list[StepRow]:
-        """The metrics of every step so far; step -1 is the validation before training."""
+        """The metrics of every step so far; `step` counts from 0, and -1 is the validation before training."""
         path = self.folder / "train" / "metrics.jsonl"
         return list(read_json_lines(path)[0]) if path.is_file() else []
 
@@ -228,7 +228,7 @@ class Run:
         return self.trajectories_of(None)
 
     def trajectories_of(self, step: int | None) -> list[Conversation]:
-        """Return the trajectories of a step, or of the newest one if it is None.
+        """Return the trajectories of a step, counted from 0, or of the newest one if it is None.
 
         The list is empty if the step has not been taken, or if its trajectories were not kept.
         """
@@ -261,7 +261,7 @@ class Run:
         Args:
             advantage: an estimator (`mcore-mas list estimators`), not necessarily one of the run; by
                 default those of the run's config.
-            step: step of the training, by default the newest.
+            step: step of the training, from 0; by default the newest.
             task: the only task to print, by default the first three.
             options: options of the estimator.
 
@@ -273,7 +273,7 @@ class Run:
 
         file = self._trajectory_file(step)
         if file is None:
-            missing = "no trajectories yet" if step is None else f"no trajectories of step {step}"
+            missing = "no trajectories yet" if step is None else f"no trajectories with step={step}"
             raise ArgumentError(f"{self.folder}: {missing}; they are written when a step is taken")
         console = Console(highlight=False)
         print_credit(file, advantage, options, task, _EXPLAINED_TASKS, console)

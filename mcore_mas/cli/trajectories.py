@@ -64,7 +64,7 @@ _TrajectoryFile = Annotated[
 def show_trajectory(
     file: _TrajectoryFile,
     index: Annotated[
-        int | None, typer.Option(help="Show the trajectory with this index, from 0.")
+        int | None, typer.Option(help="Show the trajectory with this number in the list, from 1.")
     ] = None,
     trajectory: Annotated[
         str | None, typer.Option("--id", help="Show the trajectory with this id.")
@@ -98,12 +98,11 @@ def show_trajectory(
     from rollout.base.files import write_text
     from rollout.records.files import read_trajectories
 
+    position = 0 if index is None else index - 1
     if picture is not None:
         from mcore_mas.reports.game_pictures import write_game_pictures
 
-        for drawing in write_game_pictures(
-            file, picture, index=index or 0, trajectory_id=trajectory
-        ):
+        for drawing in write_game_pictures(file, picture, index=position, trajectory_id=trajectory):
             print(drawing)
         return
 
@@ -116,12 +115,12 @@ def show_trajectory(
             print_trajectories(trajectories, console, advantages, file)
         return
 
-    chosen = select_trajectory(file, trajectories, index or 0, trajectory)
+    chosen = select_trajectory(file, trajectories, position, trajectory)
     if html is not None:
-        from mcore_mas.reports.task_texts import find_task_text
+        from mcore_mas.reports.task_texts import find_task_texts
         from mcore_mas.reports.trajectory_page import trajectory_page
 
-        task = find_task_text(file, chosen.task_id)
+        task = find_task_texts(file, [chosen.task_id]).get(chosen.task_id)
         write_text(html, trajectory_page(chosen, advantages, task=task))
         print(html)
         return

@@ -6,10 +6,9 @@ from dataclasses import replace
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
-from rollout.records.trajectory import Task, Trajectory
+from rollout.records.trajectory import CHAT_STEP, Task, Trajectory
 
 # Step in the seeds of trajectories of a chat.
-CHAT_STEP = -3
 # Answers of a task that a person types. Environments of questions need an answer; nobody gives
 # this one.
 UNKNOWN_ANSWERS = ("?",)

@@ -30,12 +30,11 @@ from rollout.base.json_files import sealed, write_json
 from rollout.base.ownership import owned
 from rollout.base.watchdog import Watchdog
 from rollout.config.tasks import prepared_tasks
-from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory import EVALUATION_STEP, Trajectory
 from rollout.teams.collect import CollectOptions
 from rollout.teams.quarantine import quarantine_path
 
 # Step in the seeds of trajectories of an evaluation.
-_EVALUATION_STEP = -2
 
 
 class EvaluationError(RuntimeError):
@@ -119,7 +118,7 @@ def _check_failures(board: Scoreboard, max_failed: float, folder: Path) -> None:
     remedy = "see to the cause"
     if board.quarantined:
         task_id, sample = board.quarantined[0]
-        file = quarantine_path(_quarantine_folder(folder), _EVALUATION_STEP, task_id, sample)
+        file = quarantine_path(_quarantine_folder(folder), EVALUATION_STEP, task_id, sample)
         remedy = f"mend the code; `mcore-mas replay {shlex.quote(str(file))}` shows its error"
     raise EvaluationError(
         f"{board.describe_losses()}; evaluation.max_failed is {max_failed:g}: {remedy}; "
@@ -150,7 +149,7 @@ def _play_missing(
     finished = total - missing
     with ExitStack() as stack:
         stack.callback(shards.flush)
-        team = stack.enter_context(running_team(config, f"{folder}-", _EVALUATION_STEP, address))
+        team = stack.enter_context(running_team(config, f"{folder}-", EVALUATION_STEP, address))
         reporter = stack.enter_context(
             ProgressReporter(f"{config.run} evaluate {folder.name}", total, finished)
         )

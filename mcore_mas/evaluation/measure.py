@@ -50,7 +50,7 @@ class Reply:
             cut=any("cut" in turn.scores for turn in turns),
             valid_turns=sum(turn.valid for turn in turns),
             turns=len(turns),
-            error=f"{trajectory.id}: {trajectory.error}" if trajectory.error else "",
+            error=f"{trajectory.title}: {trajectory.error}" if trajectory.error else "",
         )
 
 

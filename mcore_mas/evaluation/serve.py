@@ -8,7 +8,6 @@ import uvicorn
 from starlette.requests import Request
 
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.evaluation.converse import CHAT_STEP
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.evaluation.served_team import ServedTeam
@@ -20,6 +19,7 @@ from rollout.base.processes import say
 from rollout.config.retriever import RetrieverConfig
 from rollout.gateway.app import GatewayHandlers, gateway_app
 from rollout.gateway.errors import GatewayError
+from rollout.records.trajectory import CHAT_STEP
 
 # Seconds that calls in progress get when the server stops.
 _DRAIN_S = 10

@@ -36,17 +36,15 @@ def read_task_texts(paths: Collection[Path], task_ids: Collection[str]) -> dict[
     return texts
 
 
-def find_task_text(file: Path, task_id: str) -> TaskText | None:
-    """Return the text of a task of the run that a file of trajectories lies in.
+def find_task_texts(file: Path, task_ids: Collection[str]) -> dict[str, TaskText]:
+    """Return the texts by id of tasks of the run that a file of trajectories lies in.
 
-    Returns:
-        None if the file lies in no run's folder, or the run's tasks do not have the id.
+    Tasks that the run does not have are left out; these are all if the file lies in no run's folder.
     """
     for folder in file.resolve().parents:
         if (folder / "tasks").is_dir():
-            paths = sorted((folder / "tasks").glob("*.parquet"))
-            return read_task_texts(paths, [task_id]).get(task_id)
-    return None
+            return read_task_texts(sorted((folder / "tasks").glob("*.parquet")), task_ids)
+    return {}
 
 
 def _search_file(path: Path, task_ids: Collection[str]) -> Iterator[tuple[str, TaskText]]:

@@ -29,7 +29,7 @@ def select_trajectory(
         raise RecordError(f"{file}: no trajectory '{trajectory_id}'; the first is '{first}'")
     if not 0 <= index < len(trajectories):
         raise RecordError(
-            f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0"
+            f"{file}: no trajectory {index + 1}; it holds {len(trajectories)}, counted from 1"
         )
     return trajectories[index]
 

@@ -1,7 +1,7 @@
 """Trajectories in the terminal: one as a conversation, or a file's as a list."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.credit.advantage_files import TurnAdvantages
+from mcore_mas.reports.task_texts import TaskText, find_task_texts
 from rollout.base.text import escape_text
 from rollout.records.trajectory import (
     REPLAY_OUTCOME,
@@ -19,7 +20,10 @@ from rollout.records.trajectory import (
     ToolEvent,
     Trajectory,
     Turn,
+    step_label,
 )
+
+_QUESTION_CHARS = 60  # of a task in a list
 
 
 def plain_text(text: str, style: str = "") -> Text:
@@ -86,7 +90,8 @@ def _print_head(trajectory: Trajectory, console: Console) -> None:
         turns = f"{len(trajectory.path)} turns, {alternatives} alternatives of them"
     console.print(
         plain_text(
-            f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"
+            f"{step_label(trajectory.step)}   task {trajectory.task_id}   sample {trajectory.sample}   "
+            f"source {trajectory.source}   id {trajectory.id}"
         )
     )
     console.print(plain_text(f"{trajectory.status.value}   outcome {outcome}   {turns}"))
@@ -125,22 +130,28 @@ def _describe_turn(turn: Turn, advantage: float | None) -> str:
 
 
 def print_trajectories(
-    trajectories: Sequence[Trajectory], console: Console, advantages: TurnAdvantages, file: Path
+    trajectories: Sequence[Trajectory],
+    console: Console,
+    advantages: TurnAdvantages,
+    file: Path,
 ) -> None:
     """Print a line for each trajectory of a file, and the command that shows one of them.
 
-    A line has its index, task, sample, number of turns, outcome, mean reward, mean advantage and
-    status.
+    A line has the trajectory's number from 1, its task, sample, number of turns, outcome, mean
+    reward, mean advantage and status. A task is shown by the beginning of its question, or by its
+    id if the file lies in no run's folder.
     """
+    task_ids = {trajectory.task_id for trajectory in trajectories}
+    texts = find_task_texts(file, task_ids)
     headings = ("sample", "turns", "outcome", "reward", "advantage")
     table = Table(
         Column("#", justify="right"),
-        Column("task", overflow="fold"),
+        Column("task", no_wrap=True, overflow="ellipsis"),
         *(Column(heading, justify="right") for heading in headings),
         "status",
         show_edge=False,
     )
-    for index, trajectory in enumerate(trajectories):
+    for number, trajectory in enumerate(trajectories, start=1):
         rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
         turn_advantages = [
             advantage
@@ -151,8 +162,8 @@ def print_trajectories(
         if trajectory.error:
             status = f"{status}: {trajectory.failure_reason}"
         table.add_row(
-            str(index),
-            plain_text(trajectory.task_id),
+            str(number),
+            plain_text(_task_name(trajectory.task_id, texts)),
             str(trajectory.sample),
             str(len(trajectory.turns)),
             _number_cell(trajectory.outcome),
@@ -165,8 +176,15 @@ def print_trajectories(
     console.print(plain_text(f"{len(trajectories)} trajectories; one of them:", "dim"))
     # The command is not wrapped, so that it can be copied.
     console.print(
-        plain_text(f"mcore-mas show {shlex.quote(str(file))} --index 0", "dim"), soft_wrap=True
+        plain_text(f"mcore-mas show {shlex.quote(str(file))} --index 1", "dim"), soft_wrap=True
     )
+
+
+def _task_name(task_id: str, texts: Mapping[str, TaskText]) -> str:
+    """Return the beginning of a task's question on one line, or else its id."""
+    if task_id not in texts:
+        return task_id
+    return " ".join(texts[task_id].question.split())[:_QUESTION_CHARS]
 
 
 def _number_cell(value: float | None) -> str:

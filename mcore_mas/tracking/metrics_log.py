@@ -9,6 +9,7 @@ from typing import Any
 from rollout.base.failpoints import failpoint
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
+from rollout.records.trajectory import step_label
 
 MetricsRow = Mapping[str, Any]  # one line of metrics.jsonl
 
@@ -67,7 +68,7 @@ class MetricsLog:
             self._retry_at = None
         except OSError as error:
             self._warn(
-                f"{self._path}: the metrics of step {self._last_step} cannot be written yet "
+                f"{self._path}: the metrics of {step_label(self._last_step)} cannot be written yet "
                 f"({error.strerror}); they are written with the next step"
             )
 

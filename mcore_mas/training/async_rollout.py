@@ -30,15 +30,19 @@ from rollout.config.reward import build_allocator
 from rollout.engines.remote.client import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.collection_log import CollectionLog
-from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.records.trajectory import (
+    VALIDATION_STEP,
+    Group,
+    Status,
+    Task,
+    Trajectory,
+    step_label,
+)
 from rollout.rewards.allocation import RewardError, judge_undecided
 from rollout.rewards.coach import Coach
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.quarantine import quarantine_path
 from rollout.teams.team import Team
-
-# Step in the seeds of validation trajectories, so that every validation samples the same way.
-_VALIDATION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,8 @@ class AsyncRollouts:
         servers = len(config.models) * config.engine.servers
         await measure(
             board,
-            self._collector(_VALIDATION, options),
+            # All validations have the same seeds, so that each samples in the same way.
+            self._collector(VALIDATION_STEP, options),
             in_flight=config.trajectories_in_flight(servers),
             retries=config.evaluation.retries,
         )
@@ -264,7 +269,7 @@ class AsyncRollouts:
             await self._write(step, trajectories, batches=earlier_batches, complete=False)
             message = str(error) if isinstance(error, RewardError) else self._reward_failure(error)
             raise TrainingError(
-                f"step {step}: {message}; its trajectories are in {self.collected.path(step)} "
+                f"{step_label(step)}: {message}; its trajectories are in {self.collected.path(step)} "
                 "(`mcore-mas show` prints them)"
             ) from error
         if self._needs_greedy():
@@ -309,7 +314,7 @@ class AsyncRollouts:
         if self.watchdog is None:
             return await coach.score(groups)
         waits = [Wait(what="the coach's scores", since=asyncio.get_running_loop().time())]
-        with self.watchdog.over(f"step {step}", lambda: waits):
+        with self.watchdog.over(step_label(step), lambda: waits):
             return await coach.score(groups)
 
     def _collector(self, step: int, options: CollectOptions) -> Collector:
@@ -340,21 +345,21 @@ class AsyncRollouts:
             first = quarantined[0]
             file = quarantine_path(self.collected.quarantine, step, first.task_id, first.sample)
             return (
-                f"step {step}: {len(quarantined)} of {len(trajectories)} trajectories are "
+                f"{step_label(step)}: {len(quarantined)} of {len(trajectories)} trajectories are "
                 "quarantined, more than collection.max_quarantined allows, because your code "
-                f"raised an error; the first, {first.id}: {first.error}; mend the code; "
+                f"raised an error; the first, {first.title}: {first.error}; mend the code; "
                 f"`mcore-mas replay {shlex.quote(str(file))}` plays this trajectory again"
             )
         if all(trajectory.status is not Status.COMPLETED for trajectory in trajectories):
             first_error = trajectories[0].error
             return (
-                f"step {step}: all {len(trajectories)} trajectories failed; "
+                f"{step_label(step)}: all {len(trajectories)} trajectories failed; "
                 f"the first: {first_error}"
             )
         trained = self.config.trained
         if trained and not any(map(self._has_trained_token, trajectories)):
             return (
-                f"step {step}: no completed trajectory has a sampled token of {', '.join(trained)} that "
+                f"{step_label(step)}: no completed trajectory has a sampled token of {', '.join(trained)} that "
                 "can be trained on, so the step would change nothing; the turns are missing or "
                 "masked, which `mcore-mas show` prints with the trajectories"
             )

@@ -338,7 +338,7 @@ def describe_lost_trajectories(groups: Sequence[Group]) -> str:
     by_status = ", ".join(f"{count} {status}" for status, count in counts.items())
     return (
         f"{len(lost)} of {len(trajectories)} trajectories are lost ({by_status}); "
-        f"the first, {lost[0].id}: {lost[0].error}"
+        f"the first, {lost[0].title}: {lost[0].error}"
     )
 
 
@@ -349,7 +349,7 @@ def describe_crashed_programs(groups: Sequence[Group]) -> str:
     for trajectory in trajectories:
         for event in trajectory.tools:
             if event.tool == CRASH_EVENT and event.failed:
-                crashes.append(f"{trajectory.id}: {event.result}")
+                crashes.append(f"{trajectory.title}: {event.result}")
     if not crashes:
         return ""
     return (

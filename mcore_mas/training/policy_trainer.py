@@ -25,6 +25,7 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
 from rollout.models.grammars import Grammars
+from rollout.records.trajectory import step_label
 
 
 @dataclass(slots=True, kw_only=True)
@@ -347,7 +348,7 @@ class PolicyTrainer:
                 self._steps_without_gradient += 1
         if limit is not None and self._steps_without_gradient >= limit:
             raise TrainingError(
-                f"step {step}: no gradient of policy {self._policy} was finite in "
+                f"{step_label(step)}: no gradient of policy {self._policy} was finite in "
                 f"{self._steps_without_gradient} steps, so every update was skipped; lower "
                 f"policies.{self._policy}.lr, go back to an older checkpoint, or train it without bf16 "
                 "(trainer.signal_within: null never stops)"

@@ -34,6 +34,13 @@ TokenCandidates = tuple[tuple[int, float], ...]
 _FAILURE_METRICS = ("overlong", "undecided", "unasked", "quarantined")
 
 
+# Values of `Trajectory.step` outside of the steps of a training. They also begin the ids of
+# trajectories and the paths of their seeds.
+VALIDATION_STEP = -1
+EVALUATION_STEP = -2
+CHAT_STEP = -3
+
+
 def clean_fields(record: Any, *names: str) -> None:
     """Replace invalid Unicode in text fields of a frozen record, from its `__post_init__`.
 
@@ -365,6 +372,16 @@ class ToolEvent:
         clean_fields(self, "tool", "query", "result")
 
 
+def step_label(step: int) -> str:
+    """Return the name of a step for people, who count from 1.
+
+    Negative numbers are those of `Trajectory.step`.
+    """
+    if step >= 0:
+        return f"step {step + 1}"
+    return {VALIDATION_STEP: "validation", EVALUATION_STEP: "evaluation"}.get(step, "chat")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """All turns of a team on one task, in order.
@@ -374,7 +391,7 @@ class Trajectory:
 
     Attributes:
         sample: number of the trajectory in the group of its task, from 0.
-        step: training step; negative in a validation, an evaluation and a chat.
+        step: training step, from 0; negative in a validation, an evaluation and a chat.
         outcome: the environment's score of the whole trajectory.
         answer: final answer, with equal answers written equally; "": there is none; None: the
             environment does not report it.
@@ -398,6 +415,11 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         clean_fields(self, "answer", "error")
+
+    @property
+    def title(self) -> str:
+        """Sample and task for messages that name the step, such as "sample 2 of task train-31"."""
+        return f"sample {self.sample} of task {self.task_id}"
 
     @property
     def success(self) -> float:

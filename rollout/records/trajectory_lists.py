@@ -128,7 +128,7 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
         row_count = file.metadata.num_rows
         if not 0 <= index < row_count:
             raise RecordError(
-                f"{path}: no trajectory {index}; it holds {row_count}, counted from 0"
+                f"{path}: no trajectory {index + 1}; it holds {row_count}, counted from 1"
             )
         group = next(_row_groups(file, index))
         with arrow_errors(path, "a damaged file"):

@@ -213,7 +213,7 @@ def test_failing_runs_stop_no_other_run_and_jobs_request_the_resources_of_their_
     assert f"{refusal}More processors requested than permitted" in errors
     assert any("bad/train/checkpoints" in error for error in errors)
     no_sglang = (
-        "error: step 0: all 4 trajectories failed; the first: EngineError: SGLang: "
+        "error: step 1: all 4 trajectories failed; the first: EngineError: SGLang: "
         "the server ended; results/gpus/"
     )
     assert any(

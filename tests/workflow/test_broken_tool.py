@@ -82,13 +82,13 @@ def test_a_tool_that_raises_is_named_with_its_line_and_the_file_of_a_trajectory(
     _, task, sample = first.id.split("/")
     assert first.error == "Defect: team:Shop.step: KeyError: 'pear' (prices.py:3)"
     assert training == (
-        "TrainingError: step 0: 4 of 4 trajectories are quarantined, more than "
+        "TrainingError: step 1: 4 of 4 trajectories are quarantined, more than "
         "collection.max_quarantined allows, because your code raised an error; "
-        f"the first, {first.id}: {first.error}; mend the code; `mcore-mas replay "
+        f"the first, {first.title}: {first.error}; mend the code; `mcore-mas replay "
         f"results/shop/train/quarantine/0-{task}-{sample}.json` plays this trajectory again"
     )
     assert re.fullmatch(
-        r"EvaluationError: 1 of 1 trajectories are lost \(1 quarantined\); the first, -2/test-0/0: "
+        r"EvaluationError: 1 of 1 trajectories are lost \(1 quarantined\); the first, sample 0 of task test-0: "
         r"Defect: team:Shop.step: KeyError: 'pear' \(prices.py:3\); evaluation.max_failed is 0.05: "
         r"mend the code; `mcore-mas replay (\S+)` shows its error; then evaluate again, or raise it",
         evaluation,

@@ -85,7 +85,7 @@ PRINTS = {
     "mcore-mas compare results/a results/b": (
         r"^ trained +│ avg@1 .* \+0\.0 (.*\n)*^ seed +│ 1 +│ 2 +$"
     ),
-    "mcore-mas show demo_math --index 3": r"trajectory 1/",
+    "mcore-mas show demo_math --index 3": r"^step 2   task .*   id 1/",
     "mcore-mas explain demo_math --advantage drmas": r"agent solver",
     "mcore-mas leaks demo_math": r"the same text",
     "mcore-mas list estimators": r"^drmas$",

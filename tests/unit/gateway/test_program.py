@@ -286,7 +286,7 @@ def test_a_crash_after_an_answered_call_counts_as_a_wrong_answer(tmp_path: Path)
     assert rollout_metrics([group])["gateway/crashed"] == 2.0
     assert describe_crashed_programs([group]) == (
         "2 of 2 programs failed after an answered call and count as wrong "
-        f"(orchestra.options.rules.crash); the first, {STEP}/{TASK.id}/0: "
+        f"(orchestra.options.rules.crash); the first, sample 0 of task {TASK.id}: "
         "RuntimeError: the program broke"
     )
 

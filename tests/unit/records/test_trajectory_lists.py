@@ -66,5 +66,5 @@ def test_only_the_rows_of_a_page_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert [row.index for row in rows] == [300, 301]
     assert trajectory_at(file, 599).task_id == "t599"
     assert read_groups == [(1, False), (2, True)]
-    with pytest.raises(RecordError, match="no trajectory 600; it holds 600"):
+    with pytest.raises(RecordError, match="no trajectory 601; it holds 600"):
         trajectory_at(file, 600)

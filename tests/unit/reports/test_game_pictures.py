@@ -154,7 +154,7 @@ def test_the_command_draws_one_trajectory(
 ) -> None:
     file, _ = run
     out = file.parent / "two.svg"
-    arguments = ["mcore-mas", "show", str(file), "--index", "2", "--picture", str(out)]
+    arguments = ["mcore-mas", "show", str(file), "--index", "3", "--picture", str(out)]
     monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_drawn_is_one_line(
     file, tasks = run
     with pytest.raises(RecordError, match="pictures are SVG"):
         write_game_pictures(file, tmp_path / "x.png")
-    with pytest.raises(RecordError, match="no trajectory 9; it holds 4"):
+    with pytest.raises(RecordError, match="no trajectory 10; it holds 4"):
         write_game_pictures(file, tmp_path / "x.svg", index=9)
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
     with pytest.raises(RecordError, match="not among the run's tasks; pictures are of plan_path"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mcore_mas.reports.task_texts import TaskText, find_task_text, read_task_texts
+from mcore_mas.reports.task_texts import TaskText, find_task_texts, read_task_texts
 from rollout.records.files import write_tasks
 from rollout.records.trajectory import Task
 
@@ -51,6 +51,6 @@ def test_a_file_of_trajectories_finds_the_tasks_of_its_run(tmp_path: Path) -> No
     (run / "tasks").mkdir(parents=True)
     write_tasks(run / "tasks" / "test.parquet", [task(1, "What?")])
     file = run / "evaluation" / "trained" / "part_000000.parquet"
-    assert find_task_text(file, "t1") == TaskText(question="What?", answers=("1",))
-    assert find_task_text(file, "t2") is None
-    assert find_task_text(tmp_path / "alone.parquet", "t1") is None
+    text = TaskText(question="What?", answers=("1",))
+    assert find_task_texts(file, ["t1", "t2"]) == {"t1": text}
+    assert find_task_texts(tmp_path / "alone.parquet", ["t1"]) == {}

@@ -18,7 +18,9 @@ def test_a_trajectory_is_selected_by_index_or_id() -> None:
     assert select_trajectory(FILE, PLAYED, 1, None) is PLAYED[1]
     assert select_trajectory(FILE, PLAYED, 0, "0/t/1") is PLAYED[1]
     for index in (-1, 2):
-        with pytest.raises(RecordError, match=f"no trajectory {index}; it holds 2, counted from 0"):
+        with pytest.raises(
+            RecordError, match=f"no trajectory {index + 1}; it holds 2, counted from 1"
+        ):
             select_trajectory(FILE, PLAYED, index, None)
     with pytest.raises(RecordError, match="no trajectory '0/u/0'; the first is '0/t/0'"):
         select_trajectory(FILE, PLAYED, 0, "0/u/0")

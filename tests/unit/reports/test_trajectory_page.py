@@ -257,7 +257,7 @@ def test_the_command_prints_advantages_and_writes_the_page(
     monkeypatch.setenv("COLUMNS", "160")
     out = tmp_path / "page.html"
     for arguments in ([], ["--html", str(out)]):
-        command = ["mcore-mas", "show", str(recorded), "--index", "1", *arguments]
+        command = ["mcore-mas", "show", str(recorded), "--index", "2", *arguments]
         monkeypatch.setattr("sys.argv", command)
         with pytest.raises(SystemExit) as ended:
             main()

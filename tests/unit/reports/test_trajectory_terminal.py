@@ -11,7 +11,7 @@ from mcore_mas.cli.main import main
 from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.tracking.progress import ProgressReporter
 from rollout.base.processes import say
-from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.files import read_trajectories, write_tasks, write_trajectories
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
@@ -121,7 +121,7 @@ def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(
     path = tmp_path / f"{'long' * 20}.parquet"
     write_trajectories(path, [trajectory(turn(0)), trajectory(turn(0), id="second")])
     text = show(capsys, monkeypatch, path, columns=40)
-    assert text.splitlines()[-1] == f"mcore-mas show {path} --index 0"
+    assert text.splitlines()[-1] == f"mcore-mas show {path} --index 1"
 
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b2J a\rb \x1b]52;c;aGk=\x07 \u202eevil\u202c\ttab"
@@ -168,17 +168,30 @@ def test_a_file_of_several_is_listed_and_everything_fits_80_columns(
     write_trajectories(tmp_path / "step_000003.parquet", trajectories)
     text = show(capsys, monkeypatch, tmp_path / "step_000003.parquet", columns=80)
     rows = [line.split() for line in text.splitlines() if line.strip().partition(" ")[0].isdigit()]
-    assert [row[0] for row in rows] == ["0", "1", "2"]  # two trajectories, and their number
+    assert [row[0] for row in rows] == ["1", "2", "2"]  # two trajectories, and their number
     assert "0.5" in rows[0]  # the mean of 0.25 and 0.75
     assert "completed" in rows[0]
     assert "failed: EngineError" in " ".join(rows[1])
     details = show(
-        capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "0", columns=80
+        capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "1", columns=80
     )
+    assert details.startswith("step 1   task t   sample 0   source")
     assert "reward 0.25" in " ".join(details.replace("│", " ").split())
     # the last line of the list is a command, which must stay one line
     lines = text.splitlines()[:-1] + details.splitlines()
     assert max(map(len, lines)) <= 80
+
+
+def test_a_list_has_the_questions_of_the_runs_tasks(capsys, monkeypatch, tmp_path) -> None:
+    task = replace(TASK, id="plain/3ec6e667f385", prompt="How many\nnails?" + " Count them." * 9)
+    write_tasks(tmp_path / "tasks" / "train.parquet", [task])
+    file = tmp_path / "train" / "trajectories" / "step_000003.parquet"
+    played = [trajectory(turn(0), task_id=task.id, step=step, id=f"{step}") for step in (3, -2)]
+    write_trajectories(file, played)
+    text = show(capsys, monkeypatch, file, columns=100)
+    assert text.count("How many nails? Count them.") == 2
+    assert task.id not in text
+    assert show(capsys, monkeypatch, file, "--index", "2").startswith("evaluation   task plain/3ec")
 
 
 def test_branches_shows_the_alternatives_of_a_turn(tmp_path, capsys, monkeypatch):

@@ -219,7 +219,7 @@ def test_an_aborted_reply_is_a_failure_and_not_a_malformed_turn():
     )
     assert rollout_metrics(groups)["agent/a/valid_ratio"] == 1.0
     assert describe_lost_trajectories(groups) == (
-        "1 of 3 trajectories are lost (1 failed); the first, 3/1/0: "
+        "1 of 3 trajectories are lost (1 failed); the first, sample 0 of task 1: "
         "EngineError: the engine gave the reply up after 1 tokens"
     )
 

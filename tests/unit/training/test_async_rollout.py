@@ -277,7 +277,7 @@ class TestFailures:
         with pytest.raises(TrainingError) as caught:
             collect(make_run(tmp_path, answer_correctly, f"reward={{name: {name}}}"))
         message = str(caught.value)
-        assert message.startswith(f"step 0: reward '{name}' raised KeyError: ")
+        assert message.startswith(f"step 1: reward '{name}' raised KeyError: ")
         assert f"(test_async_rollout.py:{line}); its trajectories are in {file}" in message
         assert [t.status for t in read_trajectories(file)] == [Status.COMPLETED] * 4
 
@@ -285,7 +285,7 @@ class TestFailures:
         def fail(prompt: tuple[int, ...], call: int) -> bytes:
             raise EngineError("no engine")
 
-        message = "step 0: all 4 trajectories failed; the first: EngineError: no engine"
+        message = "step 1: all 4 trajectories failed; the first: EngineError: no engine"
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, fail))
         # the failed trajectories are written, for the user to look into
@@ -294,7 +294,7 @@ class TestFailures:
     def test_a_step_without_a_token_to_train_ends_the_run(self, tmp_path: Path) -> None:
         orchestra = f"orchestra={{name: {__name__}:{answer_without_asking.__name__}}}"
         message = (
-            "step 0: no completed trajectory has a sampled token of solver.* that can be trained on"
+            "step 1: no completed trajectory has a sampled token of solver.* that can be trained on"
         )
         with pytest.raises(TrainingError, match=message):
             collect(make_run(tmp_path, answer_correctly, orchestra))
@@ -369,10 +369,12 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
 
     [first, _] = sorted(session.rollouts.collected.quarantine.iterdir())
     broken = Quarantined.read(first)
+    _, task, sample = broken.trajectory.split("/")
+    broken_title = f"sample {sample} of task {task}"
     line = break_at_thirteen.__code__.co_firstlineno + 3
     assert str(failure.value) == (
-        "step 0: 2 of 4 trajectories are quarantined, more than collection.max_quarantined allows, "
-        f"because your code raised an error; the first, {broken.trajectory}: Defect: math.step: "
+        "step 1: 2 of 4 trajectories are quarantined, more than collection.max_quarantined allows, "
+        f"because your code raised an error; the first, {broken_title}: Defect: math.step: "
         f"KeyError: 'thirteen' (test_async_rollout.py:{line}); mend the code; "
         f"`mcore-mas replay {first}` plays this trajectory again"
     )

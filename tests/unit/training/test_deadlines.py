@@ -162,7 +162,7 @@ class TestLateTrajectories:
 
     def test_a_late_trajectory_is_noted(self, tmp_path: Path) -> None:
         [note] = self.notes_of_training(tmp_path)
-        assert note.startswith("step 0: 1 of 4 trajectories are lost (1 late); the first, 0/")
+        assert note.startswith("step 1: 1 of 4 trajectories are lost (1 late); the first, sample ")
         assert note.endswith("LateCall: solver (turn 0): nothing came within 100 s")
 
     def test_a_surplus_trajectory_replaces_a_late_one(self, tmp_path: Path) -> None:

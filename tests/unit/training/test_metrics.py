@@ -141,7 +141,7 @@ def test_lost_trajectories_are_described_without_those_of_a_full_group() -> None
     assert describe_lost_trajectories([group(whole, full)]) == ""
     groups = [group(whole, full), group(failed(), late, failed())]
     assert describe_lost_trajectories(groups) == (
-        "3 of 5 trajectories are lost (2 failed, 1 aborted); the first, 0/t/0: EngineError"
+        "3 of 5 trajectories are lost (2 failed, 1 aborted); the first, sample 0 of task t: EngineError"
     )
 
 

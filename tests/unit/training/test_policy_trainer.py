@@ -269,7 +269,7 @@ def test_a_run_whose_gradients_are_never_finite_stops() -> None:
     samples = [make_sample(number) for number in range(4)]
     for step in range(4):  # one gradient of step 1 is finite
         asyncio.run(trainer.update(trainer.make_batches(samples, step), samples, step))
-    message = "step 4: no gradient of policy solver was finite in 3 steps"
+    message = "step 5: no gradient of policy solver was finite in 3 steps"
     with pytest.raises(TrainingError, match=message):
         asyncio.run(trainer.update(trainer.make_batches(samples, 4), samples, 4))
 

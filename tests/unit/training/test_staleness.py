@@ -366,7 +366,7 @@ def test_a_failure_of_a_step_that_is_collected_ahead_ends_that_step(tmp_path: Pa
         seconds=lambda update: 60.0,
         report=lambda step, metrics: reported.append(step),
     )
-    message = "step 0: all 4 trajectories failed; the first: the trajectory's deadline"
+    message = "step 1: all 4 trajectories failed; the first: the trajectory's deadline"
     with pytest.raises(TrainingError, match=message):
         train(session)
     assert reported == []
