@@ -11,8 +11,9 @@ from mcore_mas.config.trainer import TrainerConfig, WatchConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
+from rollout.records.trajectory import step_label
 
-_STEPS_OF_COLLAPSE = 5  # warn at the end if at least so many last steps had no advantage
+_STEPS_OF_COLLAPSE = 5  # warn after so many steps in a row without an advantage, and at the end
 _LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
 
@@ -64,7 +65,7 @@ class CreditWatch:
             if math.isnan(largest[worst]):
                 reason = "expected a number; see `mcore-mas explain`, and change the advantage or the reward"
             raise CreditError(
-                f"step {step}: agent {sample.agent} has an advantage of {largest[worst]:.2g} "
+                f"{step_label(step)}: agent {sample.agent} has an advantage of {largest[worst]:.2g} "
                 f"(trajectory {sample.trajectory}, turn {sample.turn}), {reason}"
             )
 
@@ -83,13 +84,18 @@ class CreditWatch:
         is_last_allowed_step = within is not None and step + 1 == within
         if is_last_allowed_step and self._first_steps_without_signal == within:
             raise CreditError(
-                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was "
+                f"{step_label(step)}: no turn of the first {within} steps has an advantage, so nothing was "
                 f"learned: {self._reason_without_signal}; see `mcore-mas explain`, "
                 "or raise trainer.signal_within (null: never stop)"
             )
 
+    @property
+    def has_just_collapsed(self) -> bool:
+        """True in the step after which a warning about steps without an advantage is due."""
+        return self._last_steps_without_signal == _STEPS_OF_COLLAPSE
+
     def collapse_warning(self) -> str:
-        """Return a warning at the end of a training whose last steps had no advantage, or ""."""
+        """Return a warning about a team whose last steps had no advantage, or ""."""
         if self._last_steps_without_signal < _STEPS_OF_COLLAPSE:
             return ""
         return (

@@ -32,6 +32,7 @@ from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.processes import restart_metrics
+from rollout.records.trajectory import step_label
 
 # Callback with the number and the metrics of each step; training stops if it returns False.
 AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]
@@ -161,14 +162,16 @@ def _note_warnings(
 ) -> None:
     """Write warnings about rewards, lost trajectories and agent programs to the log."""
     estimators = {agent: session.config.advantage_of(agent) for agent in session.config.agents}
+    watch = session.credit_watch
     warnings = [
-        session.credit_watch.scale_warning(credited, estimators),
+        watch.collapse_warning() if watch.has_just_collapsed else "",
+        watch.scale_warning(credited, estimators),
         describe_lost_trajectories(rollouts.groups),
         describe_crashed_programs(rollouts.groups),
         describe_unheeded(rollouts.groups, session.unheeded_fields),
     ]
     for warning in filter(None, warnings):
-        session.logbook.note(f"step {number}: {warning}")
+        session.logbook.note(f"{step_label(number)}: {warning}")
 
 
 def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
@@ -177,7 +180,7 @@ def _note_large_shares(session: TrainingSession, number: int, metrics: StepMetri
     shares = {agent: metrics[name] for agent, name in names.items() if name in metrics}
     warning = session.credit_watch.share_warning(session.config.trainer.watch, shares)
     if warning:
-        session.logbook.note(f"step {number}: {warning}")
+        session.logbook.note(f"{step_label(number)}: {warning}")
 
 
 async def _wait_for_one_version(session: TrainingSession) -> None:

@@ -55,7 +55,7 @@ def test_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
     with pytest.raises(CreditError) as error:
         CreditWatch().check(trainer(), 3, samples)
     assert str(error.value) == (
-        "step 3: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
+        "step 4: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
         "its rewards are out of scale, or their σ is nearly zero: see `mcore-mas explain`, and change "
         "the advantage, the reward or the bound"
     )
@@ -73,7 +73,7 @@ def test_an_advantage_of_nan_stops_the_run_at_any_position() -> None:
                     CreditWatch().check(trainer(max_advantage=bound), 0, samples)
                 position = advantages.index(math.nan) if samples is three_turns else 0
                 assert str(error.value) == (
-                    f"step 0: agent solver has an advantage of nan (trajectory t{position}, turn 0), expected a "
+                    f"step 1: agent solver has an advantage of nan (trajectory t{position}, turn 0), expected a "
                     "number; see `mcore-mas explain`, and change the advantage or the reward"
                 )
 
@@ -85,7 +85,7 @@ def test_a_run_whose_first_steps_have_no_advantage_stops() -> None:
     watch = CreditWatch()
     for step in range(2):
         watch.check(settings, step, without_advantage)
-    with pytest.raises(CreditError, match="step 2: no turn of the first 3 steps has an advantage"):
+    with pytest.raises(CreditError, match="step 3: no turn of the first 3 steps has an advantage"):
         watch.check(settings, 2, without_advantage)
 
     # One advantage in the first three steps is enough.
@@ -107,17 +107,22 @@ def test_a_training_whose_last_steps_have_no_advantage_is_named_at_its_end() -> 
     for step in range(1, 5):
         watch.check(trainer(), step, [turn("a", "solver", 0.0)], 0.5)
     assert watch.collapse_warning() == ""  # four steps
+    assert not watch.has_just_collapsed
     watch.check(trainer(), 5, [turn("a", "solver", 0.0)], 0.0)
     assert watch.collapse_warning() == (
         "no turn of the last 5 steps has an advantage, so nothing was learned in them; in the last "
         "step: no reply of this step was well-formed (agent/*/valid_ratio is 0); reward attempts at "
         "the format, show it in the prompt, or begin with a cold start; see `mcore-mas show`"
     )
+    assert watch.has_just_collapsed
     watch.check(trainer(), 6, [turn("a", "solver", 1.0, 0.5)])
     assert watch.collapse_warning() == ""
+    assert not watch.has_just_collapsed
 
 
-def test_the_log_of_a_collapsed_training_ends_with_the_warning(tmp_path: Path) -> None:
+def test_the_log_of_a_collapsed_training_has_the_warning_in_its_fifth_step_and_at_its_end(
+    tmp_path: Path,
+) -> None:
     def always_right(prompt: tuple[int, ...], call: int) -> bytes:
         return box(task_of(prompt))
 
@@ -129,7 +134,11 @@ def test_the_log_of_a_collapsed_training_ends_with_the_warning(tmp_path: Path) -
     session = with_engines(session, engines_of(run), Bytes())
     asyncio.run(train_steps(session, 0))
     assert isinstance(session.logbook, Log)
-    assert session.logbook.notes[-1].startswith("no turn of the last 6 steps has an advantage")
+    in_training, at_end = session.logbook.notes
+    assert in_training.startswith(
+        "step 5: no turn of the last 5 steps has an advantage, so nothing"
+    )
+    assert at_end.startswith("no turn of the last 6 steps has an advantage, so nothing was learned")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +175,7 @@ def test_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
     tasks = run.rollouts.schedule.batch(0) + run.rollouts.schedule.batch(1)
     session = make_session(run.config, tmp_path, tasks, engines_of(run), gangs, run.logbook)  # type: ignore[arg-type]
     session = with_engines(session, engines_of(run), Bytes())
-    with pytest.raises(CreditError, match="step 1: no turn of the first 2 steps has an advantage"):
+    with pytest.raises(CreditError, match="step 2: no turn of the first 2 steps has an advantage"):
         asyncio.run(train_steps(session, 0))
 
 
@@ -262,4 +271,4 @@ def test_a_real_loop_notes_a_dominant_agent_and_reports_its_share(tmp_path: Path
     assert rows[0]["agent/verifier/gradient_share"] == 0.05
     assert isinstance(session.logbook, Log)
     notes = [note for note in session.logbook.notes if "of the gradient" in note]
-    assert [note.partition(" of the")[0] for note in notes] == ["step 1: solver had more than 90%"]
+    assert [note.partition(" of the")[0] for note in notes] == ["step 2: solver had more than 90%"]
