@@ -47,6 +47,26 @@ _T_QUANTILES = (
 )  # fmt: skip
 
 
+def score_interval(
+    values: Sequence[float], name: str, *, lowest: float = 0.0
+) -> tuple[float, float]:
+    """Compute `mean_interval` of scores between 0 and 1, or of their differences, within their range.
+
+    Student's t may leave the range that the mean of such values has, so both ends are clipped to it.
+    Values of which one is outside are those of an environment with other scores; they are not
+    clipped.
+
+    Args:
+        values: one or more values.
+        name: seeds the resampling.
+        lowest: 0 for scores, -1 for differences of scores.
+    """
+    low, high = mean_interval(values, name)
+    if all(lowest <= value <= 1.0 for value in values):
+        return max(low, lowest), min(high, 1.0)
+    return low, high
+
+
 def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
     """Compute the 95 % confidence interval of the mean of `values` (one per task or seed).
 

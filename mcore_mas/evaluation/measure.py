@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Self
 
-from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
+from mcore_mas.equations.statistics import majority_score, pass_at, score_interval
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import Collector
@@ -167,7 +167,7 @@ class Scoreboard:
         if len(by_source) > 1:
             for source, source_accuracies in by_source.items():
                 metrics[f"{source}/accuracy"] = fmean(source_accuracies)
-        low, high = mean_interval(accuracies, "accuracy")
+        low, high = score_interval(accuracies, "accuracy")
         metrics["accuracy"] = fmean(accuracies)
         metrics["ci_low"] = low
         metrics["ci_high"] = high
@@ -222,7 +222,7 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         names = dict.fromkeys(itertools.chain.from_iterable(task_metrics))
         for metric in names:
             values = [metrics[metric] for metrics in task_metrics if metric in metrics]
-            low, high = mean_interval(values, f"{dataset}/{metric}")
+            low, high = score_interval(values, f"{dataset}/{metric}")
             rows.append(
                 {
                     "dataset": dataset,

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.equations.statistics import score_interval
 from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.run_states import read_run_config
 from rollout.base.nested import dotted_items
@@ -119,7 +119,7 @@ def _evaluation_differences(first: Path, second: Path) -> Iterator[ScoreDifferen
         if not pairs:
             continue
         gains = [second_score - first_score for first_score, second_score in pairs]
-        low, high = mean_interval(gains, f"{first.stem}/{metric}")
+        low, high = score_interval(gains, f"{first.stem}/{metric}", lowest=-1.0)
         yield ScoreDifference(
             state=first.stem,
             metric=metric,

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.config.run import GAIN, STATES
-from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.equations.statistics import score_interval
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.paper_tables import TableError
 from rollout.base.files import write_text
@@ -113,7 +113,10 @@ def _table_rows(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
             part = rows[(rows["metric"] == metric) & of_dataset]
             for state, task_scores in _scores_by_state(part, rows).items():
                 runs = rows[rows["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
-                low, high = mean_interval(task_scores.tolist(), f"{dataset}/{metric}")
+                lowest = -1.0 if "-" in state else 0.0
+                low, high = score_interval(
+                    task_scores.tolist(), f"{dataset}/{metric}", lowest=lowest
+                )
                 # Replies are counted per evaluation, and not for each of several data sources.
                 counts = _reply_counts(runs)
                 if dataset != "all" and len(sources) > 1:

@@ -64,9 +64,13 @@ function lineChart({title, detail, unit, xAxis, xLabel}) {
       if (line.points.length === 1 || (line.isSparse && line.points.length <= MAX_MARKS)) {
         for (const [x, y] of line.points) marks.push({...style, x, y});
       }
-      for (const [x, low, high] of line.band || []) bands.push({...style, x, low, high});
     }
-    const {xs, ys} = chartDomains(data);
+    const {xs, ys} = chartDomains(data, unit.bounds);
+    const inDomain = y => Math.min(Math.max(y, ys[0]), ys[1]);
+    for (const line of data.lines) {
+      const style = {id: line.id, colour: line.colour, dash: line.dash};
+      for (const [x, low, high] of line.band || []) bands.push({...style, x, low: inDomain(low), high: inDomain(high)});
+    }
     view.signal("xs", xs).signal("ys", ys)
       .signal("format", unit.format(ys))
       .signal("baseline", data.baseline ? data.baseline.y : null)
@@ -140,13 +144,19 @@ function lineChart({title, detail, unit, xAxis, xLabel}) {
   return {figure, show, remove, values};
 }
 
-// Return the domains of a chart's axes. One step, and values that are all equal, get some space.
-function chartDomains({lines, baseline}) {
+// Return the domains of a chart's axes. One step, and values that are all equal, get some space. The
+// y axis of values within the bounds stays within them too.
+function chartDomains({lines, baseline}, bounds) {
   const xs = lines.flatMap(line => line.points.map(point => point[0]));
   const ys = lines.flatMap(line => line.points.map(point => point[1]));
-  for (const line of lines) for (const [, low, high] of line.band || []) ys.push(low, high);
   if (baseline) ys.push(baseline.y);
-  return {xs: widened(extent(xs), 0.5), ys: widened(extent(ys), 0)};
+  const isBounded = bounds && ys.every(y => bounds[0] <= y && y <= bounds[1]);
+  for (const line of lines) for (const [, low, high] of line.band || []) ys.push(low, high);
+  const [low, high] = widened(extent(ys), 0);
+  return {
+    xs: widened(extent(xs), 0.5),
+    ys: isBounded ? [Math.max(low, bounds[0]), Math.min(high, bounds[1])] : [low, high],
+  };
 }
 
 // Return the mean of each group of `stride` neighbouring points.

@@ -26,9 +26,9 @@ const TENTHS = new Intl.NumberFormat("en", {
   minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven", useGrouping: false,
 });
 
-// Formats of values on axes and in legends, by unit.
+// Formats of values on axes and in legends, by unit, and the bounds that axes do not leave.
 const UNITS = {
-  share: {label: "", value: y => `${+formatTenths(100 * y)}\u00a0%`, format: shareFormat},
+  share: {label: "", bounds: [0, 1], value: y => `${+formatTenths(100 * y)}\u00a0%`, format: shareFormat},
   s: {label: "seconds", value: y => `${formatNumber(y)}\u00a0s`, format: numberFormat},
   tokens: {label: "tokens", value: formatNumber, format: numberFormat},
   "": {label: "", value: formatNumber, format: numberFormat},

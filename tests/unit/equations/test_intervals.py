@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.equations.statistics import mean_interval, score_interval
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
@@ -36,3 +36,15 @@ def test_resamples_drawn_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch)
         "mcore_mas.equations.statistics._DRAWS_AT_ONCE", 1000
     )  # 11 resamples of 90, the last piece shorter
     assert mean_interval(values, "x") == whole
+
+
+def test_intervals_of_scores_stay_in_their_range() -> None:
+    # Eight tasks, of which seven are solved: Student's t would end at 1.17.
+    scores = [1.0] * 7 + [0.0]
+    low, high = mean_interval(scores, "x")
+    assert (low, high) == (pytest.approx(0.875 - 0.2956, abs=1e-4), pytest.approx(1.1706, abs=1e-4))
+    assert score_interval(scores, "x") == (low, 1.0)
+    losses = [-score for score in scores]
+    assert score_interval(losses, "x", lowest=-1.0) == (-1.0, pytest.approx(-low))
+    # Scores of another scale have no such range.
+    assert score_interval([0.0, 1.0, 8.0], "x") == mean_interval([0.0, 1.0, 8.0], "x")

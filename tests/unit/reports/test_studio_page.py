@@ -176,6 +176,17 @@ def test_charts_have_axes_units_and_a_tooltip(page: Browser) -> None:
     assert page.value("document.getElementById('tooltip').hidden")
 
 
+def test_the_axis_of_an_accuracy_stays_within_its_range(page: Browser, tmp_path: Path) -> None:
+    """Runs of earlier versions have intervals beyond 100 %."""
+    ends = {"validation/ci_low": 0.6, "validation/ci_high": 1.4}
+    with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
+        journal.write(json.dumps({"step": 3, "validation/accuracy": 1.0, **ends}) + "\n")
+    drawn(page, "validation/accuracy", 2)
+    texts = page.value(TICKS.format("validation/accuracy"))
+    percents = [int(text[:-1]) for text in texts if text.endswith("%") and text[:-1].isdigit()]
+    assert (min(percents), max(percents)) == (20, 100)  # the untrained team has 25 %
+
+
 def test_smoothing_is_a_mean_over_steps(page: Browser, tmp_path: Path) -> None:
     """The rewards 0.5, 0.75, 0, 0.25 have the means 0.5, 0.625, 0.375, 0.125 of two steps."""
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
