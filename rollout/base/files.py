@@ -57,7 +57,8 @@ def _remove_abandoned(folder: Path, prefix: str) -> None:
 def atomic_folder(path: Path, mode: int = 0o700) -> Iterator[Path]:
     """Yield a new folder beside `path`, which replaces it when the block ends without an error.
 
-    After an error, `path` is as before. The partial folder stays until the next call for `path`.
+    After an error in the block, `path` is as before, and the partial folder stays until the next call
+    for `path`.
 
     Args:
         mode: permissions; by default only this user has access.

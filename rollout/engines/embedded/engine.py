@@ -185,6 +185,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             )
             if reports is not None and self.starts == starts:
                 return reports
+            # The actor was lost, by this call or by another, and with it all requests.
             requests = self.open_requests()
             aborts = []
 
@@ -202,11 +203,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         while True:
             starts = self.starts
             answer = await self._call_once(method, *arguments)
-            if self.starts == starts:
+            if self.starts == starts:  # otherwise the actor was lost, and a new one was started
                 return answer
 
     async def _call_once(self, method: str, *arguments: Any) -> Any:
-        """Call the actor. If it dies or hangs, start it again and return None.
+        """Call the actor and return its answer. If it dies or hangs, start it again and return None.
 
         Raises:
             EngineError: the actor raised an error, or has died and no restart is left.

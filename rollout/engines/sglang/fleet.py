@@ -179,16 +179,20 @@ class Fleet:
 
     async def _restart(self, replica: Replica, starts: int, error: Unanswered) -> None:
         async with _start_lock(replica):
+            # Another call may have started the server while this one waited for the lock.
             while replica.starts == starts:
                 try:
                     await self._start_again(replica, error)
-                    without_weights = "weights" in replica.asleep
-                    replica.stale = without_weights or not await self._load_weights(replica)
+                    if "weights" in replica.asleep:
+                        replica.stale = True  # it has no memory for weights before `take_memory`
+                    else:
+                        replica.stale = not await self._load_weights(replica)
                     if replica.stale:
                         await replica.client.call("/pause_generation", {"mode": "retract"})
-                except Unanswered as again:
+                except Unanswered as another_error:
+                    # The server was lost again, so the loop starts it once more.
                     starts = replica.starts
-                    error = again
+                    error = another_error
 
     @property
     def stale(self) -> bool:
