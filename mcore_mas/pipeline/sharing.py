@@ -20,7 +20,7 @@ Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 # Keys of a config that tasks, passages and their index depend on, in addition to those keys of the
 # retriever that are not in _SERVER_KEYS.
 _TASK_KEYS = ("seed", "data")
-# Keys of the retriever that decide how its server runs, but not which passages and index it has.
+# Keys of the retriever that change neither its passages nor the content of its index.
 _SERVER_KEYS = ("urls", "key_file", "patience_s", "threads", "shards", "device", "python")
 # Keys that a cold start depends on, in addition to the agents.
 _COLD_START_KEYS = (
