@@ -117,6 +117,7 @@ def _expected_identity(suite: Suite, config: RunConfig, new_tasks: dict[str, str
         del inputs[CODE_KEY]
     passages_digest = _digest_of_edited_passages(config)
     if passages_digest:
+        # The digest of the index to build is not known, but it is not that of the present index.
         inputs[INDEX_KEY] = passages_digest
 
     return Identity(
