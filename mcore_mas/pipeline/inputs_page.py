@@ -32,8 +32,10 @@ def report_inputs(
         AcquireError: the user has to put inputs in place.
     """
     if by_hand:
+        missing = "; ".join(line.strip() for line in by_hand)
         raise AcquireError(
-            f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}"
+            "all other inputs are in place; put these in place by hand, and start the command again: "
+            f"{missing}"
         )
     contents = [read_json(path) for path in receipts]
     page = render_page(

@@ -416,6 +416,14 @@ def test_the_report_lists_leaks_between_splits(
     ]
 
 
+def test_inputs_that_no_hub_has_are_named_when_all_others_are_in_place(tmp_path: Path) -> None:
+    page = tmp_path / "inputs.md"
+    message = "put these in place by hand, and start the command again: data/a: of x; data/b: of y$"
+    with pytest.raises(AcquireError, match=message):
+        report_inputs([], {}, page, by_hand=["  data/a: of x", "  data/b: of y"])
+    assert not page.exists()
+
+
 @pytest.mark.slow
 def test_every_published_input_has_a_source() -> None:
     sources = load_sources()
