@@ -170,5 +170,5 @@ def check_writable(results: Path) -> None:
     except OSError as error:
         raise SuiteError(
             f"results folder '{results}': {folder} is not a folder that can be written; "
-            "free it, or name another one under `results:` in the suite file"
+            "make it writable, or name another one under `results:` in the suite file"
         ) from error

@@ -78,7 +78,9 @@ def collecting_problems(problems: list[str]) -> Iterator[None]:
     except (FolderError, MetricsError, RecordError) as error:
         problems.append(str(error))
     except OSError as error:
-        problems.append(f"{error.filename}: cannot be read ({error.strerror}); check its rights")
+        problems.append(
+            f"{error.filename}: cannot be read ({error.strerror}); check its permissions"
+        )
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
