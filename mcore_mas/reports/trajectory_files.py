@@ -44,4 +44,7 @@ def read_run_tasks(file: Path) -> list[Task]:
         if (folder / "tasks").is_dir():
             paths = sorted((folder / "tasks").glob("*.parquet"))
             return [task for path in paths for task in read_tasks(path)]
-    raise RecordError(f"{file}: in no run's folder, where the tasks to draw are under tasks/")
+    raise RecordError(
+        f"{file}: lies in no run's folder, so the tasks to draw are not known; name a file in the "
+        "folder where the run wrote it"
+    )
