@@ -164,7 +164,7 @@ def _check_table(path: Path, members: Mapping[str, bytes], folder: Path) -> str:
     """Recompute the table in a temporary folder and compare it; return a summary."""
     for name, content in members.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise BundleError(f"{path}, {name}: names a file outside")
+            raise BundleError(f"{path}, {name}: leads out of the bundle's folder")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 

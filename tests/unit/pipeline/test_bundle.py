@@ -253,6 +253,23 @@ def test_an_invalid_description_is_refused_in_one_line(description: bytes, tmp_p
         verify_bundle(tmp_path / "b.zip")
 
 
+def write_described(path: Path, members: dict[str, bytes]) -> None:
+    """Write a zip file of these members with a description that has their digests and sizes."""
+    files = [
+        {
+            "@id": name,
+            "@type": "File",
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "contentSize": str(len(content)),
+        }
+        for name, content in members.items()
+    ]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(METADATA, json.dumps({"@graph": files}))
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+
+
 @pytest.mark.parametrize(
     "members",
     [
@@ -267,20 +284,15 @@ def test_an_invalid_description_is_refused_in_one_line(description: bytes, tmp_p
 def test_malicious_members_are_refused_in_one_line(
     members: dict[str, bytes], tmp_path: Path
 ) -> None:
-    files = [
-        {
-            "@id": name,
-            "@type": "File",
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "contentSize": str(len(content)),
-        }
-        for name, content in members.items()
-    ]
-    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
-        archive.writestr(METADATA, json.dumps({"@graph": files}))
-        for name, content in members.items():
-            archive.writestr(zipfile.ZipInfo(name), content)
+    write_described(tmp_path / "b.zip", members)
     with pytest.raises(BundleError, match=DAMAGED):
+        verify_bundle(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize("name", ["../made.json", "/tmp/made.json", "runs/../../made.json"])
+def test_a_member_outside_of_the_bundle_is_refused(name: str, tmp_path: Path) -> None:
+    write_described(tmp_path / "b.zip", {name: b"{}"})
+    with pytest.raises(BundleError, match=f"{name}: leads out of the bundle's folder"):
         verify_bundle(tmp_path / "b.zip")
 
 
