@@ -289,13 +289,7 @@ class GatewaySession:
         self, request: ChatRequest, agent: Agent, match: _Match, call: GatewayCall
     ) -> ChatReply:
         """Ask the agent for a reply, and score and store the reply."""
-        known_reply = match.reply
-        if known_reply is None or known_reply.has_successor:  # a new chat, or a branch of one
-            chat_id = self.team.new_chat_id(agent.name)
-        else:
-            chat_id = known_reply.chat.id
-        if known_reply is not None:
-            known_reply.has_successor = True
+        chat_id = self._next_chat_id(agent, match.reply)
 
         def update_call(raw: str, tool_format: ToolFormat) -> bool:
             call_marks = CALL_MARKS[tool_format] if request.tools else ()
@@ -335,10 +329,20 @@ class GatewaySession:
             answered = replace(request, messages=conversation)
             digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
             reply_format = request.reply_format
-            if reply_format is None and known_reply is not None:
-                reply_format = known_reply.reply_format
+            if reply_format is None and match.reply is not None:
+                reply_format = match.reply.reply_format
             self._known_replies[digests[-1]] = _KnownReply(chat, reply_format)
         return reply
+
+    def _next_chat_id(self, agent: Agent, known_reply: _KnownReply | None) -> str:
+        """Return the id of the chat that continues from a reply.
+
+        Further chats that continue from the same reply are branches, and each has a new id.
+        """
+        if known_reply is None or known_reply.has_successor:
+            return self.team.new_chat_id(agent.name)
+        known_reply.has_successor = True
+        return known_reply.chat.id
 
     def _scores(self, request: ChatRequest, reply: ChatReply, agent: Agent) -> dict[str, float]:
         """Return the scores of a reply's turn.

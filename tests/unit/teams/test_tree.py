@@ -134,9 +134,9 @@ async def pair(task, team, env):
         return (await env.step(reply.text)).observation
 
     async def nested(name, depth):
-        return await (
-            asyncio.gather(nested(name, depth - 1)) if depth else asyncio.wait_for(strand(name), 60)
-        )
+        if depth:
+            return await asyncio.gather(nested(name, depth - 1))
+        return await asyncio.wait_for(strand(name), 60)
 
     observations = await asyncio.gather(strand("a"), nested("b", 3))
     reply = await team.act("a", said=str(observations))
