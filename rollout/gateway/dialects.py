@@ -326,7 +326,7 @@ def result_text(content: Content, unheeded: list[str]) -> str:
 
     Args:
         content: the result.
-        unheeded: list to which the types of these parts are added.
+        unheeded: list to which `result.TYPE` is added for each of these parts.
     """
     if not isinstance(content, list):
         return content or ""

@@ -198,6 +198,7 @@ class GatewaySession:
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
         agent = self.agent(request.model)
+        request = replace(request, messages=order_tool_results(request.messages))
         match = await off_loop_if_long(self._match, agent.name, request)
         chat_id = match.reply.chat.id if match.reply is not None else ""
         chat, new_messages = self._open_chat(request, agent, match, chat_id)

@@ -71,3 +71,44 @@ def test_a_count_equals_the_calls_prompt_tokens_and_changes_nothing(tmp_path: Pa
             assert named.json()["input_tokens"] > 0
 
     asyncio.run(run())
+
+
+def test_the_order_of_tool_results_does_not_change_a_count(tmp_path: Path) -> None:
+    """A conversation whose results stand in another order continues from its latest reply."""
+    thought = "<think>\nhm\n</think>\n\n"
+    tool_call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    replies = [f"{thought}{tool_call}{tool_call}", f"{thought}  42", "Yes."]
+    team, _ = scripted_team(tmp_path, lambda prompt, n: replies[n])
+
+    async def run() -> None:
+        async with (
+            open_session(team) as (url, key, team_session, _),
+            httpx.AsyncClient(
+                base_url=url, headers={"x-api-key": key}, trust_env=False, timeout=60
+            ) as api,
+        ):
+            chat: list[Any] = [{"role": "user", "content": "40 + 2?"}]
+            call = {"model": "a", "messages": chat, "tools": [TOOL], "max_tokens": 900}
+
+            async def reply_blocks() -> list[dict[str, Any]]:
+                """Return the blocks of the next reply, whose prompt must be as long as its count."""
+                counted = (await api.post("/v1/messages/count_tokens", json=call)).json()
+                reply = (await api.post("/v1/messages", json=call)).json()
+                assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
+                chat.append({"role": "assistant", "content": reply["content"]})
+                return list(reply["content"])
+
+            blocks = await reply_blocks()
+            ids = [block["id"] for block in blocks if block["type"] == "tool_use"]
+            results = [
+                {"type": "tool_result", "tool_use_id": call_id, "content": call_id}
+                for call_id in reversed(ids)
+            ]
+            chat.append({"role": "user", "content": results})
+            await reply_blocks()
+            chat.append({"role": "user", "content": "sure?"})
+            await reply_blocks()
+            assert {turn.chat for turn in team_session.turns} == {"a/0"}
+            assert not any("root" in turn.scores for turn in team_session.turns)
+
+    asyncio.run(run())
