@@ -49,8 +49,8 @@ class Runner(ABC):
             files: files of the working folder, by relative path.
 
         Raises:
-            SandboxError: the sandbox failed, and did so again when the run was repeated; nothing is
-                known about the program.
+            SandboxError: the sandbox failed, and so did any repetition of the run; nothing is known
+                about the program.
             ValueError: the path of a file leads out of the folder.
         """
         program = Program(
