@@ -199,7 +199,8 @@ def _draw_panel(
         number = runs.index(run)
         colour = _COLOURS[number % len(_COLOURS)]
         line = values
-        # Validations have values in some steps only, and no running mean.
+        # A metric with a value in every step gets a running mean. Other metrics are of validations,
+        # whose means over several steps would be of no use; they get a line at the value before training.
         has_all_steps = len(values) == 1 + values.index[-1] - values.index[0]
         if has_all_steps:
             axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
