@@ -26,6 +26,14 @@ def setting_hint(option: str) -> str:
     return f"; a setting of a run has no dashes: `mcore-mas run SUITE {settings}`"
 
 
+def setting_names() -> set[str]:
+    """Return the names of the settings in the sections of a run, such as `steps`."""
+    from mcore_mas.config.run import RunConfig
+    from rollout.base.error_lines import section_keys
+
+    return section_keys(RunConfig)
+
+
 def run_names() -> list[str]:
     """Return the names of the runs in results/ of the current folder."""
     return [file.parent.name for file in sorted(Path("results").glob("*/config.yaml"))]

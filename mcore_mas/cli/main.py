@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="An error is one line and a non-zero exit status; --debug adds the traceback.",
+    epilog="An error is one line and a non-zero exit status.",
 )
 for commands in (
     pipeline_commands,
@@ -54,6 +54,9 @@ def options(
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
+    ] = False,
+    debug: Annotated[  # `main` reads it, at any place of the command
+        bool, typer.Option("--debug", help="Add the traceback to the line of an error.")
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""

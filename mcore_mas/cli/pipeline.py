@@ -20,7 +20,12 @@ PIPELINE_PANEL = "Train and evaluate"
     rich_help_panel=PIPELINE_PANEL,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
-def run_suite(context: typer.Context, suite: SuiteName, config_dir: ConfigDir = None) -> None:
+def run_suite(
+    context: typer.Context,
+    suite: SuiteName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+) -> None:
     """Run the pipeline on a suite, or on one experiment.
 
     Your own experiments and teams are read from the folder configs/ next to the suite file, or, if
@@ -30,7 +35,8 @@ def run_suite(context: typer.Context, suite: SuiteName, config_dir: ConfigDir = 
     """
     from mcore_mas.cli.suite_command import snakemake_command
 
-    command = snakemake_command(suite, context.args, config_dir)
+    # Arguments of Snakemake are not known here, so that they are among the overrides.
+    command = snakemake_command(suite, [*(overrides or []), *context.args], config_dir)
     os.execv(command[0], command)  # noqa: S606
 
 

@@ -5,11 +5,12 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.cli.arguments import UsageError, setting_hint
+from mcore_mas.cli.arguments import UsageError, setting_hint, setting_names
 from mcore_mas.pipeline.suite import suite_values
 from mcore_mas.pipeline.suite_file import SNAKEFILE
 from rollout.base.text import nearest_hint
@@ -103,13 +104,24 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             all_options: list[str] = []
             for action in parser._actions:
                 all_options += action.option_strings
-            hints = "".join(nearest_hint(option, all_options) for option in options)
+            hints = "".join(_nearest_hint(option, all_options) for option in options)
         raise UsageError(
             f"unrecognized arguments: {' '.join(options)}{hints}; `mcore-mas run --help` and "
             "`snakemake --help` list the options"
         )
     if "=" in arguments:
         raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
+
+
+def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
+    """Return the options of Snakemake, or the setting of a run, that an unknown option resembles."""
+    settings = setting_names()
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    known = {known.lstrip("-").replace("-", "_") for known in all_options}
+    nearest = get_close_matches(name, [*known, *settings], n=1)
+    if nearest and nearest[0] in settings:
+        return setting_hint(nearest[0])
+    return nearest_hint(option, all_options)
 
 
 def _setting_hints(options: Sequence[str]) -> str:

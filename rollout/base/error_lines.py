@@ -190,6 +190,16 @@ def dotted_keys(name: str, model: type[BaseModel]) -> list[str]:
     return list(_keys_named(name, model)) or list(_keys_named(KEY_SYNONYMS.get(name, ""), model))
 
 
+def section_keys(model: type[BaseModel]) -> set[str]:
+    """Return the names of the keys in the sections of a model, such as `lr` and `steps`."""
+    return {
+        name
+        for annotation in _field_types(model).values()
+        for section in _sections_in(annotation)
+        for name in _field_types(section)
+    }
+
+
 def _keys_named(name: str, model: type[BaseModel]) -> Iterator[str]:
     for key, annotation in _field_types(model).items():
         for section in _sections_in(annotation):

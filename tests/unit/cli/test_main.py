@@ -110,6 +110,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "run demo_math trainer.steps = 3",
             "no target '='; write an override as KEY=VALUE, without spaces",
         ),
+        (
+            "run demo_math --step 3",
+            "unrecognized arguments: --step; a setting of a run has no dashes: `mcore-mas run SUITE "
+            "trainer.steps=...`; `mcore-mas run --help`",
+        ),
+        (
+            "run demo_math --dry-rn",
+            "unrecognized arguments: --dry-rn; nearest: --dry-run, --dryrun; ",
+        ),
         ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
         ("ui --store sqlite:///{missing}", "missing: no such file; no run has been tracked yet"),
         (
