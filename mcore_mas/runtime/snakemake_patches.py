@@ -1,13 +1,17 @@
 """Patches of Snakemake (9.27.1) and its executors for Slurm (2.8.0, jobstep 0.6.1).
 
 `quote_interpreter` lets jobs start whatever the path of the Python is, `show_requests` lets dry runs
-show what each job asks for, and `report_silent_failures` lets Snakemake report every failed job.
+show what each job asks for, `report_silent_failures` lets Snakemake report every failed job, and
+`hide_job_errors` leaves the last word on failed jobs to the pipeline's last lines.
 """
 
+import logging
 import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+_SOME_JOB_FAILED = "At least one job did not complete successfully."
 
 _EXECUTOR_MODULES = (
     "snakemake.executors.local",
@@ -93,6 +97,32 @@ def describe_request(resources: Mapping[str, Any]) -> str:
 
 def _duration(minutes: int) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:g} h"
+
+
+def hide_job_errors() -> None:
+    """Keep Snakemake's blocks about failed jobs out of the terminal.
+
+    They stay with `--verbose`, and with `--show-failed-logs`, which prints logs in them.
+    They name a process that exited with status 1. The last lines of the pipeline name the causes
+    (see `pipeline_messages`), which they read in Snakemake's log file, where the blocks stay.
+    """
+    from snakemake.logging import ColorizingTextHandler, logger
+
+    if logger.level <= logging.DEBUG:
+        return
+    for handler in logger.handlers:
+        shows_logs = getattr(handler.formatter, "show_failed_logs", False)
+        if isinstance(handler, ColorizingTextHandler) and not shows_logs:
+            handler.addFilter(_describes_no_failed_job)
+
+
+def _describes_no_failed_job(record: logging.LogRecord) -> bool:
+    """Return True unless a record of Snakemake's logger only says that a job has failed."""
+    event = getattr(record, "event", None)
+    if event in ("job_error", "group_error"):
+        return False
+    text = record.getMessage()
+    return "CalledProcessError in file" not in text and _SOME_JOB_FAILED not in text
 
 
 def report_silent_failures() -> None:

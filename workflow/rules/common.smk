@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_mas.runtime.pipeline_messages import failure_message, success_message
 from mcore_mas.runtime.slurm import largest_node_mb
 from mcore_mas.runtime.snakemake_patches import (
+    hide_job_errors,
     quote_interpreter,
     report_silent_failures,
     show_requests,
@@ -78,6 +79,7 @@ if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)
 
 quote_interpreter()
+hide_job_errors()
 show_requests()
 report_silent_failures()
 STARTED = time.time()

@@ -1,15 +1,23 @@
 """Snakemake's shell commands have the path of its Python in quotes, once."""
 
+import logging
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import pytest
 import snakemake_executor_plugin_slurm_jobstep as jobstep
 from snakemake.executors import local
+from snakemake.logging import ColorizingTextHandler, DefaultFormatter, logger
 from snakemake.script import PythonScript
+from snakemake_interface_logger_plugins.common import LogEvent
 
-from mcore_mas.runtime.snakemake_patches import describe_request, quote_interpreter
+from mcore_mas.runtime.snakemake_patches import (
+    describe_request,
+    hide_job_errors,
+    quote_interpreter,
+)
 
 PATH = "/home/me/it's two wörds/.venv/bin/python"
 QUOTED = """'/home/me/it'"'"'s two wörds/.venv/bin/python'"""
@@ -65,3 +73,21 @@ def test_the_path_is_quoted_in_scripts_and_jobs(commands: list[str]) -> None:
 )
 def test_a_request_in_words(resources: dict[str, Any], text: str) -> None:
     assert describe_request(resources) == text
+
+
+@pytest.mark.parametrize("shows_logs", [False, True])
+def test_blocks_about_failed_jobs_are_shown_only_with_their_logs(
+    monkeypatch: pytest.MonkeyPatch, shows_logs: bool
+) -> None:
+    terminal = StringIO()
+    handler = ColorizingTextHandler(nocolor=True, stream=terminal)
+    handler.setFormatter(DefaultFormatter(quiet=set(), show_failed_logs=shows_logs))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    hide_job_errors()
+    error = {"event": LogEvent.ERROR, "exception": "WorkflowError"}
+    logger.error("WorkflowError:\nAt least one job did not complete successfully.", extra=error)
+    logger.error("RuleException:\nCalledProcessError in file a.smk, line 3:\n...", extra=error)
+    assert (terminal.getvalue() != "") is shows_logs
+    logger.error("WorkflowError:\nNo such target.", extra=error)
+    assert "No such target." in terminal.getvalue()
