@@ -147,10 +147,14 @@ class Checkpoints:
         checkpoint, refused = _find_newest(self._folder, self.identity)
         if checkpoint is None and refused:
             folder, problem = refused[0]
-            others = f" (and {len(refused) - 1} older)" if len(refused) > 1 else ""
+            others = "there is no older one"
+            if len(refused) == 2:
+                others = "nor does the older one fit this run"
+            elif len(refused) > 2:
+                others = f"nor do the {len(refused) - 1} older ones fit this run"
             raise CheckpointError(
-                f"{folder}: {problem}; no checkpoint can be used{others}: bring a good one back, or move "
-                f"{self._folder} away to start from step 0"
+                f"{folder}: {problem}; {others}; put a checkpoint back that fits, or move "
+                f"{self._folder} away to start over"
             )
         if checkpoint is None:
             return None

@@ -316,8 +316,8 @@ def test_a_run_whose_checkpoints_are_all_refused_does_not_start_over(
     with pytest.raises(CheckpointError) as refusal:
         open_(tmp_path, **identity).newest(silent)
     assert str(refusal.value) == (
-        f"{step_folder(tmp_path, 2)}: {reason}; no checkpoint can be used (and 1 older): bring a "
-        f"good one back, or move {tmp_path} away to start from step 0"
+        f"{step_folder(tmp_path, 2)}: {reason}; nor does the older one fit this run; put a "
+        f"checkpoint back that fits, or move {tmp_path} away to start over"
     )
     assert names(tmp_path) == before
 

@@ -31,7 +31,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
     assert str(refused.value).startswith(
         f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says '
         '"grpo"; seed=1, and the config says 2; fork it with --adopt (trainer.resume=changed), or '
-        "name the run anew; no checkpoint can be"
+        "name the run anew; there is no older one; put a checkpoint back that fits, or move"
     )
     message = r"trained with seed=1, and the config says \(default\); fork it"
     with pytest.raises(CheckpointError, match=message):
