@@ -18,7 +18,7 @@ from mcore_mas.credit.assign import (
     filter_samples,
 )
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
-from mcore_mas.equations.turns import GroupStatistics
+from mcore_mas.equations.turns import Grouping, GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
 from rollout.base.error_lines import error_line
 from rollout.records.files import read_trajectories
@@ -132,12 +132,20 @@ def _print_task(
     console.print(plain_text(f"\ntask {task}   {name}{shown_options}", style="bold"))
     groups = applied.advantages.groups
     for label, statistics in groups.items():
-        peers = ", ".join(statistics.grouping.peer_columns)
-        vote = ", ".join(statistics.grouping.vote_columns)
-        text = f"{label}: turns alike in {peers}; one vote per {vote}"
+        text = f"{label}: {_describe_grouping(statistics.grouping)}"
         console.print(plain_text(text, style="italic"))
         console.print(_groups_table(statistics, compared, rows))
     console.print(_turns_table(groups, compared, trained_rows))
+
+
+def _describe_grouping(grouping: Grouping) -> str:
+    """Return which turns an estimator compares with each other, and what has one vote among them."""
+    *first_columns, last_column = grouping.peer_columns
+    peers = f"{', '.join(first_columns)} and {last_column}" if first_columns else last_column
+    voter = ", ".join(grouping.vote_columns)
+    if set(grouping.vote_columns) == {"trajectory", "node", "turn"}:
+        voter = "turn"
+    return f"compares turns of the same {peers}; each {voter} has one vote"
 
 
 def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:

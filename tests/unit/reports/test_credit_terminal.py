@@ -46,7 +46,7 @@ def printed_lines(file: Path, estimator: str | None, **options: object) -> list[
 
 def test_drmas_shows_an_agents_votes_mean_and_deviation(file: Path) -> None:
     lines = printed_lines(file, "drmas", eps=1e-9)
-    assert "peers: turns alike in task, agent; one vote per trajectory, node, turn" in lines
+    assert "peers: compares turns of the same task and agent; each turn has one vote" in lines
     assert "agent verifier │ 5, 5, 5, 4 │ 4 │ 4.75 │ 0.5" in lines
     assert "agent solver │ 1, 0 │ 2 │ 0.5 │ 0.7071" in lines
     assert "0 │ │ 1 │ verifier │ 5 │ 5 │ +0.5000" in lines
@@ -63,8 +63,8 @@ def test_grpo_shows_the_vote_of_each_turn(file: Path) -> None:
 
 def test_two_statistics_are_two_tables(file: Path) -> None:
     lines = printed_lines(file, "grpo", std="agent")
-    assert "mean: turns alike in task; one vote per trajectory" in lines
-    assert "std: turns alike in task, agent; one vote per trajectory, node, turn" in lines
+    assert "mean: compares turns of the same task; each trajectory has one vote" in lines
+    assert "std: compares turns of the same task and agent; each turn has one vote" in lines
 
 
 def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> None:
@@ -192,7 +192,9 @@ def test_c3_shows_what_each_alternative_earned_and_what_was_sampled_for_it(tmp_p
     path = tmp_path / "step_000000.parquet"
     write_trajectories(path, [replayed])
     lines = printed_lines(path, "c3")
-    assert "replies: turns alike in trajectory, turn; one vote per trajectory, node, turn" in lines
+    assert (
+        "replies: compares turns of the same trajectory and turn; each turn has one vote" in lines
+    )
     assert "trajectory 0/t/0, turn 0 │ 3, 7, 5 │ 3 │ 5 │ 2" in lines
     assert "0 │ │ 0 │ solver │ 3 │ 3 │ -3.0000 │" in lines
     assert "0 │ 1 │ 0 │ solver │ 7 │ 7 │ +3.0000 │ 2 sampled, 1 repeated" in lines
