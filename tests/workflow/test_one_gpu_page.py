@@ -84,6 +84,28 @@ def test_the_plan_is_the_one_that_the_page_shows(project: Path) -> None:
     assert result.output == output
 
 
+def test_the_seconds_of_a_step_follow_from_the_measured_speed() -> None:
+    """The page's estimate has the tokens of its plan, and the tokens/s of docs/gpu.md."""
+    measured = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    speeds = {}
+    for row in re.findall(
+        r"^\| ([\w.]+b) \| (\w+) \| groups \| .* \| (\d+) \|$", measured, re.MULTILINE
+    ):
+        model, recompute, tokens_per_s = row
+        speeds[model, recompute] = int(tokens_per_s)
+    section = PAGE.partition("## How long a step takes")[2].partition("\n## ")[0]
+    for case in (("0.5b", "none"), ("1.7b", "none"), ("4b", "full")):
+        assert f"{speeds[case]:,}" in section
+
+    (tokens,) = re.findall(r"a step trains ([\d.]+) M tokens", PAGE)
+    assert f"has {tokens} M tokens" in section
+    seconds = {model: float(tokens) * 1e6 / speeds[model, "none"] for model in ("0.5b", "1.7b")}
+    assert (
+        f"updates take {seconds['0.5b']:.0f} s; Qwen3-1.7B would take {seconds['1.7b']:.0f} s"
+        in (" ".join(section.split()))
+    )
+
+
 def test_the_suite_of_qwen3_trains_without_thinking(project: Path) -> None:
     config = load_suite("one_gpu_qwen3.yaml").run_config("one_gpu_qwen3")
     assert set(config.policies) == {"solver", "verifier"}
