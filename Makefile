@@ -34,6 +34,7 @@ setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) mcore_mas/runtime/project_path.py
+	@echo "installing packages into $(VENV); this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 ifneq ($(strip $(GPUS)),)
 	PATH="$(abspath $(BIN)):$$PATH" bash environment.post-deploy.sh
