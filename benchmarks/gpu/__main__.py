@@ -35,7 +35,7 @@ _SHOWN_ERROR_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Part of the kit: its deadline in seconds, and the command that prints its result lines."""
+    """Part of the kit: the seconds that it may take, and the command that prints its result lines."""
 
     seconds: float
     command: tuple[str, ...]
@@ -126,8 +126,8 @@ def run(
         if remaining < 1:
             note(out, {"section": name, "skipped": f"the budget of {budget:g} s is spent"})
             continue
-        deadline = min(section.seconds, remaining)
-        for line in lines_of((*section.command, *options), deadline):
+        timeout_s = min(section.seconds, remaining)
+        for line in lines_of((*section.command, *options), timeout_s):
             note(out, {"section": name, **line})
             if "failed" in line or line.get("ok") is False:
                 case = " ".join(str(line[key]) for key in _CASE_KEYS if key in line)
@@ -138,8 +138,11 @@ def run(
     return wrong
 
 
-def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects that a program prints, and a last one with its failure if it fails or is late."""
+def lines_of(command: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects that a program prints.
+
+    If it fails, or is killed because it has not ended in time, the last one has the reason as `failed`.
+    """
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -157,7 +160,7 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
         is_late.set()
         end_group(child)
 
-    timer = threading.Timer(deadline, end_late_child)
+    timer = threading.Timer(timeout_s, end_late_child)
     error_reader.start()
     timer.start()
     try:
@@ -173,7 +176,7 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
         child.wait()
     error_reader.join(5)
     if is_late.is_set():
-        yield {"failed": f"not done after {deadline:.0f} s"}
+        yield {"failed": f"not done after {timeout_s:.0f} s"}
     elif child.returncode:
         messages = [line.strip() for line in error_lines if line.strip()]
         message = messages[-1] if messages else f"exit status {child.returncode}"

@@ -102,8 +102,9 @@ class TrainerGroup:
                 updates so far.
 
         Returns:
-            The trainer's metrics, the seconds of all devices as `device_s`, and the floating-point
-            operations that they could do in this time as `peak_flops`, if their peak is known.
+            The trainer's metrics, `device_s` (the update's seconds times the number of ranks), and
+            `peak_flops` (the floating-point operations that all ranks could do in this time), if
+            their peak is known.
         """
         shared = share_microbatches(microbatches)
         results = await self._ranks.call(self.policy, "update", shared, position)

@@ -182,6 +182,8 @@ class AsyncRollouts:
 
             was_last = resumed.complete and number == resumed.count
             is_last = was_last or len(trained_tasks) == tasks_per_step
+            # The next batch is drawn before this one is written, because the file says whether the
+            # step has further batches.
             tasks = None if is_last else next(task_batches, None)
             is_complete = tasks is None
             # The file has a resumed batch already, but perhaps not that the step ends with it.

@@ -39,14 +39,14 @@ class Colocation:
         self._engines = engines
         self._offloaded = offloaded
         self._sleeps = sleeps
-        self._one_by_one = asyncio.Lock() if one_by_one else None
+        self._update_lock = asyncio.Lock() if one_by_one else None
 
     def learning(self) -> AbstractAsyncContextManager[object]:
         """Return a context manager for a policy's update and weight sync.
 
-        With `one_by_one`, it is a lock, so that one policy is updated at a time.
+        With `one_by_one`, it is a lock, so that only one policy is updated at a time.
         """
-        return self._one_by_one or nullcontext()
+        return self._update_lock or nullcontext()
 
     @asynccontextmanager
     async def rollout(self, trained: Sequence[str] = ()) -> AsyncIterator[None]:
@@ -69,7 +69,9 @@ class Colocation:
         else:
             await self._free_engine_memory(trained)
         finally:
-            if self._one_by_one is None:
+            # Trainers that take turns load themselves when they are called.
+            takes_turns = self._update_lock is not None
+            if not takes_turns:
                 await asyncio.gather(*(group.wake() for group in self._offloaded))
 
     async def _free_engine_memory(self, trained: Sequence[str]) -> None:

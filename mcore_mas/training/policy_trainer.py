@@ -79,6 +79,7 @@ class PolicyTrainer:
         self._group = group
         self._critic = critic
         self._loss_weights = config.trained_agents(policy)
+        # Number of turns per task to which an agent's turns are aligned; None: they are not.
         self._turns_per_task = {name: config.advantage_of(name).align for name in config.agents}
         self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
