@@ -49,6 +49,7 @@ def identity_of(config: RunConfig) -> Identity:
     The recipe includes a digest of the training tasks.
 
     Raises:
+        ModelError: the config of a model cannot be read.
         RecordError: the tasks cannot be read.
     """
     recipe = recipe_of(config)
