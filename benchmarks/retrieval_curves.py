@@ -96,6 +96,7 @@ class Data:
             self.vectors[start : start + len(ids)] = mean_vectors(ids, embeddings)
             self.words[start : start + len(ids)] = ids
             if start == 0:
+                # More are drawn than used, so that the data stay those of earlier measurements.
                 self.sources = random.choice(len(ids), 512)[:QUERIES]
         source_words = np.stack([random.permutation(row)[:5] for row in self.words[self.sources]])
         other_word = random.integers(0, len(embeddings), (QUERIES, 1))

@@ -84,7 +84,9 @@ class TrainingSession:
 
 
 async def step(session: TrainingSession, number: int) -> StepMetrics:
-    """Take one training step: roll out, score, assign credit, update every policy, sync its weights.
+    """Take one training step: roll out, score, assign credit, update policies, sync their weights.
+
+    With `trainer.alternate`, one policy is updated; otherwise all trained policies are.
 
     Raises:
         Abandoned: the run was told to stop during the rollout.
