@@ -133,7 +133,7 @@ def verify_bundle(path: Path) -> str:
 
 
 def _read_members(path: Path) -> dict[str, bytes]:
-    """Return all files of a bundle except its description, after checking their digests."""
+    """Return all files of a bundle except its description, after checking digests and sizes."""
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size = sum(info.file_size for info in archive.infolist())
         if size > _MAX_BYTES:
@@ -153,9 +153,14 @@ def _read_members(path: Path) -> dict[str, bytes]:
     for name, content in members.items():
         digest = hashlib.sha256(content).hexdigest()
         entity = described[name]
-        if digest != entity.get("sha256") or str(len(content)) != entity.get("contentSize"):
+        if digest != entity.get("sha256"):
             raise BundleError(
                 f"{path}, {name}: sha256 is {digest}, and {METADATA} says {entity.get('sha256')}"
+            )
+        if str(len(content)) != entity.get("contentSize"):
+            raise BundleError(
+                f"{path}, {name}: has {len(content)} bytes, and {METADATA} says "
+                f"{entity.get('contentSize')}"
             )
     return members
 

@@ -212,6 +212,7 @@ DEBATE = "runs/marti_debate_ttrl/evaluation/trained.json"
         ),
         ("table.md", b"50.0", b"66.7", True, r"table.md, line \d+: its scores give"),
         ("inputs.json", b'"bytes": 4', b'"bytes": 5', False, "inputs.json: sha256 is"),
+        (METADATA, b'"contentSize": "', b'"contentSize": "9', False, "has .* bytes, and .* says 9"),
     ],
 )
 def test_a_changed_member_is_named_with_its_difference(
