@@ -51,9 +51,9 @@ _MEDIA_TYPES = {
     ".txt": "text/plain",
     ".yaml": "application/yaml",
 }
-# Time stamp of every member, so that bundles with equal contents are equal files.
+# Time stamp of every member. The time at which a bundle was made is in its description.
 _MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
-# Limit for the size of all members unpacked, several times the size of the largest table.
+# Limit for the size of all members unpacked, several times that of the bundle of the largest table.
 _MAX_BYTES = 4 << 30
 _SHIPPED_FOLDERS = ("configs", "workflow")  # folders beside the packages whose files are code too
 _CODE_SUFFIXES = (".py", ".yaml", ".smk", ".json")
