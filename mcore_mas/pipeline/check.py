@@ -39,7 +39,8 @@ from rollout.records.trajectory import Task
 from rollout.tasks.hub_datasets import dataset_files, missing_data_hint
 from rollout.tasks.splits import SPLITS
 
-# Data files up to this size are read by the check; larger ones are read when the tasks are made.
+# The check reads the data files of a run if they have less than this in total; larger ones are read
+# when the tasks are made.
 _MAX_CHECKED_BYTES = 2**24
 
 _COMPARING_ENVS = ("math", "search")  # their reward compares the reply with the task's answers
@@ -258,7 +259,7 @@ def _task_problems(
 def _all_tasks_are_cheap(suite: Suite, data: DataConfig) -> bool:
     """Return True if the check can make all tasks: they are from small files or the user's code."""
     if data.generator:
-        if ":" not in data.generator:
+        if ":" not in data.generator:  # a shipped generator, which is no import path
             return False
     elif suite.scale != "paper" or not all(path.is_file() for path in data.paths):
         return False
