@@ -35,8 +35,8 @@ def _write_out_controls(value: Any) -> Any:
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    # Markdown and JSON pages quote this repository only.
-    autoescape=select_autoescape(disabled_extensions=("md.jinja", "json.jinja"), default=True),
+    # Markdown pages have names, numbers and reasons, and no text of models.
+    autoescape=select_autoescape(disabled_extensions=("md.jinja",), default=True),
     finalize=_write_out_controls,
     undefined=StrictUndefined,
     trim_blocks=True,
