@@ -43,7 +43,8 @@ def print_credit(
     Args:
         file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
         name: name of the estimator; None: those in the config of the file's run, after its filter.
-        options: options of the estimator; without a name, they replace those of the config.
+        options: options of the estimator; without a name, they take precedence over those of the
+            config.
         task: print only this task's turns.
         limit: number of tasks to print without `task`.
         console: console to print to.
