@@ -112,13 +112,12 @@ def estimate_trainers(
         models: architecture of every policy.
         fused: False if the trainers compute on CPUs.
     """
-    return {
-        (policy, part): estimate_trainer_memory(
-            models[policy], layout_of(config.policies[policy]), settings
-        )
-        for policy in config.trained
-        for part, settings in trainer_settings(config, policy, fused=fused).items()
-    }
+    trainers: dict[GroupKey, TrainerMemory] = {}
+    for policy in config.trained:
+        layout = layout_of(config.policies[policy])
+        for part, settings in trainer_settings(config, policy, fused=fused).items():
+            trainers[policy, part] = estimate_trainer_memory(models[policy], layout, settings)
+    return trainers
 
 
 def trainers_by_ranks(config: RunConfig) -> list[list[GroupKey]]:

@@ -94,10 +94,10 @@ class Adapter(torch.nn.Module):
             self.register_parameter(f"a_{name}", Parameter(a))
             self.register_parameter(f"b_{name}", Parameter(b))
 
-        if inputs_are_split:
-            split_factors, whole_factors, split_dimension = self.a, self.b, 1
-        else:
-            split_factors, whole_factors, split_dimension = self.b, self.a, 0
+        # Split inputs are columns of A, and split outputs are rows of B.
+        split_factors = self.a if inputs_are_split else self.b
+        whole_factors = self.b if inputs_are_split else self.a
+        split_dimension = 1 if inputs_are_split else 0
         # Megatron takes a shard without a mark for a duplicate, and leaves it out of the
         # gradient norm.
         for factor in split_factors.values():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from mcore_mas.megatron.device import rank_device
 from mcore_mas.megatron.host_memory import BlockMemory, flat_storages
@@ -81,11 +82,9 @@ class ShardedModel:
                 attach_adapters(stage, self.architecture, spec)
                 self._adapters |= adapters_by_weight(stage)
 
-        self.all_parameters = {
-            name: parameter
-            for stage in self.stages
-            for name, parameter in stage.numbered_parameters().items()
-        }
+        self.all_parameters: dict[str, Parameter] = {}
+        for stage in self.stages:
+            self.all_parameters |= stage.numbered_parameters()
         self.trained_parameters = {
             name: parameter
             for name, parameter in self.all_parameters.items()

@@ -259,12 +259,10 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
             row = "embedding.word_embeddings.weight"
         sharding, patterns = WEIGHT_MAP[row]
         layer = LAYER_NUMBER.findall(name)
-        tensors = tuple(
-            pattern.format(*layer, expert)
-            for expert in _expert_numbers(name)
-            for pattern in patterns
-        )
-        mappings.append(WeightMapping(parameter=name, sharding=sharding, tensors=tensors))
+        tensors: list[str] = []
+        for expert in _expert_numbers(name):
+            tensors += [pattern.format(*layer, expert) for pattern in patterns]
+        mappings.append(WeightMapping(parameter=name, sharding=sharding, tensors=tuple(tensors)))
     return mappings
 
 

@@ -99,12 +99,11 @@ def compare_trainers(rank: int, spec: TrainerSpec, out: Path) -> None:
     trainers = make_shared_trainers(specs)
     shared_results = train(trainers, out / "shared")
     first, *others = (trainer.model.base_parameters for trainer in trainers.values())
-    frozen_is_shared = [
-        parameter is first[name]
-        for base_parameters in others
-        for name, parameter in base_parameters.items()
-        if not parameter.requires_grad
-    ]
+    frozen_is_shared: list[bool] = []
+    for base_parameters in others:
+        for name, parameter in base_parameters.items():
+            if not parameter.requires_grad:
+                frozen_is_shared.append(parameter is first[name])
 
     restored = make_shared_trainers(specs)
     for name, trainer in restored.items():
