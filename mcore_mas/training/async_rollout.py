@@ -166,7 +166,9 @@ class AsyncRollouts:
                 new_groups = resumed.groups(tasks)
             else:
                 played = await self._collect(step, tasks, started, log)
-                new_groups = await self._allocate_rewards(step, played, earlier_batches=number - 1)
+                new_groups = await self._allocate_rewards(
+                    step, played, earlier_groups=groups, earlier_batches=number - 1
+                )
             groups += new_groups
             trajectories = all_trajectories(groups)
             problem = self._batch_problem(step, trajectories)
@@ -255,19 +257,30 @@ class AsyncRollouts:
         return groups
 
     async def _allocate_rewards(
-        self, step: int, groups: Sequence[Group], *, earlier_batches: int
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        earlier_groups: Sequence[Group],
+        earlier_batches: int,
     ) -> list[Group]:
         """Give every turn a reward.
 
+        Args:
+            step: number of the step.
+            groups: groups of the batch.
+            earlier_groups: groups of the step's earlier batches, which have rewards.
+            earlier_batches: number of the step's earlier batches.
+
         Raises:
-            TrainingError: the reward failed. The step's file then holds the trajectories, without
-                rewards, so that the user can look into them.
+            TrainingError: the reward failed. The step's file then also has the trajectories of this
+                batch, without rewards, so that the user can look into them.
         """
         allocate = build_allocator(self.config.reward, self.config.agents)
         try:
             rewarded = [allocate(group) for group in groups]
         except (Exception, SystemExit) as error:  # asyncio would end the event loop at sys.exit
-            trajectories = all_trajectories(groups)
+            trajectories = all_trajectories([*earlier_groups, *groups])
             await self._write(step, trajectories, batches=earlier_batches, complete=False)
             message = str(error) if isinstance(error, RewardError) else self._reward_failure(error)
             raise TrainingError(

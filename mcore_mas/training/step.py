@@ -125,7 +125,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     if session.validates_after(number):
         session.logbook.trace(rollouts.groups, credited)
 
-    # 4. Update every policy and sync its weights, policies side by side.
+    # 4. Update the policies and sync their weights, side by side.
     async def learn(policy: str) -> StepMetrics:
         async with session.memory.learning():
             metrics = await trainers[policy].update(batches[policy], credited, number)

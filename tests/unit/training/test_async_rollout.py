@@ -259,6 +259,18 @@ def faulty_reward(group: Group) -> Group:
     raise KeyError(group.task.id)
 
 
+# Number of groups that `pay_while_rewards_are_left` rewards.
+REWARDS_LEFT = {"groups": 0}
+
+
+def pay_while_rewards_are_left(group: Group) -> Group:
+    """Reward every turn with 1; raise an error if there are no rewards left."""
+    if not REWARDS_LEFT["groups"]:
+        raise ValueError("no reward is left")
+    REWARDS_LEFT["groups"] -= 1
+    return allocate(group, lambda trajectory: [1.0 for _ in trajectory.turns])
+
+
 async def answer_without_asking(
     task: Task, team: TeamSession, env: Env, *, max_loops: int = 1
 ) -> None:
@@ -280,6 +292,26 @@ class TestFailures:
         assert message.startswith(f"step 1: reward '{name}' raised KeyError: ")
         assert f"(test_async_rollout.py:{line}); its trajectories are in {file}" in message
         assert [t.status for t in read_trajectories(file)] == [Status.COMPLETED] * 4
+
+    def test_batches_before_that_of_an_error_of_the_reward_are_used_after_a_restart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All rewards are equal, so that the filter rejects the first batch of two groups."""
+        settings = (
+            f"reward={{name: {__name__}:{pay_while_rewards_are_left.__name__}}}",
+            "filter={name: informative, resample: 1}",
+        )
+        monkeypatch.setitem(REWARDS_LEFT, "groups", 3)
+        with pytest.raises(TrainingError, match="no reward is left"):
+            collect(make_run(tmp_path, answer_correctly, *settings))
+        file = tmp_path / "trajectories" / "step_000000.parquet"
+        assert len(read_trajectories(file)) == 8
+
+        monkeypatch.setitem(REWARDS_LEFT, "groups", 2)  # for the second batch
+        batch = collect(make_run(tmp_path, answer_correctly, *settings))
+        assert batch.batches == 2
+        rewards = [turn.reward for played in trajectories_in(batch) for turn in played.turns]
+        assert rewards == [1.0] * 8
 
     def test_a_step_whose_trajectories_all_failed_ends_the_run(self, tmp_path: Path) -> None:
         def fail(prompt: tuple[int, ...], call: int) -> bytes:
