@@ -12,7 +12,8 @@ repository   an issue, a patch of files (patches, protected_files), hidden tests
 search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)
 mcp          tool calls to MCP servers, then an answer
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
-games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards
+games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker: a
+             zero-sum game of two agents, whose strategies are measured exactly (best_response)
 tools        tools that agents call in chats (calculator, chat_tools, mcp)
 running      sandboxes in which environments run programs
 """
@@ -23,8 +24,9 @@ from rollout.environments.calculator import calculator_tools
 from rollout.environments.chat_tools import passage_tools, python_tools, search_tools
 from rollout.environments.code import CodeEnv
 from rollout.environments.data_science import DataScienceEnv
-from rollout.environments.games import GAMES
+from rollout.environments.games import GAMES, ZERO_SUM_GAMES
 from rollout.environments.games.game import game_env
+from rollout.environments.games.zero_sum import zero_sum_env
 from rollout.environments.math import MathEnv
 from rollout.environments.mcp import McpEnv, mcp_tools
 from rollout.environments.protocol import Env
@@ -45,6 +47,7 @@ ENVS: dict[str, Callable[..., Env]] = {
     "search": SearchEnv,
     "webshop": WebshopEnv,
     **{name: game_env(f"{game.__name__}Env", game) for name, game in GAMES.items()},
+    **{name: zero_sum_env(game) for name, game in ZERO_SUM_GAMES.items()},
 }
 
 # Tools of agents by name: called as (**options) for each trajectory.

@@ -48,6 +48,19 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Next decision in a game of several players.
+
+    Attributes:
+        player: agent whose turn it is.
+        observation: everything that this agent has seen, without what is hidden from it.
+    """
+
+    player: str
+    observation: str
+
+
 class AgentMistake(ValueError):
     """An agent's text cannot be used. The agent reads the message: it must not reveal truths."""
 
@@ -99,8 +112,8 @@ class PlayedEnv(Env, Protocol):
 
     Besides `step` it has the optional methods of environments; a method that the task's environment
     lacks raises EnvError. Environments have `preview` if a step has no side effects, `same` if
-    equal answers may be different texts, `files` if agents leave files for each other, and `check`
-    if agents write tests.
+    equal answers may be different texts, `files` if agents leave files for each other, `check` if
+    agents write tests, and `decision` if agents play against each other.
     """
 
     async def preview(self, action: str) -> Step:
@@ -125,6 +138,9 @@ class PlayedEnv(Env, Protocol):
             A step with the failures as observation, the run as tool call, and the metric
             `check_rate`: the share of tests that pass, 0 without any.
         """
+
+    async def decision(self) -> Decision:
+        """Return whose turn it is in a game of several players, and what this player sees."""
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
         """Return the share of an agent's tests that the task's solution passes.

@@ -9,6 +9,7 @@ chain             a generator, a verifier and a refiner, each once (MARTI)
 code_reflect      a planner, a coder and a reflector in turn, with tests in between (UnityMAS-O)
 coder_tester      a coder and a tester at the same time, until the program passes (Stronger-MAS)
 debate            agents answer, read each other's answers, answer again, and vote (MARTI)
+duel              two agents play a zero-sum game against each other
 dsbench           a data engineer, a modeler and an analyst, who pass on files (MAPPA)
 ensemble_judge    reasoners and tool users at the same time, then a judge (Stronger-MAS)
 game_team         a tool agent proposes actions, and a planner takes them (Stronger-MAS)
@@ -38,6 +39,7 @@ from rollout.orchestras import replies
 from rollout.orchestras.ab_mcts import ab_mcts
 from rollout.orchestras.acting import game_team, self_verify, single
 from rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
+from rollout.orchestras.duel import duel
 from rollout.orchestras.graph import graph
 from rollout.orchestras.m_ask import m_ask
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
@@ -60,6 +62,7 @@ ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {
         game_team,
         self_verify,
         single,
+        duel,
         graph,
         code_reflect,
         coder_tester,

@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from retrieval.client import Passage
 from rollout.base.options import options_model
 from rollout.base.signatures import check_call
-from rollout.environments.games import PUZZLES
+from rollout.environments.games import PUZZLES, ZERO_SUM_GAMES
 from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.tasks.arithmetic_demonstrations import arithmetic_demonstrations
+from rollout.tasks.deals import deal_demonstrations, deal_tasks
 from rollout.tasks.encyclopedia import (
     encyclopedia_demonstrations,
     encyclopedia_tasks,
@@ -79,6 +80,13 @@ def puzzle_generator(source: type[PuzzleSource]) -> Generator:
     return Generator(tasks=tasks, demonstrations=demonstrations, options=source)
 
 
+def deal_generator(game: str) -> Generator:
+    """Return the generator of the deals of a zero-sum game."""
+    demonstrations = partial(deal_demonstrations, game)
+    demonstrations.__doc__ = deal_demonstrations.__doc__
+    return Generator(tasks=partial(deal_tasks, game), demonstrations=demonstrations)
+
+
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(tasks=arithmetic_tasks, demonstrations=arithmetic_demonstrations),
     "encyclopedia": Generator(
@@ -95,4 +103,5 @@ GENERATORS: dict[str, Generator] = {
     "alfworld": Generator(tasks=alfworld_tasks),
     "webshop": Generator(tasks=webshop_tasks),
     **{game: puzzle_generator(source) for game, source in PUZZLES.items()},
+    **{game: deal_generator(game) for game in ZERO_SUM_GAMES},
 }

@@ -16,6 +16,7 @@ from rollout.base.numbers import real_number
 from rollout.base.watchdog import Wait
 from rollout.environments.protocol import (
     Case,
+    Decision,
     Env,
     PlayedEnv,
     ResourceEnv,
@@ -201,6 +202,9 @@ class Episode:
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
         return await self._call_optional(PlayedEnv.agreement, "judge an agent's tests", cases)
+
+    async def decision(self) -> Decision:
+        return await self._call_optional(PlayedEnv.decision, "name the player whose turn it is")
 
     async def files(self) -> Mapping[str, int]:
         started_s = time.time()

@@ -35,5 +35,5 @@ def test_a_shipped_team_plays_in_each_environment(name: str) -> None:
 def test_a_generator_is_described(name: str) -> None:
     assert f"| `{name}` |" in DOCS
     # Teachers demonstrate the tasks of these generators in the real team.
-    has_demonstrations = name in ("encyclopedia_chats", "programs")
+    has_demonstrations = name in ("encyclopedia_chats", "programs", "kuhn_poker")
     assert (GENERATORS[name].demonstration_options is not None) == has_demonstrations

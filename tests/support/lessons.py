@@ -70,6 +70,7 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "plan_path": ("S 1 1 G 1 3\nS . G\n. . .", ()),
+    "kuhn_poker": ("K Q", ()),
     "data_science": ("Predict y.", (pack_file("test.csv", "id\n1\n"), pack_target(_TARGET))),
     "repository": (
         "one() should be 1.",
@@ -166,6 +167,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
     "world_player@gymnasium": _tagged("action", "right", "down"),
     "world_player@alfworld": _tagged("action", "take apple 1 from fridge 1", "look"),
     "world_player@webshop": _tagged("action", "click[buy now]", "search[more]"),
+    "duelist": ("bet", "pass"),
     "game_planner": ("#### R R", "#### D"),
     "player": ("#### R R", "#### D"),
     "search_verifier": _tagged("verify", "yes", "no"),

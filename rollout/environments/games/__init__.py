@@ -1,11 +1,13 @@
-"""Puzzle environments (games) with exact rewards: rules over immutable states, and generators."""
+"""Games with exact rewards: rules over immutable states, generators of puzzles, and zero-sum games."""
 
 from typing import Any
 
 from rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
 from rollout.environments.games.game import Game, PuzzleSource
 from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
+from rollout.environments.games.kuhn_poker import KuhnPoker
 from rollout.environments.games.sudoku import Sudoku, SudokuSource
+from rollout.environments.games.zero_sum import ZeroSumGame
 
 # Rules by name; their keyword arguments are the rewards.
 GAMES: dict[str, type[Game[Any]]] = {
@@ -20,3 +22,6 @@ PUZZLES: dict[str, type[PuzzleSource]] = {
     source.game: source
     for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
 }
+
+# Games of two players, whose tasks are the deals.
+ZERO_SUM_GAMES: dict[str, type[ZeroSumGame[Any]]] = {"kuhn_poker": KuhnPoker}
