@@ -38,7 +38,10 @@ Write = Callable[[Path], Awaitable[WaitWritten]]
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint cannot be written, or none can be used: one line that says what, where, what to do."""
+    """Error of a checkpoint that cannot be written, or of a run without a usable one.
+
+    The message is one line: what is wrong, where, and what to do.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what the checkpoint belongs to, and the size and digest of every file."""
+"""Manifest of a checkpoint: run, models, recipe and state, and the size and digest of every file."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CHECKPOINT_MANIFEST = "manifest.json"
 
 
 class ManifestError(ValueError):
-    """A manifest cannot be used; the message says why."""
+    """Error of a manifest that cannot be used; the message says why."""
 
 
 class _File(BaseModel):

@@ -29,7 +29,7 @@ _POLL_S = 1.0
 
 
 class NodeLost(ProcessLost):
-    """Nodes that a run's trainers were on are gone."""
+    """Loss of nodes that a run's trainers were on."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -68,7 +68,7 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
                 logging_level=logging.ERROR,
                 log_to_driver=False,
             )
-    except Exception as error:  # Ray raises what its parts raise
+    except Exception as error:  # Ray raises errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ClusterError(
             f"cluster.address: {address}: this machine cannot join a Ray there ({reason}); start one with "

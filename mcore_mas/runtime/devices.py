@@ -38,7 +38,7 @@ class RunDevices:
     worker_groups: Sequence[WorkerGroup]
     nodes: Mapping[str, int]  # number of devices, by Ray's id of the node
     labels: Mapping[str, str | None] = field(default_factory=dict)  # label `pool`, by node id
-    driver_node: str | None = None  # the node of this process; None in a Ray of the run's own
+    driver_node: str | None = None  # the node of this process; None in the run's private Ray
 
     @property
     def count(self) -> int:
@@ -47,12 +47,12 @@ class RunDevices:
 
     @property
     def ray_cpus(self) -> int:
-        """Number of CPUs that a Ray of the run's own is started with."""
+        """Number of CPUs that the run's private Ray is started with."""
         return self.count if self.device_type == "CPU" else 1
 
     @property
     def ray_gpus(self) -> int:
-        """Number of GPUs that a Ray of the run's own is started with, the first of the machine's."""
+        """Number of GPUs that the run's private Ray is started with; they are the first of the machine."""
         return self.count if self.device_type == "GPU" else 0
 
     @property

@@ -78,7 +78,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line that says what went wrong; the name of the type only for errors of other libraries.
+    """Describe an error in one line, which begins with the error's type if a library has raised it.
 
     An error that Ray passes on from another process is described as it was raised there.
     """

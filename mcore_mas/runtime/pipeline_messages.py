@@ -205,7 +205,7 @@ def _group_by_cause(failed: Sequence[_FailedJob]) -> Mapping[str, list[str]]:
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:
-    """Return the end of what the latest start of a job has written."""
+    """Return the last lines of a job's log, as far as the latest start has written them."""
     return _read(log).rpartition(STARTED_AGAIN)[2].rstrip().splitlines()[-lines:]
 
 

@@ -81,7 +81,7 @@ class DevicePlacement:
         self._placement_groups: dict[GroupKey, list[PlacementGroup]] = {}
         self._environment: ActorOptions = {}
         if devices.joined and devices.device_type == "CPU":
-            # processes of a Ray of the run's own inherit these variables
+            # Processes of the run's private Ray inherit these variables.
             variables = KEEP_PAGES | {"CUDA_VISIBLE_DEVICES": ""}
             self._environment = {"runtime_env": {"env_vars": variables}}
 
@@ -180,7 +180,7 @@ class DevicePlacement:
         ]
 
     def _node_selector(self) -> dict[str, str]:
-        """Return the label selector of the node of this process; {} in a Ray of the run's own."""
+        """Return the label selector of the node of this process; {} in the run's private Ray."""
         driver_node = self.devices.driver_node
         return {} if driver_node is None else {_NODE_ID: driver_node}
 
@@ -217,7 +217,7 @@ class DevicePlacement:
     ) -> None:
         """Give the processes of a worker group their slots, so that neighbouring ranks are on one node."""
         # The devices' nodes are in order of address, and so are the ranks of trainers (`RankPool`). In
-        # a Ray of the run's own, the only node has no id here.
+        # the run's private Ray, the only node has no id here.
         order = {node: number for number, node in enumerate(self.devices.nodes)}
         slots = []
         for placement in placements:

@@ -22,7 +22,7 @@ _early_signals: list[int] = []  # received before a `StopSignal` listened
 
 
 class Stopped(BaseException):
-    """A process ends early because it was told to; the same command continues from what it has saved.
+    """Early end of a process that was told to stop; the same command continues from its saved state.
 
     A signal raises it anywhere, also in libraries. It is no `Exception`, so that no code that
     handles errors takes it for an error.
@@ -30,7 +30,7 @@ class Stopped(BaseException):
 
 
 class Abandoned(Exception):
-    """Work was cancelled by a request to stop; the next start does it again."""
+    """Cancellation of work by a request to stop; the next start does the work again."""
 
 
 def stop_at_start(*signals: signal.Signals) -> None:

@@ -300,7 +300,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _start_ray(config: RunConfig, devices: RunDevices) -> AbstractContextManager[None]:
-    """Return a context in which a Ray runs on the devices of the run."""
+    """Return a context manager that runs a private Ray on the devices of the run."""
     return running_ray(
         devices.ray_cpus,
         object_store_mb(config),

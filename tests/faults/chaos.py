@@ -221,7 +221,11 @@ class Run:
         return True
 
     def fill_disk(self, pattern: str) -> bool:
-        """Let the run find a full disk at the next write boundary that matches the pattern."""
+        """Let the run find a full disk at the next write boundary that matches the pattern.
+
+        Returns:
+            False if the training finishes before it comes to such a boundary.
+        """
         earlier_boundaries = self.boundaries()
         self.order(f"{pattern}=full")
 
@@ -234,7 +238,11 @@ class Run:
         return was_passed
 
     def corrupt_answers(self, fault: str, count: int = 3) -> bool:
-        """Let the proxy inject a fault into the next answers of the retriever."""
+        """Let the proxy inject a fault into the next answers of the retriever.
+
+        Returns:
+            False if the training finishes before it has asked for so many.
+        """
         self._retriever_proxy.faulty = (fault, count)
         return self.wait(lambda: self._retriever_proxy.faulty[1] == 0)
 

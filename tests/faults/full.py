@@ -49,7 +49,7 @@ def main(results: Path) -> None:
             train.train(run / "config.yaml", after_step=after_step)
 
     def train_in_fork(*, fill_disk: bool, log: Path) -> dict[str, str]:
-        """Return the digests of a training's files."""
+        """Make a run, train it in a fork, and remove it; return the digests of its files."""
         status = forked(lambda: run_folder(results), log_on_other_disk)
         assert status == 0, log_on_other_disk.read_text()
         (run,) = (path for path in results.iterdir() if path.is_dir())
