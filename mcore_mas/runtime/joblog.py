@@ -78,7 +78,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line, which begins with the error's type if a library has raised it.
+    """Describe an error in one line, which begins with its type unless this project defines the type.
 
     An error that Ray passes on from another process is described as it was raised there.
     """
