@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def start(options: Options) -> None:
-    """Print the machine's figures, and start a local Ray with one actor on the device."""
+    """Print the machine's figures, and run a task on the device in a local Ray."""
     import ray
 
     sections.probe(options.small)
