@@ -257,12 +257,13 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
 
 
 def estimate_disk(config: RunConfig, models: Models) -> float:
-    """Estimate the bytes on disk of the checkpoints and the finished models (bfloat16) of a run."""
+    """Estimate the bytes on disk of the checkpoints and the finished models of a run."""
     # One more checkpoint than is kept, as the oldest is removed after the newest is written.
     checkpoints = config.trainer.keep_checkpoints + config.keep_best + 1
     total = 0.0
     for policy in config.trained:
         trainers = trainer_settings(config, policy).values()
         total += checkpoints * checkpoint_bytes(models[policy], trainers)
-        total += 2 * count_parameters(models[policy])
+        weight_bytes = 2 if config.policies[policy].bf16 else 4
+        total += weight_bytes * count_parameters(models[policy])
     return total

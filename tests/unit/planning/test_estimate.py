@@ -219,3 +219,7 @@ def test_disk_has_one_checkpoint_more_than_is_kept_and_the_finished_model() -> N
     assert estimate_disk(newest_and_best, models) == 4 * 12 * n + 2 * n
     newest = one_policy("trainer.keep_checkpoints=2", "trainer.keep_best=0")
     assert estimate_disk(newest, models) == 3 * 12 * n + 2 * n
+    float32 = one_policy(
+        "trainer.keep_checkpoints=2", "trainer.keep_best=0", "policies.shared.bf16=false"
+    )
+    assert estimate_disk(float32, models) == 3 * 12 * n + 4 * n
