@@ -135,7 +135,7 @@ class Run:
             self._tasks[split] = [replace(task, env=task.env or default_env) for task in given]
         self.config = RunConfig.from_values(self._values, f"run '{name}'")
         _check_run(self.config, self._tasks.get("train"))
-        self._training: TrainingThread | None = None  # that of the newest loop
+        self._training: TrainingThread | None = None  # the training of the newest loop
 
     def _task_file(self, split: str) -> Path:
         """Return the file of the tasks that were given for a split."""
@@ -193,7 +193,7 @@ class Run:
             await asyncio.to_thread(training.close)
 
     def _start_training(self) -> TrainingThread:
-        """Write and check the inputs, and start the training; first end that of an earlier loop.
+        """End the training of an earlier loop, write and check the inputs, and start a training.
 
         Raises:
             ArgumentError: an agent's prompt leaves no room for its reply.
@@ -336,6 +336,10 @@ class Run:
 
         If no prompts are given, they are read from the terminal until an empty line or Ctrl-D.
 
+        Args:
+            prompts: tasks for the team.
+            state: "trained" or "base".
+
         Raises:
             ConfigError: there is no such state.
             FolderError: the training has not finished.
@@ -410,7 +414,7 @@ def _call_in_thread(
 ) -> _T:
     """Call a function in a thread, where no event loop runs, and return its result.
 
-    On Ctrl-C, `on_interrupt` is called, and the function is waited for.
+    On Ctrl-C, `on_interrupt` is called, and KeyboardInterrupt is raised after the function has ended.
     """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(function)
@@ -426,10 +430,15 @@ def _converse_in_thread(
     queued: queue.Queue[str],
     prompts: Sequence[str],
 ) -> list[Conversation]:
-    """Queue prompts one by one, and take the trajectory of each from a team in a thread.
+    """Have a team play prompts one by one, in a thread; return the conversations.
 
-    Without `prompts`, they are read from the terminal. This is done in the caller's thread, because
-    Ctrl-C interrupts that thread.
+    Without `prompts`, the terminal is read, in the caller's thread, because Ctrl-C interrupts that
+    thread.
+
+    Args:
+        trajectories: yields the trajectory of each queued prompt.
+        queued: queue from which `trajectories` takes its prompts.
+        prompts: prompts to play; empty to read them from the terminal.
     """
     conversations: list[Conversation] = []
     is_interactive = not prompts

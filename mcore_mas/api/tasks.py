@@ -92,7 +92,8 @@ def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
     parts = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
     if "train" not in parts or not parts.keys() <= set(SPLITS):
         raise ArgumentError(
-            f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}"
+            f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}, "
+            "of which train is required"
         )
     items: dict[str, list[Any]] = {}
     for split, part in parts.items():

@@ -245,7 +245,7 @@ def test_numbers_of_numpy_and_paths_from_home(
         (
             {"tasks": {"test": TASKS}},
             ArgumentError,
-            "tasks has keys test; expected train, validation, test",
+            "tasks has keys test; expected train, validation, test, of which train is required",
         ),
         ({"folder": "results/a b"}, ConfigError, "run"),
         ({"folder": "a\nb"}, ConfigError, r"^run 'a\\nb': run: String should match"),
