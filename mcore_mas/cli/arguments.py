@@ -14,7 +14,7 @@ class UsageError(ValueError):
 
 
 def setting_hint(option: str) -> str:
-    """Return a hint how to write a setting of a run that was written as an option, or "" if it is none."""
+    """Return a hint that a setting of a run is written without dashes; "" if the option is no setting."""
     from mcore_mas.config.run import RunConfig
     from rollout.base.error_lines import dotted_keys
 
@@ -66,8 +66,11 @@ def check_readable(run: Path) -> None:
             raise FolderError(error)
 
 
-def run_config(run: Path) -> Path:
-    """Return the file of a run's resolved config; the run is named by this file, or as in `run_folder`.
+def run_config_file(run: Path) -> Path:
+    """Return the file of a run's resolved config.
+
+    Args:
+        run: this file, or the folder of the run, or its name in results/.
 
     Raises:
         FolderError: there is no such run.
@@ -87,7 +90,7 @@ ConfigFile = Annotated[
     Path,
     typer.Argument(
         help="A run: its folder, its name in results/, or its config.yaml.",
-        callback=run_config,
+        callback=run_config_file,
         autocompletion=run_names,
     ),
 ]

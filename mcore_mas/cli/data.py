@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.cli.arguments import UsageError, run_config, run_names
+from mcore_mas.cli.arguments import UsageError, run_config_file, run_names
 from rollout.base.text import escape_line
 
 if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
@@ -78,7 +78,7 @@ def show_leaks(
     from rollout.tasks.leaks import find_leaks
 
     if files and len(files) == 1 and config is None and _is_run(files[0]):
-        config = run_config(files[0])
+        config = run_config_file(files[0])
         files = None
     if config is not None and not files:
         run = RunConfig.load(config)

@@ -93,7 +93,7 @@ def list_names(
 
 
 def _registry_name(key: str) -> str:
-    """Return the registry of a name or a config key, in singular or plural.
+    """Return the name of a registry that the user names, in singular or plural, or by a config key.
 
     Raises:
         UsageError: there is no such registry.
