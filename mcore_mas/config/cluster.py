@@ -63,6 +63,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
+        """Check the address, and that `cpus` and `nodes` go with it."""
         problem = address_problem(self.address)
         if problem:
             raise ValueError(f"address: {problem}")

@@ -89,24 +89,24 @@ def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
 
 
 def expand_experiment(
-    name: object, folders: Sequence[Path], based_on_it: Sequence[object] = ()
+    name: object, folders: Sequence[Path], included_by: Sequence[object] = ()
 ) -> Expansion:
     """Expand an experiment: the experiments in its `defaults`, then its settings, then those of its row in a grid.
 
     Args:
         name: name of the experiment.
         folders: folders of configs, of which the first that has the experiment wins.
-        based_on_it: experiments whose `defaults` lead to this one.
+        included_by: experiments whose `defaults` lead to this one.
 
     Raises:
         ConfigError: the experiment does not exist, or its file cannot be used.
     """
-    if name in based_on_it:
-        chain = " -> ".join(map(str, (*based_on_it, name)))
+    if name in included_by:
+        chain = " -> ".join(map(str, (*included_by, name)))
         raise ConfigError(f"an experiment cannot begin with itself: {chain}; rename one of them")
     file = _experiment_file(name, folders)
     content = _load_config(file)
-    bases = (*based_on_it, name)
+    bases = (*included_by, name)
     if "grid" not in content:
         return _expand_mapping(content, file, folders, bases)
 

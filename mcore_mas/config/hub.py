@@ -9,9 +9,10 @@ from rollout.tasks.splits import SPLITS
 
 
 def downloaded_model(model: str) -> str:
-    """Return the folder of a model: of a Hub id, the snapshot in this machine's cache.
+    """Return the folder of a model that is named by a path or by its id on the Hub.
 
-    A path stays, except that `~/` is expanded, and so does the id of a model that was not downloaded.
+    The folder of an id is the snapshot in this machine's cache. The id of a model that was not
+    downloaded is returned as it is, and so is a path, in which only `~/` is expanded.
     """
     if model.startswith("~/"):
         model = str(Path(model).expanduser())
@@ -28,7 +29,7 @@ def downloaded_model(model: str) -> str:
 
 
 def use_downloads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a composed config in which downloaded models and data sets are named by their folders."""
+    """Return a composed config in which the ids of downloaded models and data sets are replaced by folders."""
     sections = dict(values)
     policies = sections.get("policies")
     if isinstance(policies, dict):
@@ -47,7 +48,7 @@ def _with_model_folder(policy: Any) -> Any:
 
 
 def _with_dataset_folder(source: Any) -> Any:
-    """Replace the path of a data file, or those of a list of them; a number of tasks stays."""
+    """Replace the path of each data file of a split; a split that is a number of tasks has none."""
     if isinstance(source, list):
         return [_with_dataset_folder(entry) for entry in source]
     if isinstance(source, dict) and isinstance(source.get("path"), str):

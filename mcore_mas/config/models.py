@@ -30,8 +30,8 @@ def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> No
         model: the folder of its model, or the architecture.
 
     Raises:
-        ModelError: the layout does not fit the model, the engine has too long sequences for it, or the folder has no
-            model.
+        ModelError: the folder has no model, or the parallel layout, the LoRA targets, `engine.router_replay` or
+            `engine.max_length` does not fit the model.
     """
     policy = config.policies[name]
     targets = policy.lora.targets if policy.lora else ()

@@ -31,14 +31,14 @@ REMOVED_KEYS: Mapping[str, str] = {
 
 def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = REMOVED_KEYS) -> str:
     """Return a line about the first removed key or value in a nested config, or "" if there is none."""
-    for row, replacement in removed.items():
-        pattern, _, value = row.partition("=")
-        for keys, setting in _find(values, pattern.split(".")):
-            entries = setting if isinstance(setting, list | tuple) else [setting]
-            if not value:
+    for removed_setting, replacement in removed.items():
+        pattern, _, removed_value = removed_setting.partition("=")
+        for keys, value in _find(values, pattern.split(".")):
+            if not removed_value:
                 return f"{'.'.join(keys)} was removed: {replacement}"
-            if value in entries:
-                return f"{'.'.join(keys)}: {value} was removed: {replacement}"
+            entries = value if isinstance(value, list | tuple) else [value]
+            if removed_value in entries:
+                return f"{'.'.join(keys)}: {removed_value} was removed: {replacement}"
     return ""
 
 

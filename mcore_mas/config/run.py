@@ -177,7 +177,7 @@ class RunConfig(Section):
 
     @property
     def remotes(self) -> dict[str, RemoteConfig]:
-        """Model behind an API of each policy that has one."""
+        """Settings of each policy that is a remote model, by policy."""
         return {
             name: policy.remote
             for name, policy in self.policies.items()

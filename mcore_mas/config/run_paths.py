@@ -63,9 +63,14 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def _project_of(folder: Path, written_folder: Path) -> Path | None:
-    """Return the directory for which `directory / written_folder` is `folder`.
+    """Return the project of a run: the directory in which `written_folder` is the path of `folder`.
 
-    Return None if there is none, because the run was moved or `written_folder` is absolute.
+    Args:
+        folder: present folder of the run.
+        written_folder: the run's folder as its config names it.
+
+    Returns:
+        None if the run was moved out of its project, or `written_folder` is absolute.
     """
     depth = len(written_folder.parts)
     if written_folder.is_absolute() or folder.parts[-depth:] != written_folder.parts:

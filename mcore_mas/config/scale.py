@@ -115,7 +115,7 @@ def _scaled_data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
 
 
 def _scaled_files(files: Any, default_format: str | None, results: Path) -> Any:
-    """Return the files of a split with paths in the results folder, and with a limit of few tasks."""
+    """Return the files of a split with paths in the results folder, and with a low limit of tasks each."""
     if isinstance(files, list | tuple):
         return [_scaled_files(file, default_format, results) for file in files]
     file = files if isinstance(files, Mapping) else {"path": files}
