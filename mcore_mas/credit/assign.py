@@ -111,9 +111,9 @@ def add_advantages(
 
     Args:
         samples: all turns of a step.
-        estimators: estimator of each agent. It compares the turns of all agents, or only those of its
-            own agents if it is in AGENT_LOCAL_ESTIMATORS; and alternatives only if it is in
-            REPLAY_ESTIMATORS. Only its own agents' samples get its advantages.
+        estimators: estimator of each agent; only the samples of its agents get its advantages. It
+            compares the turns of all agents, or, if it is in AGENT_LOCAL_ESTIMATORS, those of its
+            agents. Alternatives are compared by the estimators in REPLAY_ESTIMATORS alone.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
@@ -138,8 +138,8 @@ def apply_estimators(
 ) -> Iterator[AppliedEstimator]:
     """Yield the result of each distinct estimator of the samples' agents.
 
-    Arguments and errors are those of `add_advantages`. An estimator whose agents have only masked
-    replies may be left out.
+    Arguments and errors are those of `add_advantages`. An estimator in AGENT_LOCAL_ESTIMATORS is left
+    out if no token of its agents carries loss.
     """
     for estimator in _distinct_estimators(samples, estimators):
         indices = compared_indices(samples, estimator.name)
@@ -149,7 +149,7 @@ def apply_estimators(
                 for i in indices
                 if estimators[samples[i].agent] == estimator and samples[i].trained_tokens
             ]
-        if not indices:  # every reply of these agents is masked
+        if not indices:
             continue
         turns = columns([samples[i] for i in indices])
         advantages = run_estimator(turns, estimator)
@@ -168,7 +168,7 @@ def compared_indices(samples: Sequence[Sample], estimator: str) -> list[int]:
 
 
 def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:
-    """Run an estimator on the turns. A user's estimator may return the values alone.
+    """Run an estimator on the turns. A user's estimator may return a tensor in place of `Advantages`.
 
     Raises:
         CreditError: a turn lacks the column that the estimator requires.
@@ -231,12 +231,13 @@ def _distinct_estimators(
 
 
 def _token_rows(turns: Turns, values: Tensor, *, by_token: bool) -> list[tuple[float, ...]]:
-    """Return a number for each token of each turn.
+    """Return the value of each token of each turn.
 
     Args:
         turns: n turns with T tokens.
-        values: [T] by token, or [n] by turn, which its length decides unless T equals n.
-        by_token: meaning of `values` if T equals n: True for [T].
+        values: [T] one value per token, or [n] one value per turn.
+        by_token: True if `values` are per token. It is used only if T equals n; otherwise the length
+            of `values` decides.
     """
     lengths = turns.lengths.tolist()
     tokens = sum(lengths)

@@ -42,8 +42,8 @@ class Sample:
         step_rewards: rewards of every environment step of the trajectory, by round; see the
             function `step_rewards`.
         copies: number of times that the sample counts in the loss, set by `align`.
-        weight: factor of each token's loss. It is 1 until `weigh` sets it to the loss weight, divided
-            by the number of tokens or replies that the update averages over.
+        weight: factor of each token's loss. It is 1 until `weigh` sets it to the loss weight times
+            `copies`, divided by the number of tokens or replies that the update averages over.
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
         behaviour: [C] log-probabilities of the sampler.
@@ -113,8 +113,8 @@ class Sample:
 def to_samples(groups: Iterable[Group]) -> list[Sample]:
     """Return one sample per turn of every completed trajectory.
 
-    Masked turns without a reward are left out. A masked turn with a reward, or an empty reply,
-    counts in the statistics of its peers, but has no token that trains.
+    Masked turns without a reward are left out. A masked turn with a reward counts in the statistics
+    of its peers, but none of its tokens carries loss; the same holds for an empty reply.
 
     Raises:
         CreditError: a turn has no finite reward, or a trajectory is of another task than its group.

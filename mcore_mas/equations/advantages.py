@@ -338,7 +338,7 @@ def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "poli
 def reinforce_pp_baseline(
     turns: Turns, *, peers: Peers = "task", vote: Vote = "trajectory", whitened: Whitened = "policy"
 ) -> Advantages:
-    """Compute advantages [T]: the turn's score minus its peers' mean, whitened.
+    """Compute advantages [T]: the turn's reward minus its peers' mean, whitened.
 
     Source: REINFORCE++-baseline, arXiv 2501.03262.
 
