@@ -52,13 +52,13 @@ def bin_pack(
     """Distribute the sequences of a forest over micro-batches.
 
     Trees larger than `max_tokens` are cut, and each part stores its own copy of the common prefix.
-    Items are placed first-fit decreasing. If several ranks or pipeline stages work at once, the
-    number of micro-batches is raised to a multiple of the number of ranks, if that lowers the estimated
-    time in spite of the repeated prefixes.
+    Items are placed first-fit decreasing. If several data-parallel ranks or pipeline stages work at
+    once, other numbers of micro-batches with about equal work are also tried (see
+    `CostModel.batch_counts`). The distribution with the lowest estimated time is returned.
 
     Args:
         forest: n sequences.
-        rows: [n] number of trained tokens of each sequence, counted once for each sample.
+        rows: [n] number of trained tokens of each sequence, summed over the samples that share it.
         max_tokens: limit of a micro-batch in tokens; only a single longer sequence may exceed it.
         cost: estimates work and time.
 
@@ -171,7 +171,12 @@ def _total_work(bins: Sequence[_Bin]) -> float:
 
 
 def _least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:
-    """Place the items with most work first, each into the fitting bin with the least work; fullest bin first."""
+    """Place the items with most work first, each into the fitting bin with the least work.
+
+    Returns:
+        At least `count` bins, the one with the most work first; a bin is added for an item that fits
+        none of the others.
+    """
     bins = [_Bin() for _ in range(count)]
     for item in sorted(items, key=lambda item: (-item.work, item.first)):
         fitting = [candidate for candidate in bins if candidate.fits(item, max_tokens)]

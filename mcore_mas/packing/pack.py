@@ -358,8 +358,9 @@ def _masks(
 def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the columns of a micro-batch that come from fields of its samples, by name, each [N] float32.
 
-    Without a value in any sample, `behaviour` is NaN, `advantages` is 0, and the other columns of
-    single tokens are None. `ages` is None if all samples were sampled with the latest weights.
+    If no sample has values of a column, `behaviour` is NaN, `advantages` is 0, and `proximal`,
+    `reference`, `values` and `returns` are None. `ages` is None if all samples were sampled with the
+    latest weights.
     """
     trained = [_trained_indices(sample) for sample in samples]
     row_counts = torch.tensor([len(indices) for indices in trained])
@@ -369,7 +370,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
         return values.repeat_interleave(row_counts)
 
     def token_column(name: str) -> Tensor | None:
-        """Return the values `name` of the trained tokens: NaN where a sample has none, None if no sample has any."""
+        """Return the field `name` of each trained token; NaN for samples without it, None if no sample has it."""
         values_by_sample = [getattr(sample, name) for sample in samples]
         if all(values is None for values in values_by_sample):
             return None

@@ -53,7 +53,7 @@ class PrefixForest:
         )
 
     def segments(self) -> tuple[list[Segment], list[Tensor]]:
-        """Return the segments depth first, and for each sequence the indices of its tokens in them."""
+        """Return the segments depth first, and the indices of each sequence's tokens in their concatenation."""
         segments: list[Segment] = []
         token_indices: list[Tensor] = []
         stored = 0
@@ -131,7 +131,8 @@ def _reduce_sharing(
     """Return `shared` (see `PrefixForest`), reduced where storing a prefix once does not pay.
 
     A prefix is shared only if that saves at least `MIN_SAVED_TOKENS` tokens, and at least `sharing_cost` tokens for
-    each token after the prefix. Otherwise its sequences share only the next shorter shared prefix.
+    each token after the prefix. Otherwise the sequences with this prefix share only the next shorter
+    prefix that is shared.
     """
     result = list(shared)
     new_tokens = [len(ids) - common for ids, common in zip(sequences, shared, strict=True)]
