@@ -8,7 +8,6 @@ from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
 from rollout.records.trajectory import CHAT_STEP, Task, Trajectory
 
-# Step in the seeds of trajectories of a chat.
 # Answers of a task that a person types. Environments of questions need an answer; nobody gives
 # this one.
 UNKNOWN_ANSWERS = ("?",)

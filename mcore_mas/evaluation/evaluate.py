@@ -34,8 +34,6 @@ from rollout.records.trajectory import EVALUATION_STEP, Trajectory
 from rollout.teams.collect import CollectOptions
 from rollout.teams.quarantine import quarantine_path
 
-# Step in the seeds of trajectories of an evaluation.
-
 
 class EvaluationError(RuntimeError):
     """Error of an evaluation in which too many trajectories failed; the message is one line."""
@@ -169,7 +167,7 @@ def _play_missing(
         async def write_and_report(trajectory: Trajectory) -> None:
             number = next(finished_numbers)
             if number % report_every == 0:
-                # A trajectory that is played again is counted each time.
+                # Trajectories that are played again are counted again, so `number` may exceed `total`.
                 reporter.step(min(number, total), {})
             await shards.add(trajectory)
 

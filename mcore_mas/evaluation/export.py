@@ -132,7 +132,7 @@ def _write_checkpoint(
 
 
 def _recorded_turns(run: Path, policy: str) -> list[Turn]:
-    """Return turns of a policy in the newest step that the run has recorded; [] if it has none."""
+    """Return up to _CHECKED_TURNS turns of a policy in the newest recorded step; [] if no step is recorded."""
     files = sorted((run / "train" / "trajectories").glob("step_*.parquet"))
     if not files:
         return []

@@ -57,6 +57,8 @@ class Reply:
 class Scoreboard:
     """Scores of `k` replies to each of some tasks, while they come in.
 
+    A reply is the result of one trajectory of the team.
+
     Every task counts, even if some of its replies fail. A reply whose prompt was too long is wrong.
     A reply that failed for another reason has no score: it is played again, and if it fails every
     time, it is left out of the mean of its task and reported separately.
@@ -99,7 +101,7 @@ class Scoreboard:
         ]
 
     def describe_losses(self) -> str:
-        """Return a line about the replies in `lost`: number, reasons and the first error; "" if there are none."""
+        """Return a line about the lost trajectories: number, reasons and first error; "" if none is lost."""
         if not self.lost:
             return ""
         reasons = ", ".join(f"{count} {name}" for name, count in self.counts()["failed"].items())
@@ -210,8 +212,8 @@ def score_rows(task_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         task_rows: rows that `Scoreboard.task_rows` returned.
 
     Returns:
-        Rows of each data source and, if there are several, at last rows with the dataset "all". `n` is
-        the number of tasks.
+        Rows of each data source; if there are several, the last rows are those of all tasks, with the
+        dataset "all". `n` is the number of tasks that have the metric.
     """
     datasets = sorted({row["source"] for row in task_rows})
     if len(datasets) > 1:

@@ -47,8 +47,9 @@ class UnscoredEnv:
         return self._env.reset(task)
 
     async def step(self, action: str) -> Step:
-        """Take a step; end the task if the environment cannot score the action, which is then an answer.
+        """Take a step in the environment.
 
+        An action that the environment cannot score counts as the team's answer, and ends the task.
         Other errors are raised.
         """
         self.final_action = action
