@@ -349,7 +349,9 @@ def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
     """Return the HTTP application.
 
     Args:
-        prefix: beginning of all paths, whose parameters `handlers.find_backend` reads.
+        handlers: handlers of the endpoints.
+        prefix: beginning of all paths, such as "/s/{session}"; `handlers.find_backend` reads the
+            path parameters in it.
     """
     routes = []
 

@@ -390,8 +390,8 @@ class RequestBody(BaseModel):
             messages: the conversation.
             tools: tools of the request.
             system: system prompt that precedes the messages.
-            unheeded: names of parts of the request that are left out, beside unknown fields.
-            fields: further fields of `ChatRequest`, which only this dialect has.
+            unheeded: names of known parts of the request that are ignored.
+            fields: further fields of `ChatRequest`.
 
         Raises:
             GatewayError: the conversation does not ask for a reply, or a tool cannot be expressed.

@@ -511,7 +511,7 @@ async def _run_nowhere(**arguments: object) -> str:
 async def off_loop_if_long(
     function: Callable[[str, ChatRequest], _T], agent: str, request: ChatRequest
 ) -> _T:
-    """Call a function of a whole conversation; on another thread if the conversation is long."""
+    """Call `function(agent, request)`; use another thread if the request's conversation is long."""
     if sum(message.size for message in request.messages) > _OFF_LOOP_CHARS:
         return await asyncio.to_thread(function, agent, request)
     return function(agent, request)

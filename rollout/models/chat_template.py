@@ -409,7 +409,7 @@ def _placeholder(reply: str) -> str:
 
 
 def _template_fields(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates take it; a sampled reply as it was sampled."""
+    """Return the fields of a message for a chat template; the content of a sampled reply is its raw text."""
     if message.raw:
         return {"role": message.role, "content": message.raw}
     fields: dict[str, Any] = {"role": message.role, "content": message.content}

@@ -118,7 +118,7 @@ def _token(number: int) -> str:
 
 
 def reply_grammar(constraint: ReplyConstraint, syntax: ReplySyntax) -> str:
-    """Return the Lark grammar of a reply with the token that ends it.
+    """Return the Lark grammar of a constrained reply, including the token that ends it.
 
     Raises:
         GrammarError: llguidance cannot express the schema of the reply or of a tool.

@@ -111,7 +111,10 @@ def _split_marked(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> tu
 
 
 def _leading_objects(text: str, position: int) -> tuple[list[str], int]:
-    """Return the JSON objects that follow one another from `position` on, and their end."""
+    """Return the JSON objects that follow one another from `position` on, and the position after the last.
+
+    A list of objects counts as its objects.
+    """
     decoder = json.JSONDecoder()
     objects: list[str] = []
     while True:
