@@ -213,6 +213,7 @@ def _nearest_writable(root: Path, path: str, *limit_files: str) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
+    """Kill the processes of a group and remove its folder; give up after _REMOVAL_S seconds."""
     deadline = time.monotonic() + _REMOVAL_S
     while time.monotonic() < deadline:
         try:

@@ -157,7 +157,7 @@ def _cache_lines(name: str, text: bytes) -> None:
 
 
 def _report_exception(error: BaseException) -> int:
-    """Print an exception without the frame of this module; return the exit status it stands for."""
+    """Print an exception without the frame of this module; return the program's exit status."""
     if isinstance(error, SystemExit):
         if error.code is None:
             return 0

@@ -90,6 +90,10 @@ class Warden:
             os._exit(status)
 
     def _set_up(self, proc: int, user: tuple[int, int], group_files: list[int]) -> None:
+        """Enter the job's namespaces and control groups; see `run` for the arguments.
+
+        `proc` stays open if this process must watch the memory of the process tree itself.
+        """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         linux.prctl(linux.SET_PDEATHSIG, signal.SIGKILL)
