@@ -43,13 +43,14 @@ def template_slots(agent: str, template: str) -> list[str]:
 
 @lru_cache(maxsize=256)
 def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
-    """Return the slots that an orchestra may fill for an agent, by the source of its module.
+    """Return the slots that an orchestra may fill for an agent, according to the source of its module.
 
     If the calls that name the agent write every slot out, these are its slots. Otherwise they are
     all keywords and texts of the module: too many rather than too few.
 
     Returns:
-        None if the source does not say: there is none, or slots come from another module or a `**`.
+        None if the source does not show them: it is missing, or slots may come from another module or a
+        `**`.
     """
     nodes = _module_nodes(orchestra)
     if nodes is None:
@@ -76,11 +77,12 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
 @lru_cache(maxsize=256)
 def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the agents with which an orchestra may open chats, by the source of its module.
+    """Return the agents with which an orchestra may open chats, according to the source of its module.
 
     Returns:
-        None if the source does not say: there is none, a chat is opened with an agent of a variable
-        name, or the module hands the team to code of other modules.
+        None if the source does not show them: it is missing, the orchestra's second parameter is not
+        called `team`, the agent of a chat is not written as a text, or the module hands the team to
+        code of other modules.
     """
     nodes = _module_nodes(orchestra)
     definition = _definition(orchestra)

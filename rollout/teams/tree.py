@@ -194,7 +194,7 @@ class Tree(BranchedPlay):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of all branches, round by round, with the score `branch` of their branch."""
+        """The turns of all branches, round by round; the score of its branch is each turn's score `branch`."""
         turns = []
         for turn in [*self.episode.turns, *self._side_turns]:
             score = self._branch_scores.get(turn.node)
@@ -365,7 +365,7 @@ class Branch:
     def _check_open_calls(self, expected: Sequence[CallKey]) -> None:
         if self.open_calls != expected and self.episode.failure is None:
             raise BranchError(
-                f"with the same replies, it waits for {_names(self.open_calls)} instead of "
+                f"with the same replies, the orchestra waits for {_names(self.open_calls)} instead of "
                 f"{_names(expected)}"
             )
 
