@@ -271,7 +271,11 @@ class Batcher:
         function: Callable[..., _Result],
         *args: object,
     ) -> _Result | None:
-        """Return the function's result; if it raises, give the exception to the pairs and return None."""
+        """Call a function in a thread and return its result.
+
+        If it raises, the pending answers of the pairs `keys` fail with the exception, and the result
+        is None.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
         except Exception as error:  # fails this batch alone; the next one may succeed

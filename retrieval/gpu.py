@@ -17,7 +17,7 @@ class GpuFlatIndex:
     Its scores are rough, because they are computed in fp16. Only one thread may use it.
 
     Attributes:
-        error: bound on the error of a score, per length of the query's vector.
+        error: bound on the error of a score for a query vector of norm 1; it is proportional to the norm.
     """
 
     def __init__(self, index: faiss.IndexFlat) -> None:
