@@ -17,6 +17,7 @@ from mcore_mas.credit.assign import filter_samples
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
+from mcore_mas.evaluation.strategies import game_of, strategy_metrics
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.collected_steps import CollectedSteps
@@ -125,6 +126,11 @@ class AsyncRollouts:
             retries=config.evaluation.retries,
         )
         return board
+
+    async def measure_strategy(self) -> StepMetrics:
+        """Return the metrics of the team's strategy, if it plays a zero-sum game; see `strategy_metrics`."""
+        game = game_of(self.config)
+        return {} if game is None else await strategy_metrics(self.team, game)
 
     def metrics(self) -> StepMetrics:
         """Return the call counts and the spending of the coach and the remote models."""

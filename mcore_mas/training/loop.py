@@ -129,10 +129,12 @@ async def _validate(session: TrainingSession) -> StepMetrics:
     """Play the validation tasks; return their metrics as validation/NAME."""
     async with session.memory.rollout():
         board = await session.rollouts.validate()
+        strategy = await session.rollouts.measure_strategy()
     losses = board.describe_losses()
     if losses:
         session.logbook.note(f"validation: {losses}")
-    return {f"validation/{name}": value for name, value in board.metrics().items()}
+    metrics = board.metrics() | strategy
+    return {f"validation/{name}": value for name, value in metrics.items()}
 
 
 async def _save_and_stop(
