@@ -48,6 +48,7 @@ MAX_CALL_BYTES = 16 << 20
 _OFF_LOOP_BYTES = 64 << 10  # larger bodies are parsed on another thread
 _RESPONSE_PATH = RESPONSES.path + "/{response}"
 _COUNT_PATH = MESSAGES.path + "/count_tokens"
+_MODELS_PATH = "/v1/models"
 # In a URL before the dialect's path: the agent that answers, whatever model the call names.
 _AGENT_PREFIX = "/a/{agent}"
 # OpenAI's and Anthropic's clients send the number of earlier attempts in this header.
@@ -172,7 +173,8 @@ class GatewayHandlers:
 
     async def refuse(self, http_request: Request) -> Response:
         """Refuse a request to a path that the gateway does not have."""
-        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT_PATH, EMBEDDINGS_PATH])
+        api_paths = [dialect.path for dialect in DIALECTS]
+        paths = ", ".join([*api_paths, _COUNT_PATH, EMBEDDINGS_PATH, _MODELS_PATH])
         path = http_request.url.path[:200]
         raise GatewayError(
             404, f"there is no endpoint {http_request.method} {path}; paths of the gateway: {paths}"
@@ -370,8 +372,8 @@ def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
         add_route(base + _COUNT_PATH, handlers.count_tokens, MESSAGES, ["POST"])
         add_route(base + _RESPONSE_PATH, handlers.show_response, RESPONSES, ["GET"])
         add_route(base + EMBEDDINGS_PATH, handlers.embed, COMPLETIONS, ["POST"])
-        add_route(base + "/v1/models", handlers.list_models, None, ["GET"])
-        add_route(base + "/v1/models/{model:path}", handlers.show_model, None, ["GET"])
+        add_route(base + _MODELS_PATH, handlers.list_models, None, ["GET"])
+        add_route(base + _MODELS_PATH + "/{model:path}", handlers.show_model, None, ["GET"])
     add_route("/{path:path}", handlers.refuse, None, _HTTP_METHODS)
     return Starlette(routes=routes)
 

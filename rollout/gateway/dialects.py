@@ -394,7 +394,7 @@ class RequestBody(BaseModel):
             fields: further fields of `ChatRequest`.
 
         Raises:
-            GatewayError: the conversation does not ask for a reply, or a tool cannot be expressed.
+            GatewayError: there are no messages, or the last one is the assistant's.
         """
         if system:
             messages = [Message(role="system", content=system), *messages]

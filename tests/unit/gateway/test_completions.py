@@ -336,6 +336,25 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(
     assert asyncio.run(run()) == [401, 401, 404, 400, 400, 400, 413, 404, 200, 403]
 
 
+def test_the_error_for_an_unknown_path_names_the_paths_of_the_gateway(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "x")
+
+    async def run() -> httpx.Response:
+        async with (
+            open_session(team) as (url, _, _, _),
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            return await http.get(f"{url}/v1/model")
+
+    response = asyncio.run(run())
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert message.endswith(
+        "paths of the gateway: /v1/chat/completions, /v1/responses, /v1/messages, "
+        "/v1/messages/count_tokens, /v1/embeddings, /v1/models"
+    )
+
+
 def test_an_unread_reply_is_returned_to_an_equal_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
