@@ -226,5 +226,5 @@ def _remove(folder: Path) -> None:
             return
         except OSError:
             # The group is busy until its last process and page are gone. If it outlasts the
-            # deadline, the next sandbox removes it.
+            # deadline, a sandbox that starts after this process has ended removes it.
             time.sleep(0.005)

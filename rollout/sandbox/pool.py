@@ -154,7 +154,7 @@ class JailPool:
         if self.groups is not None:
             self.groups.close()
         if self.boxes is not None:
-            remove_tree(str(self.boxes))  # the next sandbox removes a folder that stays
+            remove_tree(str(self.boxes))  # one that stays is removed by a later process's sandbox
 
     def _make_jail(self) -> Jail:
         try:

@@ -90,7 +90,7 @@ class Warden:
             os._exit(status)
 
     def _set_up(self, proc: int, user: tuple[int, int], group_files: list[int]) -> None:
-        """Enter the job's namespaces and control groups; see `run` for the arguments.
+        """Set up the job's namespaces and join its control groups; see `run` for the arguments.
 
         `proc` stays open if this process must watch the memory of the process tree itself.
         """
