@@ -271,7 +271,7 @@ def test_a_solution_is_an_answer_and_not_in_the_prompt(
             "x.jsonl",
             '{"question": "?"}',
             "apps",
-            "row 0 of format apps is not a programming problem with tests .KeyError: 'input_output'",
+            "line 1 of format apps is not a programming problem with tests .KeyError: 'input_output'",
         ),
         ("x.jsonl", "\n{", "apps", "x.jsonl: line 2 cannot be read"),
         ("x.txt", "", "apps", "expected a file named .parquet, .jsonl, .json, .csv"),
@@ -285,7 +285,7 @@ def test_a_solution_is_an_answer_and_not_in_the_prompt(
             "x.jsonl",
             '{"question": "?", "input_output": "{\\"inputs\\": [1], \\"outputs\\": []}"}',
             "apps",
-            "row 0 of format apps is not a programming problem with tests .ValueError",
+            "line 1 of format apps is not a programming problem with tests .ValueError",
         ),
     ],
 )
