@@ -67,7 +67,7 @@ def check_runs(
     from mcore_mas.runtime.project_path import path_problem
 
     loaded = load_suite(suite, overrides or [], config_dir)
-    problems = [*suite_problems(loaded), *recipe_problems(loaded)]
+    problems = suite_problems(loaded)
     unquotable = path_problem()
     if unquotable:
         problems.insert(0, unquotable)
@@ -76,6 +76,12 @@ def check_runs(
     if problems:
         raise typer.Exit(1)
     print(f"ok: {', '.join(loaded.runs)}")
+    # The settings are right for a run that has not been trained yet.
+    for problem in recipe_problems(loaded):
+        print(
+            "note: the settings are valid, but not for the checkpoints here, so `mcore-mas run` "
+            f"refuses {resolve_page_paths(problem)}"
+        )
 
 
 @pipeline_commands.command("plan", rich_help_panel=PIPELINE_PANEL)

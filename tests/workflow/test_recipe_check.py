@@ -30,6 +30,7 @@ from tests.support.checkpoints import MODELS, save
 from tests.support.templates import byte_tokenizer
 
 REWARD = "def pay(group):\n    return group\n"
+NOTE = "note: the settings are valid, but not for the checkpoints here, so `mcore-mas run` refuses"
 PASSAGE = json.dumps({"id": "1", "contents": '"Zurich"\nZurich is a city.'})
 
 
@@ -194,8 +195,10 @@ def test_inputs_that_differ_from_the_checkpoints_are_refused_before_jobs_start(
 
     def refusal() -> str:
         """Return the difference in the only line of the check."""
-        (line,) = project.check()
-        prefix = f"error: run 'r': {project.checkpoint.relative_to(project.folder)}: trained with "
+        ok, line = project.check()
+        checkpoint = project.checkpoint.relative_to(project.folder)
+        prefix = f"{NOTE} run 'r': {checkpoint}: trained with "
+        assert ok == "ok: r"
         assert line.startswith(prefix)
         changes, _, ways_out = line.removeprefix(prefix).partition("; fork it")
         assert "name the run anew, or start it over (`rm -r results/r/train`; " in ways_out
@@ -231,7 +234,7 @@ def test_other_code_is_refused_only_for_a_training_that_has_not_finished(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mcore_mas.runtime.input_digests.code_digest", lambda: "another version")
-    (line,) = project.check()
+    _, line = project.check()
     assert "trained with another version of mcore-mas; fork it" in line
     (project.checkpoint.parents[1] / "done.json").write_text("{}")
     assert project.check() == ["ok: r"]
@@ -240,7 +243,7 @@ def test_other_code_is_refused_only_for_a_training_that_has_not_finished(
 def test_a_larger_model_is_refused_before_jobs_start(project: Project) -> None:
     reference.make_model("qwen2", project.folder / "model", layers=3)
     byte_tokenizer(project.folder / "model", ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
-    (line,) = project.check()
+    _, line = project.check()
     assert "policy 'solver' has layers 2, the run's model 3; name the run anew, or start it" in line
 
 
