@@ -21,7 +21,7 @@ from rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_al
 from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
 SOLUTION = '{"solution":'  # prefix of an answer that is a program and no test
-_SHOWN_CHARS = 400  # most characters of an input or output in a report to an agent
+_SHOWN_CHARS = 400  # maximum length of an input or output in a report to an agent
 # Verdicts on a test in the words of a report.
 VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 

@@ -190,11 +190,11 @@ class McpEnv:
 
     Args:
         servers: command that starts each server, by the server's name.
-        max_turns: most steps; after them the trajectory ends.
+        max_turns: maximum number of steps; after them the trajectory ends.
         reward: score of an answer that is the outcome.
         deadline_s: seconds that a call of a tool may take.
         start_s: seconds within which all servers must have started.
-        max_chars: most characters of a result that an agent is shown.
+        max_chars: maximum number of characters of a result that an agent is shown.
     """
 
     task: Task = field(kw_only=False)

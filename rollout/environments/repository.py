@@ -153,7 +153,7 @@ class RepositoryEnv(SandboxedEnv):
     and `malformed_patches` so far.
 
     Args:
-        max_turns: most steps; each is a patch.
+        max_turns: maximum number of steps; each is a patch.
         reward: `all`, 1 if every test passes, else 0; or `rate`, the share of tests that pass.
             Only the last step has a reward.
         checkouts: folder of repositories by instance, for tasks that name an instance.

@@ -16,7 +16,7 @@ from rollout.sandbox.records import render_result
 # Isolation of programs in the sandbox of this machine.
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]
 
-PRINTED_CHARS = 4000  # most characters of a program's output that an agent is shown
+PRINTED_CHARS = 4000  # maximum length of a program's output that an agent is shown
 
 
 @dataclass(eq=False, kw_only=True)

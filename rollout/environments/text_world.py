@@ -55,7 +55,7 @@ class WorldEnv:
     `turns` and `malformed_actions`.
 
     Args:
-        max_turns: most steps; after them the trajectory ends.
+        max_turns: maximum number of steps; after them the trajectory ends.
         malformed: reward of a text that is not an action.
         deadline_s: seconds that a call of the world may take.
     """

@@ -129,7 +129,7 @@ def _read_arguments(use: ToolUse) -> Any:
 
 
 async def call_tool(
-    tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, most_chars: int
+    tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, max_chars: int
 ) -> ToolCall:
     """Make a call that an agent requested; if the call is wrong or fails, the result says why.
 
@@ -138,7 +138,7 @@ async def call_tool(
         use: name and arguments as the agent wrote them.
         call_s: seconds after which the call has failed; a tool that steps the environment has the
             run's deadline instead.
-        most_chars: most characters of the result; the middle of a longer one is left out.
+        max_chars: maximum length of the result; the middle of a longer one is left out.
 
     Raises:
         EnvError: the tool failed for good, and not through the agent's fault.
@@ -160,6 +160,6 @@ async def call_tool(
     return ToolCall(
         tool=use.name,
         query=use.arguments,
-        result=truncate_middle(result, most_chars),
+        result=truncate_middle(result, max_chars),
         failed=failed,
     )

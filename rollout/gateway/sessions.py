@@ -82,7 +82,7 @@ class GatewaySession:
     Attributes:
         team: session of the trajectory with its team.
         aliases: agents by the model names that the program uses; `*` stands for any other name.
-        max_turns: most calls that are answered; each is a turn.
+        max_turns: maximum number of calls that are answered; each is a turn.
         honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's
             own values hold, because the trainer must know the sampling distribution.
         failure: future of the error that fails the trajectory, such as an EngineError, even if the

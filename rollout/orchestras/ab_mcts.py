@@ -69,7 +69,7 @@ async def ab_mcts(
 
     Args:
         agents: agents that may make an attempt.
-        max_nodes: most attempts in the tree.
+        max_nodes: maximum number of attempts in the tree.
         posterior: model of the grades in Thompson sampling; `beta` needs grades from 0 to 1.
         grading: measure of attempts, and the grade that ends the search.
 

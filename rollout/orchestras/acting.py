@@ -4,7 +4,8 @@
 games.
 
 Args:
-    max_turns: most steps of the environment; before each, every agent of the team is asked once.
+    max_turns: maximum number of steps of the environment; before each, every agent of the team is
+        asked once.
     tool: source of the actions in a reply of the agent `tool` or `player`: `actions`, the reply
         itself lists them; `program`, the output of the program in the reply lists them (games, role
         `game_coder`).
@@ -131,7 +132,7 @@ async def self_verify(
     is the reward that its answer alone would have.
 
     Args:
-        max_turns: most answers of the solver.
+        max_turns: maximum number of answers of the solver.
     """
     problem = env.reset(task)
     solution = ""

@@ -62,7 +62,7 @@ async def code_reflect(
     it on the visible tests.
 
     Args:
-        max_turns: most rounds; each has one program.
+        max_turns: maximum number of rounds; each has one program.
     """
     problem = env.reset(task)
     history = ""
@@ -101,7 +101,7 @@ async def coder_tester(
     `missing_local: zero`.
 
     Args:
-        max_turns: most rounds; in each, both agents are asked once.
+        max_turns: maximum number of rounds; in each, both agents are asked once.
         max_cases: number of tests of a reply that are used; those after them are ignored.
         malformed: local score of a malformed reply.
     """
@@ -159,9 +159,9 @@ async def tool_coder(
     task's tests that the program passes.
 
     Args:
-        max_turns: most programs.
-        max_calls: most replies with tool calls before each program; the calls of a further reply
-            are not made.
+        max_turns: maximum number of programs.
+        max_calls: maximum number of replies with tool calls before each program; the calls of a
+            further reply are not made.
     """
     problem = env.reset(task)
     coder = team.chat("coder")
@@ -209,7 +209,7 @@ async def dsbench(
     malformed reply.
 
     Args:
-        max_turns: most programs of each agent.
+        max_turns: maximum number of programs of each agent.
         artefacts: files that each agent must write, by agent; the agents work in this order.
     """
     problem = env.reset(task)

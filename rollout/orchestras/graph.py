@@ -216,7 +216,7 @@ async def graph(
 
     Args:
         graph: nodes, edges, and the node or nodes that run first.
-        max_steps: most waves; after them the task ends.
+        max_steps: maximum number of waves; after them the task ends.
     """
     values = graph.initial_values() | {"problem": env.reset(task)}
     wave = list(dict.fromkeys(graph.start))

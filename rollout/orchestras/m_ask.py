@@ -57,7 +57,7 @@ async def m_ask(
     or an update of a step that does not exist, changes nothing.
 
     Args:
-        max_turns: most rounds; each has one search.
+        max_turns: maximum number of rounds; each has one search.
     """
     question = env.reset(task)
 

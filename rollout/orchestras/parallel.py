@@ -44,7 +44,7 @@ async def debate(
     Args:
         debaters: agents that debate.
         rounds: number of rounds, in each of which every debater answers.
-        max_others: most replies of other debaters that a debater reads.
+        max_others: maximum number of replies of other debaters that a debater reads.
         contain_self: if true, a debater also reads its own reply of the round before.
     """
     problem = env.reset(task)
@@ -81,7 +81,7 @@ def _texts_for_debater(
         debater: name of the debater.
         previous_texts: text of every debater in the round before, by name.
         seed_path: task id and round number, which decide the order together with the names.
-        max_others: most texts of other debaters.
+        max_others: maximum number of texts of other debaters.
         contain_self: if true, the debater's own text is among them.
     """
 
@@ -126,7 +126,7 @@ async def reason_tool(
     program with its output, and the reasoner's reply. A malformed reply agrees with no answer.
 
     Args:
-        max_turns: most rounds; in each, both agents are asked once.
+        max_turns: maximum number of rounds; in each, both agents are asked once.
     """
     problem = env.reset(task)
     history = ""

@@ -145,8 +145,8 @@ class ProgramRules:
 
     Args:
         deadline_s: seconds that the program may take.
-        most_calls: most calls of models in a trajectory.
-        at_once: most commands that run at the same time.
+        most_calls: maximum number of calls of models in a trajectory.
+        at_once: maximum number of commands that run at the same time.
         crash: meaning of a program that fails after one of its calls was answered. `wrong`: its
             answer is "", since the reply may have caused the failure. `fail`: the trajectory fails
             and is quarantined, as it always is before the first answered call.

@@ -33,7 +33,7 @@ async def search_team(
     the searcher also `verdict`, the whole reply of the verifier.
 
     Args:
-        max_turns: most rounds; each is a verdict followed by a search or by the answer.
+        max_turns: maximum number of rounds; each is a verdict, then a search or the answer.
         malformed_verdict: step that follows a malformed verdict, a search or the answer; `answer`
             as in Dr.MAS's released code.
     """
@@ -194,9 +194,9 @@ async def memory_search(
     malformed reply of the lead ends the task without an answer.
 
     Args:
-        max_turns: most requests of the lead to the scout.
-        max_calls: most replies of the scout with tool calls to one request; the reply after them is
-            its report, and calls in it are not made.
+        max_turns: maximum number of requests of the lead to the scout.
+        max_calls: maximum number of replies of the scout with tool calls to one request; the reply
+            after them is its report, and calls in it are not made.
     """
     question = env.reset(task)
     lead = team.chat("lead")

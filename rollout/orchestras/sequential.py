@@ -48,7 +48,7 @@ async def solver_verifier(
     The verifier is not asked after attempt `max_loops`, because its verdict would change nothing.
 
     Args:
-        max_loops: most attempts of the solver.
+        max_loops: maximum number of attempts of the solver.
         malformed_verdict: verdict that a malformed reply of the verifier counts as.
     """
     problem = env.reset(task)
@@ -122,7 +122,7 @@ async def mathchat(
     output. There are no local scores, because a coach scores the turns.
 
     Args:
-        max_programs: most replies of the coder.
+        max_programs: maximum number of replies of the coder.
         verifier_reads: `all`: the verifier reads the solution and the programs; `programs`: it
             reads the programs only, and its `solution` is "", as in the released code.
     """

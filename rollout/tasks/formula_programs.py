@@ -130,7 +130,7 @@ def program_demonstrations(
         n: number of chats.
         agents: the team as the rollout will use it.
         slips: probability of a slip by agent; 0 for an agent that is not named.
-        max_turns: most programs, as in a rollout.
+        max_turns: maximum number of programs, as in a rollout.
         episodes: number of plays; they are shown again once all were shown.
     """
     lessons = []

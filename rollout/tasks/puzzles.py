@@ -85,7 +85,7 @@ def puzzle_demonstrations(
         n: number of turns.
         roles: the roles as the rollout will use them, by agent name.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
-        max_turns: most steps of a puzzle, as in a rollout.
+        max_turns: maximum number of steps of a puzzle, as in a rollout.
         options: options of the source.
     """
     source = make_source(**options)

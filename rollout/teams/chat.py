@@ -166,7 +166,7 @@ class Chat:
         a call that cannot be parsed or made describes the problem.
 
         Args:
-            max_turns: most replies to ask for.
+            max_turns: maximum number of replies to ask for.
 
         Raises:
             ValueError: the agent has not replied yet.
@@ -286,7 +286,7 @@ class Chat:
         rules = self._agent.chats
         tool = self._tools.get(call.name)
         make_call = partial(
-            call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars
+            call_tool, self._tools, call, call_s=rules.call_s, max_chars=rules.result_chars
         )
         # The environment records its own steps.
         if tool is not None and tool.recorded_by_env:

@@ -46,8 +46,8 @@ class ReplayPlan:
 
     Attributes:
         agents: agents whose turns get alternatives.
-        alternatives: most alternatives of a turn.
-        budget: most alternatives of the trajectory; None: no bound.
+        alternatives: maximum number of alternatives of a turn.
+        budget: maximum number of alternatives of the trajectory; None: no bound.
         removal: True to replay each turn with an empty reply too.
     """
 

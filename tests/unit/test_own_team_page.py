@@ -70,7 +70,7 @@ def test_the_tool_of_the_page_answers_with_its_options(written: Path) -> None:
         async with open_tools() as tools:
             by_name = {tool.schema.name: tool for tool in tools}
             use = ToolUse(id="", name="price", arguments=f'{{"item": "{item}"}}')
-            call = await call_tool(by_name, use, call_s=5.0, most_chars=100)
+            call = await call_tool(by_name, use, call_s=5.0, max_chars=100)
             return call.result, call.failed
 
     assert asyncio.run(ask("pear")) == ("4 USD", False)

@@ -126,7 +126,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     1), those of the game, and the counts `impossible_actions` and `malformed_actions`.
 
     Args:
-        max_turns: most steps; after them the trajectory ends.
+        max_turns: maximum number of steps; after them the trajectory ends.
         rewards: rewards of the game; null: the game's defaults.
     """
 

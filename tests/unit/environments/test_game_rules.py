@@ -37,7 +37,7 @@ def play(env: str, puzzle: str, *actions: str, max_turns: int = 9, **rewards: fl
         env: name of the game.
         puzzle: first state of the puzzle.
         actions: lists of actions.
-        max_turns: most steps.
+        max_turns: maximum number of steps.
         rewards: rewards of the game that are not the default.
     """
     task = make_task(env, puzzle)

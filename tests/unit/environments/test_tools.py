@@ -37,7 +37,7 @@ def calls(
                 ToolUse(id="", name=name, arguments=json.dumps(arguments))
                 for name, arguments in asked
             ]
-            return [await call_tool(tools, use, call_s=call_s, most_chars=300) for use in uses]
+            return [await call_tool(tools, use, call_s=call_s, max_chars=300) for use in uses]
 
     return asyncio.run(run())
 

@@ -469,7 +469,7 @@ def test_no_call_breaks_a_tool(name: str) -> None:
                     id=str(number), name=tool.schema.name, arguments=json.dumps(arguments)
                 )
                 try:
-                    call = await call_tool(tools, use, call_s=10.0, most_chars=200)
+                    call = await call_tool(tools, use, call_s=10.0, max_chars=200)
                     assert isinstance(call.result, str)
                 except EnvError:
                     failures += 1
