@@ -37,7 +37,7 @@ from rollout.base.lookup import UnknownName, lookup
 from rollout.base.section import Section
 from rollout.base.text import nearest_hint, redact_secrets
 from rollout.base.yaml_files import read_yaml
-from rollout.config.choice import check_named
+from rollout.config.choice import check_agent_names
 from rollout.config.collection import CollectionConfig
 from rollout.config.data import DataConfig
 from rollout.config.environment import EnvConfig
@@ -445,7 +445,7 @@ def _check_team(config: RunConfig) -> None:
         raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
     if config.coach is not None:
         named = config.coach.model_dump(include={"agents", "judged_with_answer", "metrics_for"})
-        check_named("coach", named, config.agents)
+        check_agent_names("coach", named, config.agents)
     if "retriever" in config.env.needs and config.retriever is None:
         raise ValueError(
             f"env '{config.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
@@ -458,7 +458,7 @@ def _check_cold_start(config: RunConfig) -> None:
     options = config.cold_start.options
     config.data.demonstration_arguments(options)
     if config.data.generator in GENERATORS:  # their options name agents, if they name anything
-        check_named("cold_start.options", options, config.agents)
+        check_agent_names("cold_start.options", options, config.agents)
     for name, policy in config.policies.items():
         if policy.chat_template or policy.chat_template_kwargs:
             raise ValueError(

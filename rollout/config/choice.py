@@ -56,7 +56,7 @@ def check_options_by_name(registry: Registry, options: OptionsByName) -> Options
     return options
 
 
-def check_named(owner: str, options: Mapping[str, Any], team: Collection[str]) -> None:
+def check_agent_names(owner: str, options: Mapping[str, Any], team: Collection[str]) -> None:
     """Refuse options that name an agent who is not in the team.
 
     Names of agents are the keys of an option that is a mapping, and the texts of an option that is a list.

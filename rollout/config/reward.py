@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from rollout.base.lookup import lookup
 from rollout.base.options import Registry
 from rollout.config.agents import AgentConfig
-from rollout.config.choice import Choice, OptionsByName, check_named, check_options_by_name
+from rollout.config.choice import Choice, OptionsByName, check_agent_names, check_options_by_name
 from rollout.records.trajectory import Group, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
@@ -31,10 +31,10 @@ class RewardConfig(Choice):
     def check_agents(self, team: Collection[str]) -> None:
         """Refuse options of shipped allocators and penalties that name an agent who is not in the team."""
         if self.name in ALLOCATORS:
-            check_named(f"reward '{self.name}'", self.options, team)
+            check_agent_names(f"reward '{self.name}'", self.options, team)
         for name, options in self.penalties.items():
             if name in PENALTIES:
-                check_named(f"reward '{name}'", options, team)
+                check_agent_names(f"reward '{name}'", options, team)
 
 
 def build_allocator(

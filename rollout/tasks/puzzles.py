@@ -27,7 +27,7 @@ PLAYER_SLIPS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
 def draw_puzzle_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Draw sizes[split] different puzzles for each split; a puzzle's key belongs to one split."""
-    listed = source.everything()
+    listed = source.all_puzzles()
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, source.name, split))

@@ -222,6 +222,6 @@ def test_options_are_checked(game: str, options: dict[str, object], message: str
 
 def test_the_puzzles_of_few_blocks_are_counted() -> None:
     """2, 3 and 4 blocks have 3, 13 and 73 stackings (OEIS A000262); a puzzle is a pair of two of them."""
-    assert len(PUZZLES["blocksworld"](blocks=3).everything() or ()) == 13 * 12
-    assert len(PUZZLES["blocksworld"](blocks=4).everything() or ()) == 73 * 72
-    assert len(PUZZLES["blocksworld"](blocks=2).everything() or ()) == 3 * 2
+    assert len(PUZZLES["blocksworld"](blocks=3).all_puzzles() or ()) == 13 * 12
+    assert len(PUZZLES["blocksworld"](blocks=4).all_puzzles() or ()) == 73 * 72
+    assert len(PUZZLES["blocksworld"](blocks=2).all_puzzles() or ()) == 3 * 2

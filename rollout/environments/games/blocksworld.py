@@ -173,7 +173,7 @@ class BlocksworldSource(PuzzleSource):
         text = _puzzle(*random.sample(_stackings(self.blocks), 2))
         return text if owns(text) else None
 
-    def everything(self) -> tuple[tuple[str, str], ...] | None:
+    def all_puzzles(self) -> tuple[tuple[str, str], ...] | None:
         return _all_puzzles(self.blocks) if self.blocks <= _MAX_LISTED_BLOCKS else None
 
     def slip(self, random: Random, actions: str) -> str:

@@ -352,7 +352,7 @@ class PuzzleSource(Protocol):
             The puzzle; None if this draw has no solvable puzzle, or if `owns` returns False.
         """
 
-    def everything(self) -> Sequence[tuple[str, str]] | None:
+    def all_puzzles(self) -> Sequence[tuple[str, str]] | None:
         """Return (key, puzzle) of every puzzle in a fixed order; None if there are too many."""
         return None
 
