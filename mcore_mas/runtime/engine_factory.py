@@ -23,7 +23,7 @@ def make_engines(requests: Iterable[EngineRequest]) -> dict[str, Any]:
     Ray must be running if trainers send weights to an engine.
 
     Raises:
-        EngineError: an engine does not compute its model, or cannot start.
+        EngineError: an engine does not support its model, or cannot start.
     """
     engines: dict[str, Any] = {}
     for request in requests:

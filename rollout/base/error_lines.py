@@ -174,7 +174,8 @@ def _field_types(section: Any) -> dict[str, Any]:
 
 def _sections_in(annotation: Any) -> Iterator[Any]:
     """Yield the models and dataclasses in a type."""
-    is_class = isinstance(annotation, type)  # the metadata of Annotated are objects
+    # Values in Annotated or Literal are no classes, and issubclass would refuse them.
+    is_class = isinstance(annotation, type)
     if is_class and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         yield annotation
     for argument in get_args(annotation):

@@ -16,7 +16,7 @@ from rollout.base.ownership import FolderError
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces it when the block ends without an error.
+    """Yield a temporary path beside `path`; its file replaces `path` when the block ends without an error.
 
     Parent folders are created. The file and its name are on disk when the block has ended.
 
@@ -55,10 +55,11 @@ def _remove_abandoned(folder: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path, mode: int = 0o700) -> Iterator[Path]:
-    """Yield a new folder beside `path`, which replaces it when the block ends without an error.
+    """Yield a new folder beside `path`; it replaces `path` when the block ends without an error.
 
     After an error in the block, `path` is as before, and the partial folder stays until the next call
-    for `path`.
+    for `path`. A process that is killed between the removal of the old folder and the renaming of the
+    new one leaves no `path`, but never a partial one.
 
     Args:
         mode: permissions; by default only this user has access.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def real_number(value: Any, owner: str) -> float:
-    """Return a user's number as one of Python's, which can be written to files.
+    """Convert a number from a user's code to an int or a float of Python, which can be written to files.
 
     Args:
         value: an int or a float, one of NumPy's numbers, a Fraction or a Decimal, or an array or a

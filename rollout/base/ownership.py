@@ -88,7 +88,8 @@ def owned(folder: Path) -> Iterator[None]:
             yield
         finally:
             del _epochs[folder.absolute()]
-            with contextlib.suppress(OSError):  # on a full disk the clock gives the next epoch
+            # On a full disk, the next epoch comes from the clock.
+            with contextlib.suppress(OSError):
                 file.truncate(0)
                 file.write(json.dumps({"epoch": epoch}).encode())
 

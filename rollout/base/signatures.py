@@ -97,6 +97,11 @@ def called_function(target: Callable[..., Any]) -> Any:
 def _can_bind(
     target: Callable[..., Any], arguments: Sequence[str], keywords: Sequence[str] | None
 ) -> bool:
+    """Return True if a target can be called with these arguments.
+
+    With `keywords` None, the positional arguments must fill all required positional parameters, and
+    the keyword-only parameters are not checked.
+    """
     try:
         signature = inspect.signature(target)
     except ValueError:  # some functions in C have no signature

@@ -59,10 +59,10 @@ def check_options_by_name(registry: Registry, options: OptionsByName) -> Options
 def check_agent_names(owner: str, options: Mapping[str, Any], team: Collection[str]) -> None:
     """Refuse options that name an agent who is not in the team.
 
-    Names of agents are the keys of an option that is a mapping, and the texts of an option that is a list.
+    Every key of a mapping and every string in a list counts as the name of an agent.
 
     Raises:
-        ValueError: an option of `owner` names such an agent.
+        ValueError: an option names such an agent; the error begins with `owner`.
     """
     for option, value in options.items():
         if not isinstance(value, dict | list | tuple):

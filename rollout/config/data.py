@@ -85,7 +85,7 @@ class DataConfig(Section):
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
     def _to_files(cls, value: Any) -> Any:
-        """Convert a path, a file or a list of both to task files; a number of tasks stays."""
+        """Convert a path, a file or a list of both to task files; leave a number of tasks unchanged."""
         if not isinstance(value, str | Path | Mapping | TaskFile | list | tuple):
             return value
         entries = value if isinstance(value, list | tuple) else [value]

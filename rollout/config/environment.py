@@ -45,7 +45,7 @@ class EnvConfig(Choice):
         return hasattr(lookup("env", self.name, ENVS), "state")
 
     def check_tools(self, team: Mapping[str, AgentConfig]) -> None:
-        """Refuse tools of an agent that search, in an environment that does not."""
+        """Refuse the tools that query env `search` if another shipped environment is chosen."""
         if self.name not in ENVS or self.name == "search":
             return
         for name, agent in team.items():

@@ -23,9 +23,10 @@ def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
     """Return the tasks of each split, from the generator or the data files.
 
     Raises:
-        RecordError: a file or a row is not of its format, a task comes twice, or a file has no task
-            left after `skip` and the limits.
-        ValueError: the generator fails, or makes other tasks than it should.
+        RecordError: a file or a row is not of its format, a task comes twice against
+            `data.duplicates`, or a file has no task left after `skip` and the limits.
+        ValueError: the generator fails, or makes an object that is no task, a task of an unknown
+            split, a task twice, or no task for a split.
     """
     if data.generator is None:
         return {split: _read_split(data, split) for split in SPLITS}

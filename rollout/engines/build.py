@@ -67,7 +67,7 @@ def build_engines(request: EngineRequest) -> list[Any]:
     """Return an engine for each policy of the request.
 
     Raises:
-        EngineError: the engine does not compute the model, or cannot start.
+        EngineError: the engine does not support the model, or cannot start.
     """
     name = request.config.name
     builder: Any = lookup_import("engine", name, ENGINES)

@@ -73,8 +73,8 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
     """Return the files after all edits, which are made one after the other.
 
     Raises:
-        BadPatch: an edit's file does not exist, or has the lines to replace not at all or more than
-            once.
+        BadPatch: an edit's file does not exist or lacks the lines to replace, or the edit does not
+            say which of several places it means.
     """
     patched = dict(files)
     # Lines that earlier edits have added to a file: line numbers are those of the original file.
@@ -122,8 +122,9 @@ def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
 def _parse_diff(text: str) -> list[Edit]:
     """Return one edit for each hunk of a unified diff.
 
-    A hunk ends at the first row that has none of its signs: models count the rows of a hunk badly,
-    so the lengths in its header are ignored.
+    Models count the rows of a hunk badly, so the lengths in its header are ignored. A hunk ends at
+    the next header, or at the first row that begins with none of space, `+`, `-` and backslash. An
+    empty row is an empty line of context.
     """
     edits: list[Edit] = []
     path = ""

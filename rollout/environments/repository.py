@@ -33,9 +33,9 @@ _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 # Folders and files of a checkout that are left out.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
-# Tasks, as their answers and the folder of checkouts, whose tests were seen to fail before the repair.
+# Tasks whose tests were seen to fail before the repair, by their answers and the folder of checkouts.
 _TASKS_WITH_FAILING_TESTS: set[tuple[str | None, ...]] = set()
-# Words of a checkout's code by the permission that they show it to need (see passed_tests).
+# By permission, the words in a checkout's code that show that the code needs it (see passed_tests).
 _PERMISSION_WORDS = {
     "gc": re.compile(r"\bgc\.get_|\bget_(?:objects|referrers|referents)\b"),
     "trace": re.compile(r"\bset(?:trace|profile)\b|_current_frames|\baddaudithook\b"),

@@ -111,7 +111,7 @@ class Graph(StrictSection):
         return self
 
     def initial_values(self) -> dict[str, str | int]:
-        """Return the value before the first wave of every name that templates may use."""
+        """Return the names that templates may use, with their values before the first wave."""
         values: dict[str, str | int] = dict.fromkeys(_EPISODE_NAMES, "")
         for name in self.nodes:
             values[name] = ""
@@ -182,7 +182,7 @@ class Graph(StrictSection):
                 raise ValueError(f"node '{name}' is never reached from start ({start})")
 
     def _check_cycles(self) -> None:
-        """Refuse a cycle of edges without a condition, which would never end."""
+        """Refuse a cycle of edges without a condition, which only `max_steps` or the environment would end."""
         sorter = TopologicalSorter[str]()
         for edge in self.edges:
             if edge.when is None:

@@ -303,11 +303,11 @@ async def _run_command(
     command: Sequence[str], job: Job, *, sandbox: Sequence[str] | None, rules: ProgramRules
 ) -> str:
     """Run a command, once fewer than `rules.at_once` commands run; return its standard output."""
-    running = per_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once))
+    slots = per_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once))
     environment = {**os.environ, **job.environment}
     run = partial(run_command, command, job.problem.encode(), max_output_bytes=_MAX_OUTPUT_BYTES)
     try:
-        async with running:
+        async with slots:
             with TemporaryDirectory() as folder:
                 for name in _CACHE_VARIABLES:
                     environment[name] = f"{folder}/{name.lower()}"

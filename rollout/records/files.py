@@ -151,7 +151,7 @@ def trajectory_metadata(path: Path) -> dict[str, str]:
     Raises:
         RecordError: the file is missing or damaged, or is not parquet.
     """
-    _read_table(path, TRAJECTORY_SCHEMA)  # compares the checksums of all pages
+    _read_table(path, TRAJECTORY_SCHEMA)  # verifies the checksums of all pages
     metadata: dict[str, str] = json.loads(_file_metadata(path).get(_METADATA_KEY, "{}"))
     return metadata
 
@@ -272,7 +272,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 
 def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a parquet file and compare its checksums.
+    """Read a parquet file, and verify the checksums of the pages that are read.
 
     Args:
         schema: columns that the file should have, for the error about a missing file.

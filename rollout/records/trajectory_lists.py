@@ -18,7 +18,7 @@ from rollout.records.files import (
 )
 from rollout.records.trajectory import Trajectory
 
-_MAX_BATCH_ROWS = 1024  # rows that are converted at a time, because a page shows few of them
+_MAX_BATCH_ROWS = 1024  # rows of a large row group that are converted at a time
 
 # Columns that a list needs, without texts and tokens.
 _COLUMNS = ["id", "task_id", "source", "sample", "step", "outcome", "answer", "status", "error"]

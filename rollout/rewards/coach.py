@@ -68,8 +68,9 @@ class Coach:
     async def score(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with `scores["process"]`, and other requested scores, on the turns that were judged.
 
-        All turns of completed trajectories are judged concurrently: at most `concurrency` at a
-        time, each within `deadline_s`, and all within `batch_deadline_s`.
+        The turns of completed trajectories are judged concurrently, but for masked turns and those
+        of agents that the config leaves out: at most `concurrency` at a time, each within
+        `deadline_s`, and all within `batch_deadline_s`.
 
         Raises:
             RemoteError: the model cannot be used at all (key, model, URL or quota).

@@ -23,7 +23,7 @@ _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]:
-    """Parse the scores of a verdict, clamped to their ranges.
+    """Parse the scores of a verdict; process and outcome scores are clamped to their ranges.
 
     Thoughts in <think> tags are ignored. A name may occur twice if its value is the same.
 
@@ -36,19 +36,20 @@ def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]
         `outcome` from 0 to 1 and `answer_correct`, 0 or 1.
 
     Raises:
-        MalformedVerdict: the process score or a required result is missing, a value is not a finite
-            number, or two values of a name differ.
+        MalformedVerdict: the process score is missing, a required result is missing or comes after
+            a score, a value is not a finite number, ANSWER_CORRECT is neither 0 nor 1, or two values
+            of a name differ.
     """
-    spoken = _THOUGHTS.sub("", reply)
+    visible_reply = _THOUGHTS.sub("", reply)
     values: dict[str, str] = {}
-    for name, text in _SCORE_LINE.findall(spoken):
+    for name, text in _SCORE_LINE.findall(visible_reply):
         value = text.strip(" \t\r*_`").removesuffix(".")
         if values.setdefault(name, value) != value:
             raise MalformedVerdict(f"{name} is both {values[name]!r} and {value!r}")
     if "PROCESS_SCORE" not in values:
         raise MalformedVerdict("no line PROCESS_SCORE")
     if answer_first:
-        _check_answer_comes_first(spoken)
+        _check_answer_comes_first(visible_reply)
     if values.get("ANSWER_CORRECT") not in (None, "0", "1"):
         raise MalformedVerdict(
             f"ANSWER_CORRECT is {values['ANSWER_CORRECT'][:40]!r}, expected 0 or 1"
@@ -62,10 +63,10 @@ def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]
     }
 
 
-def _check_answer_comes_first(spoken: str) -> None:
+def _check_answer_comes_first(visible_reply: str) -> None:
     """Raise MalformedVerdict if no line OWN_ANSWER with a text precedes the first score."""
-    answer = _ANSWER_LINE.search(spoken)
-    score = _SCORE_LINE.search(spoken)
+    answer = _ANSWER_LINE.search(visible_reply)
+    score = _SCORE_LINE.search(visible_reply)
     if answer is None:
         raise MalformedVerdict("no line OWN_ANSWER with a result")
     if score is not None and score.start() < answer.start():

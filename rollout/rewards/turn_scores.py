@@ -58,9 +58,9 @@ def turn_difference(
     """Reward every turn with the change of the score `metric` in its round.
 
     A round ends with a turn of an agent in `scored`; f of the round is the score `metric` of that
-    turn. Turns between two measurements get the difference of the second and the first: a searcher
-    before the answer, or a reflector between one program and the next. Turns after the last
-    measurement get 0.
+    turn. All turns of a round get its f minus f of the round before, which is 0 for the first round:
+    a searcher as well as the answer that follows it, or a reflector as well as the next program.
+    Turns after the last round get 0.
 
     Args:
         metric: name of the score f, such as "token_f1" or "pass_rate".

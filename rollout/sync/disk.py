@@ -80,7 +80,7 @@ class AdapterSender(WeightSender):
         """Write `v<version>/` below the target.
 
         Raises:
-            EngineError: a tensor has an infinite value or NaN.
+            EngineError: see `WeightSender.send`; or a tensor has an infinite value or NaN.
         """
         folder = _version_folder(self.route, version)
         stream = check_stream(weights, self._shapes)

@@ -105,9 +105,9 @@ class SharedSender(WeightSender):
             self._shared = SharedWeights(Path(route.target), architecture, route.adapter)
 
     def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
-        """Write each tensor once, in the engine's order, and compute its checksum on the way."""
+        """Copy each tensor into the engine's buffers, and compute its checksum during the copy."""
         if self._shared is None:
-            deque(weights, maxlen=0)
+            deque(weights, maxlen=0)  # takes part in gathering the tensors, without keeping any
             return SentWeights(location=self.route.target, bytes=0)
 
         assert half is not None

@@ -77,7 +77,7 @@ class WeightUpdate:
     Attributes:
         location: the route's target, or the folder below it that was written for this version.
         checksums: checksum by tensor name; empty if the engine compares none.
-        bytes: size of the written tensors; 0 on ranks that wrote none.
+        bytes: size of the tensors; 0 on the other ranks of a transport in which rank 0 writes files.
         seconds: duration of the transfer.
     """
 

@@ -20,8 +20,8 @@ from rollout.teams.roles import Role
 def deal_tasks(game: str, seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Draw sizes[split] different deals for each split.
 
-    All splits have the same deals, because a game is learned against an opponent and not from
-    examples: there is nothing in a deal to memorise.
+    The splits are drawn from the same deals and overlap, because a game is learned against an
+    opponent and not from examples: there is nothing in a deal to memorise.
     """
     deals = list(ZERO_SUM_GAMES[game]().deals())
     tasks = []

@@ -106,7 +106,8 @@ class Fields:
         """Return the question with its context, and every accepted answer.
 
         Raises:
-            BadRow: the row has no question, or no answer if it needs one.
+            BadRow: the row has no question, no answer although the format needs one, or a solution
+                without a final answer.
         """
         question = _question_text(_required_value(row, self.question, "question"))
         if self.solutions:

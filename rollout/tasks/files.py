@@ -111,10 +111,10 @@ def read_task_file(
         needs_answer = row_format.needs_answer or "answer" in columns
         row_format = replace(row_format, needs_answer=needs_answer, **changes)
     if rows is None:
-        places_and_rows = ((f"{path}: {place}", row) for place, row in located_rows(path))
+        locations_and_rows = ((f"{path}: {location}", row) for location, row in located_rows(path))
     else:
-        places_and_rows = ((f"{path}[{index}]", row) for index, row in enumerate(rows))
-    for location, row in places_and_rows:
+        locations_and_rows = ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+    for location, row in locations_and_rows:
         try:
             problem = row_format.problem(row)
         except BadRow as error:

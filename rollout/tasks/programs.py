@@ -239,12 +239,12 @@ def _test_names(value: Any) -> list[str]:
 
 
 def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
-    """Parse tests.
+    """Convert the tests in a row of a data set.
 
     Args:
-        value: JSON, or its value: an object with `inputs` and `outputs`, or a list of objects with
-            `input` and `output`.
-        function: function for the tests that call a function without naming it.
+        value: an object with `inputs` and `outputs`, or a list of objects with `input` and `output`;
+            or the JSON of either.
+        function: name of the function to call, for tests that do not name one themselves.
     """
     if isinstance(value, str):
         value = json.loads(value)

@@ -26,17 +26,17 @@ PLAYER_SLIPS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
 
 def draw_puzzle_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """Draw sizes[split] different puzzles for each split; a puzzle's key belongs to one split."""
-    listed = source.all_puzzles()
+    """Draw sizes[split] different puzzles for each split; all puzzles of one key are in one split."""
+    all_puzzles = source.all_puzzles()
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, source.name, split))
-        if listed is None:
+        if all_puzzles is None:
             draw = partial(source.draw, random, _belongs_to(split))
             puzzles = draw_different(source.name, split, size, draw)
         else:
-            owned = [puzzle for key, puzzle in listed if split_of(key) == split]
-            puzzles = draw_listed(source.name, split, size, owned, random)
+            candidates = [puzzle for key, puzzle in all_puzzles if split_of(key) == split]
+            puzzles = draw_listed(source.name, split, size, candidates, random)
         tasks += [puzzle_task(source, puzzle, split) for puzzle in puzzles]
     return tasks
 
@@ -99,7 +99,8 @@ def puzzle_demonstrations(
                 continue
             task = puzzle_task(source, puzzle, "train")
             teacher = _PuzzleTeacher(source, task, roles, slips, random)
-            env: Any = ENVS[source.game](task, max_turns=max_turns)  # it also has `preview`
+            # Any, because the orchestra also calls `preview`, which `Env` lacks.
+            env: Any = ENVS[source.game](task, max_turns=max_turns)
             asyncio.run(orchestra(task, teacher, env, max_turns=max_turns))
             yield from teacher.demonstrations
 

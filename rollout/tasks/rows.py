@@ -126,7 +126,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
                     f"{path}: {count} columns are called {column!r:.80}; rename all but one"
                 )
         while True:
-            # The limit is global: it is only raised while this file is read.
+            # The limit is global to the process, so it is larger only while this file is read.
             usual_limit = csv.field_size_limit(_MAX_CELL_CHARS)
             try:
                 row = next(rows, None)

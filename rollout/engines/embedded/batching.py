@@ -64,7 +64,7 @@ class EmbeddedEngine:
     A request's tokens depend on its prompt, its sampling and the weights. Other requests of the
     batch change only the last bits of log-probabilities, because sums over more rows are made in
     another order. In deterministic mode they change nothing, and a trainer in deterministic mode
-    computes the same bits (`ExactDecoder`). For a model that `ExactDecoder` does not compute, every
+    computes the same bits (`ExactDecoder`). For a model that `ExactDecoder` does not support, every
     sequence is then decoded alone, which is several times slower.
 
     Attributes:
@@ -128,7 +128,7 @@ class EmbeddedEngine:
         """Build an engine of a Hugging Face model folder; see `CachedDecoder` and the constructor.
 
         Raises:
-            EngineError: the folder is not a model that this engine computes.
+            EngineError: the folder has no model, or one that this engine does not support.
         """
         decoder = CachedDecoder(read_architecture(folder), max_length, device=device, bf16=bf16)
         decoder.load(read_tensors(folder), str(folder))
@@ -271,7 +271,7 @@ class EmbeddedEngine:
                 self._finish(row, "abort")
 
     def load_weights(self, stream: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of full tensors; forget the cached prefixes of requests without an adapter.
+        """Replace all weights by a stream of full tensors; drop the cached prefixes of requests without an adapter.
 
         Running requests continue with the keys that they have and the new weights. Their version
         spans say from which token on.

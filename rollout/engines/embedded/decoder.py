@@ -1,6 +1,6 @@
 """Decoder model over cached keys and values, in plain torch.
 
-It computes Qwen2, Qwen3 (dense and mixtures of experts) and Llama.
+It supports Qwen2, Qwen3 (dense and mixtures of experts) and Llama.
 
 Letters of shapes: N rows, T tokens of a prompt, V vocabulary, H query heads, KV key and value heads, D
 head dimension, M positions, k experts of a token.
@@ -140,11 +140,15 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Copy the active weights to the device, in the type and the blocks of the products."""
+        """Copy the active weights to the device in `dtype`, and into blocks for the matrix products.
+
+        In float32 on a CPU, the decoder computes from the active half itself, without a copy on the
+        device.
+        """
         active = self.weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
             storage = self._active.storage
-            if self._active in self.halves:  # there is no copy yet
+            if self._active in self.halves:  # no copy has been allocated yet
                 storage = torch.empty_like(storage, device=self.device, dtype=self.dtype)
             active = DecoderWeights(self.shape, storage.copy_(active.storage))
         self._active = active

@@ -64,7 +64,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
         Raises:
             EngineError: Ray is not running, there is not enough shared memory, or the model is not
-                one that this engine computes. Errors in its tensors come with the first call.
+                one that this engine supports. Errors in its tensors come with the first call.
         """
         super().__init__()
         if not ray.is_initialized():

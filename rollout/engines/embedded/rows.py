@@ -273,7 +273,7 @@ class CacheRows:
         return reports
 
     def set_version(self, version: int, adapter: int) -> None:
-        """Set the version of an adapter's weights, and forget the keys that older weights computed.
+        """Set the version of an adapter's weights; new requests no longer reuse keys of older weights.
 
         Running requests continue with the keys that they have, and sample further tokens with the
         new version.

@@ -23,7 +23,11 @@ def build_sglang_engines(request: EngineRequest) -> list[Any]:
 
 
 def _server_count(request: EngineRequest) -> int:
-    """Return the number of servers: one for each group of assigned GPUs, or `replicas` of the config."""
+    """Return the number of servers.
+
+    In an evaluation there is one for each assigned group of GPUs, or else one for every `tp` GPUs
+    that Ray has placed. Otherwise the number is `replicas` of the config.
+    """
     if request.gpus is not None:
         return len(request.gpus)
     if request.placements and not request.trained:

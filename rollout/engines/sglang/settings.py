@@ -61,7 +61,7 @@ class SGLangSettings:
         log: log file of the servers; a number is put before the suffix.
 
     Raises:
-        EngineError: there is no such transport or argument, SGLang does not compute the model or
+        EngineError: there is no such transport or argument, SGLang does not support the model or
             would not start with grammars, or servers on another machine have no key or no folder
             for weights.
     """

@@ -346,7 +346,8 @@ class PuzzleSource(Protocol):
 
         Args:
             random: source of randomness.
-            owns: called with the key of the puzzle as soon as it is known.
+            owns: returns True if the split may have puzzles with a key; called as soon as the key
+                is known.
 
         Returns:
             The puzzle; None if this draw has no solvable puzzle, or if `owns` returns False.
