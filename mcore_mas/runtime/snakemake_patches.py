@@ -11,7 +11,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_SOME_JOB_FAILED = "At least one job did not complete successfully."
+# Parts of Snakemake's messages that only say that some job has failed.
+_SOME_JOB_FAILED = (
+    "CalledProcessError in file",
+    "Exiting because a job execution failed",
+    "At least one job did not complete successfully",
+)
 
 _EXECUTOR_MODULES = (
     "snakemake.executors.local",
@@ -122,7 +127,7 @@ def _describes_no_failed_job(record: logging.LogRecord) -> bool:
     if event in ("job_error", "group_error"):
         return False
     text = record.getMessage()
-    return "CalledProcessError in file" not in text and _SOME_JOB_FAILED not in text
+    return not any(part in text for part in _SOME_JOB_FAILED)
 
 
 def report_silent_failures() -> None:

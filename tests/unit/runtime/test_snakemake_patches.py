@@ -88,6 +88,7 @@ def test_blocks_about_failed_jobs_are_shown_only_with_their_logs(
     error = {"event": LogEvent.ERROR, "exception": "WorkflowError"}
     logger.error("WorkflowError:\nAt least one job did not complete successfully.", extra=error)
     logger.error("RuleException:\nCalledProcessError in file a.smk, line 3:\n...", extra=error)
+    logger.error("Exiting because a job execution failed. Look above for error messages")
     assert (terminal.getvalue() != "") is shows_logs
     logger.error("WorkflowError:\nNo such target.", extra=error)
     assert "No such target." in terminal.getvalue()
