@@ -1,4 +1,4 @@
-"""Coach (an LLM judge): a frozen external model that scores every turn of finished trajectories."""
+"""Coach (an LLM judge): a frozen external model that scores the turns of finished trajectories."""
 
 from __future__ import annotations
 

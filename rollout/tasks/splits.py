@@ -65,7 +65,7 @@ def draw_different(
 
 
 def draw_listed(
-    source: str, split: str, size: int, owned: Sequence[_T], random: Random
+    source: str, split: str, size: int, items: Sequence[_T], random: Random
 ) -> list[_T]:
     """Draw `size` of the items of a split, without replacement.
 
@@ -73,18 +73,18 @@ def draw_listed(
         source: name of the data source, for errors.
         split: name of the split, for errors.
         size: number of items.
-        owned: items of the split.
+        items: items of the split.
         random: random numbers.
 
     Raises:
         ValueError: the split has fewer items.
     """
-    if size > len(owned):
+    if size > len(items):
         raise ValueError(
-            f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower "
+            f"{source}: {size} {split} tasks asked for, but there are {len(items)}; lower "
             f"data.{split}"
         )
-    return random.sample(owned, size)
+    return random.sample(items, size)
 
 
 def content_digest(*texts: str) -> str:
