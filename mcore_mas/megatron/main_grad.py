@@ -7,10 +7,12 @@ from torch import Tensor
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the matrix product a @ b to `total` in place, accumulating in the precision of `total`.
 
+    On a CPU, the product of bfloat16 factors is rounded to bfloat16 before it is added.
+
     Args:
         total: [m, n], for example a float32 gradient buffer.
         a: [m, k], float32 or bfloat16.
-        b: [k, n], as `a`.
+        b: [k, n], of the same type as `a`.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

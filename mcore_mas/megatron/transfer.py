@@ -18,7 +18,8 @@ def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = N
 
     Args:
         value: a tensor, or a tuple or dataclass that holds tensors, tuples and dataclasses of them.
-        stream: CUDA stream of the transfer; None: the current stream, which then need not wait for it.
+        stream: CUDA stream of the transfer, for which the current stream must wait before it uses the
+            result; None: the current stream.
     """
     if device.type == "cpu":
         return value
@@ -33,7 +34,8 @@ def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = N
     current_stream = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         on_device = packed.to(device, non_blocking=True)
-    # the memory belongs to the other stream, which must not reuse it while this one computes with it
+    # The allocator would otherwise reuse the memory for the next transfer on `stream`, although the
+    # current stream may still compute with it.
     on_device.record_stream(current_stream)
     slots = dict(zip(tensors, on_device.split(sizes), strict=True))
 

@@ -121,8 +121,8 @@ class PackedGPTModel(GPTModel):
             return hidden_states
 
         if self.config.sequence_parallel:
-            # The head makes the gradient whole on every rank, so each rank takes its own part
-            # of it.
+            # The head's backward pass returns the complete gradient on every rank. The backward
+            # pass of this gather therefore takes the rank's part, and does not sum over ranks.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -130,7 +130,7 @@ class PackedGPTModel(GPTModel):
         if isinstance(self.output_layer, ValueHead):
             return (self.output_layer(rows),)
 
-        # A weight that is also this stage's embedding passes on its gradient there.
+        # The stage's embedding may have the same weight, and then also hands a gradient to autograd.
         embeds = self.share_embeddings_and_output_weights and self.pre_process
         weight = self.shared_embedding_or_output_weight() if embeds else self.output_layer()
         return logprobs_and_entropy(

@@ -24,7 +24,7 @@ _NORM_WARPS = 16 * 132
 
 
 def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
-    """Return the number of row blocks, of programs of the gradient kernel, and the kernels' options.
+    """Return the number of row blocks, that of the gradient kernel's programs, and options of both kernels.
 
     A thread computes 16 elements of a block.
     """
@@ -52,9 +52,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _norm_gradient(
     x: Tensor, weight: Tensor, grad_out: Tensor, eps: float, trains_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, and of the weight in one part of each program [programs, width].
+    """Return the gradient of x, and the partial sums [programs, width] of the weight's gradient.
 
-    For a frozen weight the second result is [0, width].
+    Each program of the kernel computes one partial sum. For a frozen weight there are none.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -239,7 +239,7 @@ def head_row_statistics(
     """Reduce the rows of a chunk of logits.
 
     Args:
-        logits: [rows, columns and padding] float32.
+        logits: [rows, padded columns] float32.
         labels: [rows] columns; one that is out of range belongs to another rank.
         temperatures: [rows].
         columns: number of columns without padding.
@@ -276,7 +276,7 @@ def head_logits_gradient(
         dtype: type of the result.
 
     Returns:
-        [rows, columns and padding]
+        [rows, padded columns]
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 

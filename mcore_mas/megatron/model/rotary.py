@@ -25,8 +25,8 @@ class TreeRotary(RotaryEmbedding):
         """Return the angles of the current micro-batch; Megatron's arguments are not used.
 
         Returns:
-            [T, 1, 1, head_dim], the angles of one half twice; on a CPU the cosines and sines
-            [T, 1, 1, 2 head_dim] that `rotate_on_cpu` takes.
+            On a GPU the angles [T, 1, 1, head_dim], equal in the first and the second half of a
+            head; on a CPU their cosines and sines [T, 1, 1, 2 head_dim], for `rotate_on_cpu`.
         """
         angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
         if angles.device.type != "cpu":

@@ -47,9 +47,9 @@ class EngineRoutingReplay(RouterReplay):
 
 
 def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
-    """Make the sparse layers of a pipeline stage take their experts from the layout of their input.
+    """Make the MoE layers of a pipeline stage use the experts on record in the layout of their input.
 
-    They read them when they are called, so a layer reads the same when it is recomputed.
+    The layout is an argument of each call of a layer, so a recomputed layer uses the same experts.
     """
     for layer in layers:
         number = int(layer.layer_number) - 1  # in the whole model

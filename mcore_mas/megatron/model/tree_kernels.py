@@ -223,16 +223,16 @@ def _add_query_gradient(
 
 @triton.jit
 def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.constexpr):
-    """Compute the gradient of queries, and delta.
+    """Compute the gradient of the queries, and the deltas for `backward_kv_kernel`.
 
-    Each program computes a block of queries for one key/value head.
+    The delta of a row is the inner product of its output and the gradient of the output. Each program
+    computes a block of queries for one key/value head.
 
     Args:
         q, k, v: arguments of `forward_kernel`.
-        forward: output, its log-sum-exps, and delta [T, heads] float32, in which each row's inner
-            product of the output and its gradient is stored for `backward_kv_kernel`.
+        forward: output, log-sum-exps, and deltas [T, heads] float32; the kernel writes the deltas.
         grad_out: gradient of the output.
-        grad_q: gradient of `q`.
+        grad_q: gradient of `q`, which the kernel writes.
     """
     out, lses, deltas = forward
     block = tl.program_id(0)
