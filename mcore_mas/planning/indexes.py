@@ -76,7 +76,7 @@ def _adding_seconds(kind: str, passages: int, dim: int) -> float:
 
 
 def index_table(passages: int, dim: int, rate: float) -> list[str]:
-    """Return the lines of a table with the needs of every kind of index."""
+    """Return the lines of a table with the needs of every kind of index of vectors."""
     from retrieval.build import INDEX_TYPES  # imports FAISS
 
     lines = [
@@ -91,7 +91,8 @@ def index_table(passages: int, dim: int, rate: float) -> list[str]:
         )
     device_gb = passages * 2 * dim / 1e9
     lines += [
-        f"A flat index on a GPU takes {device_gb:.1f} GB of the device besides.",
-        "Hours to add are scaled from 1,000,000 passages on one core; more cores divide them.",
+        f"A flat index on a GPU also takes {device_gb:.1f} GB of the device.",
+        "Hours to add are scaled from measurements with up to 1,000,000 passages on one core; more "
+        "cores divide them.",
     ]
     return lines

@@ -222,8 +222,8 @@ def _evaluation_nodes(config: RunConfig, device_type: DeviceType, node_gpus: int
     has_retriever = config.retriever is not None and config.retriever.gpus > 0
     if device_type == "CPU" or not all_are_servers or has_retriever:
         return 1
-    training = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
-    return max(1, -(-training // node_gpus))
+    training_gpus = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+    return max(1, -(-training_gpus // node_gpus))
 
 
 def _evaluation_on_nodes(config: RunConfig, nodes: int, node_gpus: int) -> JobNeeds:
@@ -246,12 +246,12 @@ def _evaluation_gpus(config: RunConfig, node_gpus: int) -> int:
     It gets as many engines of each policy as fit the GPUs of the training. If the machine has fewer
     GPUs than one engine of each policy needs, the engines share them.
     """
-    one_of_each = sum(gpus_per_engine(config).values())
-    if one_of_each == 0:
+    gpus_of_one_each = sum(gpus_per_engine(config).values())
+    if gpus_of_one_each == 0:
         return 1
-    training = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
-    engines_of_each = min(node_gpus, training) // one_of_each
-    return min(node_gpus, max(1, engines_of_each) * one_of_each)
+    training_gpus = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+    engines_of_each = min(node_gpus, training_gpus) // gpus_of_one_each
+    return min(node_gpus, max(1, engines_of_each) * gpus_of_one_each)
 
 
 def _index_job_needs(config: RunConfig) -> JobNeeds:
@@ -402,7 +402,7 @@ def _cpu_engine_bytes(
 def _retriever_mb(retriever: RetrieverConfig, *, builds_index: bool) -> int:
     """Return the memory in MB of a job that serves the retriever's index, or builds and serves it.
 
-    An empty `retriever.folder` is that of a published index that has not been downloaded yet.
+    A `retriever.folder` without files is the folder of a published index that is yet to be downloaded.
     """
     if retriever.folder is not None:
         files = list(retriever.folder.glob("*"))
@@ -432,9 +432,13 @@ def _own_index_mb(retriever: RetrieverConfig, passages: int, *, builds_index: bo
 
 
 def _encoder_dimensions(retriever: RetrieverConfig) -> int:
+    """Return the dimensions of the encoder's vectors.
+
+    Without a folder, or with one that is yet to be downloaded, these are those of its family.
+    """
     if retriever.encoder_folder is not None:
         config_file = retriever.encoder_folder / "config.json"
         if config_file.is_file():
             config = read_config(retriever.encoder_folder)
             return read_values(EncoderConfig, config, str(config_file)).hidden_size
-    return _ENCODER_DIMENSIONS[retriever.encoder]  # the encoder is not on this machine yet
+    return _ENCODER_DIMENSIONS[retriever.encoder]

@@ -231,7 +231,10 @@ def _largest_weight(architecture: Architecture, layout: ParallelLayout) -> int:
 def _activation_gradient_bytes(
     architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
 ) -> float:
-    """Return the bytes of gradients in one layer: gate, up and their product, and four hidden states."""
+    """Return the bytes of the gradients of one layer's activations.
+
+    These activations are the gate, the up projection and their product, and four hidden states.
+    """
     ffn = architecture.ffn
     if architecture.experts is not None:
         ffn = max(ffn, architecture.experts.per_token * architecture.experts.ffn)

@@ -64,7 +64,7 @@ def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def check_plannable(config: RunConfig) -> None:
-    """Check that the engines of a run are on its own GPUs, all split alike.
+    """Check that the engines of a run are on its GPUs, all with the same tensor parallelism.
 
     Raises:
         PlanError: the run or its engine is on CPUs, the engine is of another kind, runs elsewhere or
@@ -135,7 +135,7 @@ def _best_candidate(config: RunConfig, models: Models, cluster: Cluster) -> _Can
 
 def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[RunConfig]:
     """Yield the placements in the order in which they are tried."""
-    sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
+    sizes = [tp for tp in _TENSOR_PARALLEL if _divides_evenly(config, models, cluster, tp)]
     # Trainers that take turns must be offloaded, and those of a run that collects ahead are not.
     turn_choices = [False] if config.collects_ahead else [False, True]
     for one_by_one in turn_choices:
@@ -144,8 +144,8 @@ def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator
             yield _with_slots_that_fit(placed, models, cluster)
 
 
-def _splits(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> bool:
-    """Return True if so many ranks split the cluster, its machines and all models evenly."""
+def _divides_evenly(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> bool:
+    """Return True if groups of `tp` ranks divide the cluster, its machines and all models evenly."""
     if cluster.gpus % tp or cluster.gpus_per_node % tp:
         return False
     layout = ParallelLayout(tp=tp, dp=cluster.gpus // tp, sp=tp > 1)

@@ -7,12 +7,12 @@ from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
 from rollout.engines import EngineConfig
 
 MEMORY_SHARE = "mem-fraction-static"  # argument of `sglang.launch_server`
-# the share of a GPU's memory that servers on it may hold together; they compute in the rest
+# Share of a GPU's memory that all servers on the GPU may hold together; they compute in the rest.
 STATIC_SHARE = 0.8
 
 
 def memory_share(engine: EngineConfig) -> float:
-    """Return the share of a GPU's memory that the server of an engine takes by its options; 0 if they do not say."""
+    """Return the share of a GPU's memory that an engine's options give its server; 0 without this option."""
     share = engine.options.get(MEMORY_SHARE, engine.options.get(MEMORY_SHARE.replace("-", "_")))
     return float(share) if isinstance(share, int | float) else 0.0
 
