@@ -44,16 +44,17 @@ _POLICY = "cold start"
 # Adam's decay rates. The second one is lower than usual because a cold start has few steps.
 _BETAS = (0.9, 0.98)
 
-# One measurement: step, seconds since the start, loss, accuracy and the share of legal turns.
+# One measurement: step, seconds since the start, loss, accuracy, and the share of well-formed turns
+# (`legal`).
 _Measurement = dict[str, float]
 
 
 def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
-    """Fine-tune a base model into `out_dir`/model, which every policy starts from.
+    """Fine-tune a base model into `out_dir`/model, for the policies whose config names this folder.
 
-    Training stops when the team, measured on validation tasks, is legal and accurate enough, or
-    after max_steps. `out_dir`/bootstrap.json gets the model's folder and all measurements. An
-    interrupted cold start continues from its newest checkpoint.
+    Training stops when the team's accuracy and its share of well-formed turns on validation tasks
+    are high enough, or after max_steps. `out_dir`/bootstrap.json gets the model's folder and all
+    measurements. An interrupted cold start continues from its newest checkpoint.
 
     Args:
         config_path: resolved config of the run.
@@ -61,8 +62,8 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         out_dir: folder of the cold start.
 
     Raises:
-        Stopped: a stop signal is pending, which `requeue_when_stopped` blocks; a checkpoint is
-            saved.
+        Stopped: a stop signal arrived, and a checkpoint was saved. `requeue_when_stopped` must
+            block the signals, so that they stay pending until the end of a step.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
@@ -119,7 +120,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
                 asyncio.run(_save(checkpoints, trainer, step, history))
             if pending:
                 name = signal.Signals(min(pending)).name
-                raise Stopped(f"stopped by {name} after step {step}; all of it is saved")
+                raise Stopped(f"stopped by {name} after step {step}; its checkpoint is saved")
 
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
@@ -137,7 +138,7 @@ def _open_checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkp
     """Return the checkpoints of a cold start.
 
     Their folder is named after the settings and the base model, so that a cold start with other
-    ones does not continue from them.
+    settings or another base model does not continue from them.
     """
     settings = settings_digest(config.model_dump(mode="json"), "cold_start")
     base = sha256(*sorted(base_dir.iterdir()))

@@ -141,7 +141,7 @@ def _usable_rows(
             if identity_by_id[task.id] == identity:
                 counts.duplicates += 1
             else:
-                counts.drop("asks what another row asks, with another answer")
+                counts.drop("repeats the question of another row with another answer")
             continue
         identity_by_id[task.id] = identity
 

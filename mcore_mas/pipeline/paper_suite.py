@@ -133,7 +133,7 @@ def _cross_play(
 
 
 def _seats_of_seed(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the seats of an evaluation with `run/agent` replaced by the run of the same seed."""
+    """Return the seats of an evaluation, with the run of each `run/agent` replaced by its run with `seed`."""
     seeded = {}
     for agent, source in seats.items():
         seeded[agent] = source

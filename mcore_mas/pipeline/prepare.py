@@ -24,7 +24,7 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     Raises:
         RecordError: a configured file of tasks cannot be read, or the environment compares replies
             with answers and a task has none.
-        ValueError: the generator cannot make so many different tasks.
+        ValueError: the generator cannot make as many different tasks as the config asks for.
     """
     config = RunConfig.load(config_path)
     for split, tasks in make_tasks(config.data, config.seed).items():

@@ -108,10 +108,10 @@ def make_importable(*folders: Path) -> None:
 
 
 def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Return the runs of a grid with their overrides.
+    """Return the overrides of each run of a grid, by the run's name.
 
-    A run has an override for each axis, then the settings of each of its values, then the overrides
-    of the grid.
+    They are an override for each axis, then the grid's `settings` of each value of the run, then the
+    grid's `overrides`.
     """
     if grid is None:
         return {}

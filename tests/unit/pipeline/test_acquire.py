@@ -76,7 +76,10 @@ def test_a_data_set_is_fetched_converted_and_recorded(
         "kept": 3,
         "duplicates": 1,
         "repeated": 1,
-        "dropped": {"asks what another row asks, with another answer": 1, "has no answer": 1},
+        "dropped": {
+            "repeats the question of another row with another answer": 1,
+            "has no answer": 1,
+        },
     }
     assert json.loads(Path("data/sources.lock").read_text()) == {
         "some/math": {
@@ -401,7 +404,7 @@ def test_the_report_lists_leaks_between_splits(
     }
     report_inputs([Path("r.json")], {"one": (data, 1), "two": (data, 1)}, Path("inputs.md"))
     page = Path("inputs.md").read_text()
-    dropped = "1 asks what another row asks, with another answer; 1 has no answer"
+    dropped = "1 repeats the question of another row with another answer; 1 has no answer"
     size = Path(DATA).stat().st_size
     assert (
         f"| {DATA} | some/math of the hub | {COMMIT[:12]} | {size} | 6 | 3 | 1 | 1 | {dropped} |"

@@ -132,7 +132,7 @@ def test_an_interrupted_cold_start_continues_to_the_same_bits(run_folder: Path) 
     remove_outputs(run_folder)
     status, log = run_cold_start(run_folder, "stop")
     assert status == 1
-    assert log.rstrip().endswith("error: stopped by SIGURG after step 3; all of it is saved")
+    assert log.rstrip().endswith("error: stopped by SIGURG after step 3; its checkpoint is saved")
     status, log = run_cold_start(run_folder)
     assert status == 0
     assert "/step_000003\n" in log
