@@ -140,7 +140,7 @@ def _print_task(
 
 
 def _describe_grouping(grouping: Grouping) -> str:
-    """Return which turns an estimator compares with each other, and what has one vote among them."""
+    """Describe which turns an estimator compares with each other, and which of these share a vote."""
     *first_columns, last_column = grouping.peer_columns
     peers = f"{', '.join(first_columns)} and {last_column}" if first_columns else last_column
     voter = ", ".join(grouping.vote_columns)
@@ -188,7 +188,10 @@ def _groups_table(
 def _turns_table(
     groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]
 ) -> Table:
-    """Return a table with a line per turn: its reward, its vote in each group, its advantage."""
+    """Return a table with a line per turn: its reward, its vote in each group, its advantage.
+
+    If turns have them, further columns show the score "removal" and how alternatives were continued.
+    """
     headings = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
     has_removal = any("removal" in sample.scores for sample in samples)
     if has_removal:
@@ -231,7 +234,7 @@ def _signed(value: float | None) -> str:
 
 
 def _describe_replay(sample: Sample) -> str:
-    """Return how many later turns were sampled and repeated after an alternative; "" for other turns."""
+    """Return the numbers of later turns sampled and repeated after an alternative; "" for other turns."""
     if not sample.is_alternative:
         return ""
     sampled = int(sample.scores["replay_sampled"])

@@ -26,7 +26,7 @@ from rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
-    """Compare the estimators with which each team was trained, over seeds.
+    """Write a study that compares the estimators of each team's trainings over their seeds.
 
     If all runs of a team have the same estimator, they are compared by their names without the seed.
 
@@ -36,7 +36,7 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
 
     Raises:
         MetricsError: the runs of a team have only one setting, its settings have different seeds, or
-            a run has not finished.
+            a run has not been trained and evaluated.
     """
     runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
     rows: list[dict[str, Any]] = []

@@ -87,7 +87,7 @@ def _print_head(trajectory: Trajectory, console: Console) -> None:
         )
     elif len(trajectory.path) < len(trajectory.turns):
         alternatives = len(trajectory.turns) - len(trajectory.path)
-        turns = f"{len(trajectory.path)} turns, {alternatives} alternatives of them"
+        turns = f"{len(trajectory.path)} turns, and {alternatives} alternatives to them"
     console.print(
         plain_text(
             f"{step_label(trajectory.step)}   task {trajectory.task_id}   sample {trajectory.sample}   "

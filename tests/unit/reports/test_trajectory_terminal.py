@@ -200,5 +200,5 @@ def test_branches_shows_the_alternatives_of_a_turn(tmp_path, capsys, monkeypatch
     write_trajectories(path, [trajectory(turn(0, text="mine"), alternative)])
     assert "other" not in show(capsys, monkeypatch, path)
     text = show(capsys, monkeypatch, path, "--branches")
-    assert "1 turns, 1 alternatives of them" in text
+    assert "1 turns, and 1 alternatives to them" in text
     assert "alternative 1 · 1 tokens, log p 0.00 · replay_outcome 7" in text
