@@ -20,9 +20,9 @@ class ProgressReporter:
     """Reports finished steps and notes of a job.
 
     A process whose stderr is a terminal draws a bar there. A job whose stderr is its log writes one
-    line per step to the log, and every 5 seconds one line to the terminal or pipe of the pipeline,
-    where other jobs may be writing too. Bar and shared lines show the newest value of each metric,
-    such as the accuracy of the latest validation.
+    line per step to the log, and at most every 5 seconds one line to the terminal or pipe of the
+    pipeline, where other jobs may be writing too. Bar and shared lines show the newest value of each
+    metric, such as the accuracy of the latest validation.
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:

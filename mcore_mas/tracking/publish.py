@@ -155,7 +155,7 @@ class _Publisher:
             store.log_metrics(parent, points)
 
     def send_table(self, results: Path, table: str) -> None:
-        """Send a table and its page of charts to the first store as artifacts, unless it has them."""
+        """Send a table and its pages of charts to the first store as artifacts, unless it has them."""
         files = [results / f"tables/{table}.{suffix}" for suffix in ("csv", "md", "html")]
         pages = results.glob(f"figures/{table}/*.html")
         paths = sorted([*(file for file in files if file.is_file()), *pages])
@@ -189,7 +189,10 @@ class _Publisher:
         return self._stores[key]
 
     def _send_training(self, store: MlflowStore, config: RunConfig, config_path: Path) -> None:
-        """Send the steps of a training; if it has finished, also its costs and model folders."""
+        """Send the steps of a training; if it has finished, also its costs and model folders.
+
+        The MLflow run ends as FINISHED, or as KILLED if no process trains the run any more.
+        """
         folder = config.folder / "train"
         metrics_path = folder / "metrics.jsonl"
         rows = read_step_rows(metrics_path) if metrics_path.is_file() else []

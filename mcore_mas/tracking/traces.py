@@ -110,7 +110,7 @@ class TraceSender:
         import mlflow
 
         mlflow.set_tracking_uri(self._store.uri)
-        with _raising_log_records():
+        with _raise_if_refused():
             write_trace(item.trajectory, item.advantages, self._store.experiment_id, self._run_id)
         picture = draw_trajectory(item.task, item.trajectory)
         if picture is not None:
@@ -135,10 +135,10 @@ class _MessageList(logging.Handler):
 
 
 @contextmanager
-def _raising_log_records() -> Iterator[None]:
-    """Raise the first warning that MLflow logs in the block about the export of a trace.
+def _raise_if_refused() -> Iterator[None]:
+    """Raise TraceRefused if MLflow logs, within this block, that it cannot export a trace.
 
-    MLflow raises no error if a trace is refused.
+    MLflow itself raises no error.
     """
     logger = logging.getLogger("mlflow.tracing.export")
     handler = _MessageList()
@@ -154,7 +154,10 @@ def _raising_log_records() -> Iterator[None]:
 
 
 def choose_trajectories(groups: Sequence[Group], count: int) -> list[tuple[Trajectory, Task]]:
-    """Return up to `count` trajectories with their tasks: first the first one of each group."""
+    """Return up to `count` trajectories with their tasks.
+
+    The first trajectory of each group comes first, then the second of each, and so on.
+    """
     largest = max((len(group.trajectories) for group in groups), default=0)
     chosen = []
     for number in range(largest):
