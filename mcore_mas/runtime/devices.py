@@ -63,11 +63,11 @@ class RunDevices:
     def threads_per_process(self, config: RunConfig) -> int:
         """Return the number of threads of each process.
 
-        This is the number in the config. Without one, it is the number of cores divided by the number
-        of processes that compute at the same time: engines and trainers take turns, unless
-        trajectories are collected ahead of training. It is then 1 in a Ray that was joined, because
-        other runs may use its nodes, and with `engine.deterministic`, because with several threads
-        the bits of a matrix product depend on the other rows.
+        The number in the config takes precedence. Without it, the result is 1 in a Ray that was
+        joined, because other runs may use its nodes, and with `engine.deterministic`, because with
+        several threads the bits of a row in a matrix product depend on the other rows. Otherwise it
+        is the number of cores divided by the number of processes that compute at the same time:
+        engines and trainers take turns, unless trajectories are collected ahead of training.
         """
         if config.cluster.threads_per_process:
             return config.cluster.threads_per_process
@@ -167,7 +167,11 @@ def _gpus_here(config: RunConfig) -> int:
 def _devices_here(
     config: RunConfig, device_type: DeviceType, worker_groups: Sequence[WorkerGroup]
 ) -> int:
-    """Return the number of devices of this machine: GPUs without the retriever's, or as many CPUs as are needed."""
+    """Return the number of devices of this machine for a run.
+
+    On GPUs these are all but the retriever's. On CPUs they are `cluster.cpus`, or else as many as the
+    worker groups need.
+    """
     if device_type == "GPU":
         return _gpus_here(config)
     return config.cluster.cpus or count_devices(worker_groups, config.cluster.pool)
@@ -220,18 +224,18 @@ def _check_servers(config: RunConfig) -> None:
     """Check SGLang's servers of a run on GPUs.
 
     Raises:
-        PlacementError: servers that share GPUs have no shares of the memory, or a server has another version of NCCL
-            than the trainers that are in a group with it.
+        PlacementError: servers on the same GPUs lack shares of the memory, or the shares add up to more than 1; or a
+            server has another version of NCCL than the trainers that are in a group with it.
     """
     servers = started_servers(config)
     shares = {policy: memory_share(engine) for policy, engine in servers.items()}
-    valid = all(shares.values()) and sum(shares.values()) <= 1
-    if config.cluster.pool == "shared" and len(servers) > 1 and not valid:
+    shares_fit = all(shares.values()) and sum(shares.values()) <= 1
+    if config.cluster.pool == "shared" and len(servers) > 1 and not shares_fit:
         table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
         raise PlacementError(
             f"engine.options: {len(servers)} servers are on each GPU, and each needs its share as {MEMORY_SHARE}, at "
-            f"most 1 in total ({table}); for example {STATIC_SHARE / len(servers):.2f}, or cluster.gpus for a "
-            "planned one"
+            f"most 1 in total ({table}); set it, for example to {STATIC_SHARE / len(servers):.2f}, or set cluster.gpus "
+            "to have the shares planned"
         )
 
     for policy, engine in servers.items():

@@ -15,7 +15,7 @@ from rollout.base.processes import say
 
 _T = TypeVar("_T")
 
-# SIGURG can be sent to every process of a Slurm job, because processes that do not handle it ignore it
+# SIGURG can be sent to every process of a Slurm job, because processes without a handler ignore it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT)
 
 _early_signals: list[int] = []  # received before a `StopSignal` listened
@@ -91,7 +91,7 @@ def _send_dropped_signal_again(dropped: "sys.UnraisableHookArgs") -> None:
     if not isinstance(dropped.exc_value, Stopped):
         sys.__unraisablehook__(dropped)
         return
-    # A thread sends it, because the main thread would handle it here, where exceptions are dropped
+    # A thread sends it, because the main thread would handle it here, where exceptions are dropped.
     timer = threading.Timer(0.01, _send_early_signal_again)
     timer.daemon = True
     timer.start()
@@ -206,8 +206,8 @@ class StopSignal:
     def _announce(self) -> None:
         """Print that the run stops, to its log and to the terminal."""
         line = (
-            f"{self.sender}: stopping, once what was learned is saved; "
-            "a Ctrl-C from now on does not wait for that"
+            f"{self.sender}: stopping after the state of the run is saved; "
+            "a Ctrl-C from now on ends it at once"
         )
         for stream in {sys.stderr, user_terminal()} - {None}:
             say(line, stream)

@@ -53,7 +53,7 @@ class TrainerGroup:
             threads: number of torch's threads on each rank.
             actor_options: Ray's options of each rank's actor, as `DevicePlacement` gives them;
                 None: one GPU for each rank, if there are any.
-            rotation: trainers on the same devices, of which one has its memory at a time; None if
+            rotation: trainers on the same devices, of which only one at a time is loaded; None if
                 no other trainer uses the devices.
             monitor: detects ranks that hang; None waits for them forever.
             base: group whose ranks also do the work of this policy, and which is not `ready` yet.

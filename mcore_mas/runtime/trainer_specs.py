@@ -10,7 +10,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import nccl_cumem
 from rollout.records.seeds import derive_seed
 
-# fields of a TrainerSpec that have the same name in the config
+# Fields of a TrainerSpec that have the same name in the config.
 _RATE_FIELDS = frozenset(RateConfig.model_fields)
 _POLICY_FIELDS = (
     {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys()

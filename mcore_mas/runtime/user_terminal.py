@@ -9,10 +9,10 @@ _terminal: TextIO | None = None  # a duplicate of stderr from before it was redi
 
 
 def keep_terminal() -> None:
-    """Duplicate stderr for messages to the user after it has been redirected.
+    """Duplicate stderr before it is redirected, so that messages can still reach the user.
 
-    It may be a terminal, or a pipe such as `make demo | tee log` or a notebook reads. A file, such as
-    the log of a Slurm job, gets no messages: nobody watches it.
+    It may be a terminal, or a pipe that another program reads, such as `tee` or a notebook. If it is
+    a file, such as the log of a Slurm job, it is not duplicated, because nobody watches a file.
     """
     global _terminal
     if os.isatty(2) or stat.S_ISFIFO(os.fstat(2).st_mode):

@@ -167,13 +167,13 @@ def test_the_first_ctrl_c_is_acknowledged_at_once_and_the_second_ends_the_job(
         time.sleep(0.02)
     job.sendintr()
     job.expect_exact(
-        "SIGINT: stopping, once what was learned is saved; a Ctrl-C from now on does not wait for that"
+        "SIGINT: stopping after the state of the run is saved; a Ctrl-C from now on ends it at once"
     )
     job.sendintr()
     job.expect(pexpect.EOF)
     job.close()
     assert job.exitstatus == 130
     _, acknowledgement, error = log.read_text().splitlines()  # without a traceback
-    assert acknowledgement.startswith("SIGINT: stopping, once")
+    assert acknowledgement.startswith("SIGINT: stopping after")
     assert error == "error: ended by a second Ctrl-C; the same command continues from what is saved"
     assert failure_message([str(log)], 0, []).strip().startswith(error)

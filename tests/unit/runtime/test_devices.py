@@ -111,7 +111,8 @@ def test_servers_that_share_a_gpu_need_memory_fractions_of_at_most_1_together() 
         find_devices(config(*SERVERS), GPUS)
     assert str(caught.value) == (
         "engine.options: 2 servers are on each GPU, and each needs its share as mem-fraction-static, at most 1 "
-        "in total (solver none, verifier none); for example 0.40, or cluster.gpus for a planned one"
+        "in total (solver none, verifier none); set it, for example to 0.40, or set cluster.gpus to have the shares "
+        "planned"
     )
     with pytest.raises(PlacementError, match=r"\(solver 0.6, verifier 0.6\)"):
         find_devices(config(*SERVERS, "+engine.options.mem-fraction-static=0.6"), GPUS)
