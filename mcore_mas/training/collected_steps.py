@@ -45,10 +45,10 @@ class CollectedSteps:
     """
 
     def __init__(self, train: Path, *, recipe: str = "", first_step: int = 0) -> None:
-        """Remove files of earlier starts that this start cannot use.
+        """Remove the files of earlier starts whose weights do not come again.
 
-        Their trajectories were sampled by weights that this start has yet to train, and which may
-        become other weights.
+        This start repeats the weights up to the first step whose file is not complete. Later versions
+        may become other weights.
 
         Args:
             train: the run's folder `train`.
@@ -126,8 +126,8 @@ class CollectedSteps:
 
     def _remove_newer_than(self, version: int) -> None:
         """Remove files with trajectories that weights newer than `version` have sampled."""
-        # A step is sampled by weights of its own number at the latest, so files of the steps up to
-        # `version` have no newer ones.
+        # No step is sampled by a version above its own number, so the files of the steps up to
+        # `version` can stay.
         later = [
             file
             for file in (*self.folder.glob("step_*.parquet"), *self._logs.glob("step_*.jsonl"))

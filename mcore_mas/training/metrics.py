@@ -216,7 +216,8 @@ def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
         updates: metrics of a step's updates, by policy. A critic's work counts as its policy's.
 
     Returns:
-        time/tflops and time/mfu over all policies, and policy/NAME/time/tflops and so on.
+        time/tflops and time/mfu over all policies, and the same for each policy, as
+        policy/NAME/time/tflops and policy/NAME/time/mfu.
     """
     rows_by_policy = {policy: _device_rows(row) for policy, row in updates.items()}
     all_rows = [row for rows in rows_by_policy.values() for row in rows]

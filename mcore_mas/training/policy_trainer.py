@@ -139,6 +139,8 @@ class PolicyTrainer:
         max_tokens = self._config.trainer.microbatch_tokens
         packed = PackedSamples(samples, max_tokens, self._group.cost_model, self._grammars)
         critic_packed = packed
+        # If several data-parallel ranks or pipeline stages share the critic's work, the number of
+        # its micro-batches depends on theirs. Otherwise the critic takes those of the trainer.
         if self._critic is not None and self._critic.cost_model.is_distributed:
             critic_packed = PackedSamples(
                 samples, max_tokens, self._critic.cost_model, self._grammars

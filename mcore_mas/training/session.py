@@ -83,7 +83,7 @@ async def load_weights(
 
 
 async def _restore(session: TrainingSession, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint into all ranks, and sync its weights under the version that they had."""
+    """Load a checkpoint into all ranks, and sync its weights to the engines under their old version."""
     for name, group in session.groups.items():
         await group.restore(checkpoint.folder / name)
     versions = checkpoint.state.get("versions", {})

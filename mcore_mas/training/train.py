@@ -61,8 +61,8 @@ def train(
 ) -> None:
     """Train the run of a config file, from its newest valid checkpoint if it has one.
 
-    Writes trajectories, metrics.jsonl, checkpoints, a Hugging Face folder for each policy and,
-    last, done.json below results/{run}/train.
+    Writes trajectories, metrics.jsonl, checkpoints, a Hugging Face folder for each trained policy
+    and, last, done.json into `results`/{run}/train.
 
     Args:
         config_path: file config.yaml of the run.
@@ -70,7 +70,7 @@ def train(
         adopt: fork a run of another recipe, other inputs or other code (see `fork_if_changed`), as
             with `trainer.resume: changed`.
         after_step: called after every step; training stops with a checkpoint if it returns False.
-        stop: request to stop; None: signals stop the run, unless `after_step` follows it.
+        stop: request to stop; None: signals stop the run, or only `after_step` if there is one.
 
     Raises:
         Stopped: the run was told to stop.
