@@ -36,7 +36,7 @@ COMMANDS = (["--help"], ["ls"], ["show", "demo_math"], ["explain", "demo_math"])
 
 
 def write_run(folder: Path) -> None:
-    """Write the run demo_math with one step of two turns a trajectory."""
+    """Write the run demo_math with one step, whose trajectories have two turns each."""
     finished(folder / "results", "demo_math", 0)
     file = folder / "results/demo_math/train/trajectories/step_000000.parquet"
     trajectories = [played(task, sample) for task in range(TASKS) for sample in range(SAMPLES)]

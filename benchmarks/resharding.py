@@ -95,7 +95,7 @@ def measure_transfer(folder: Path) -> float:
 
 
 async def measure_weight_sync(folder: Path) -> None:
-    """Alternate weight syncs and copies, and print both."""
+    """Alternate weight syncs with copies of as many bytes in memory; print the fastest of each."""
     spec = TrainerSpec(model=str(folder), lr=1e-3, objective=OBJECTIVE)
     trainer = TrainerGroup("p", spec, threads=1)
     engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=64, rows=8))

@@ -138,7 +138,7 @@ def set_breadths(index: Any) -> Iterator[int]:
 def build(kind: str, data: Data) -> tuple[Any, Search, float]:
     """Build an index of a kind; return it, its search, and its size in bytes.
 
-    Kinds of vectors are searched by FAISS alone; `bm25` and `hybrid` as the server does.
+    FAISS alone searches an index of vectors; `bm25` and `hybrid` are searched as in the server.
     """
     if kind == "bm25":
         return build_bm25(data, K)
@@ -283,7 +283,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and draw; the last line compares a flat index at the two largest sizes."""
+    """Measure the indexes, draw the figure, and print a result line.
+
+    The result is the flat index's time per passage at the largest size over that at the next smaller
+    size.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = [10_000, 100_000]
     parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="none: only draw")

@@ -204,7 +204,11 @@ def measure_memory(folder: Path, requests: int) -> tuple[float, float]:
 
 
 def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> float:
-    """Measure the server, FAISS alone and the reference in turn; return ours over FAISS alone."""
+    """Measure the server, FAISS alone and the reference in turn.
+
+    Returns:
+        The server's throughput over that of FAISS alone.
+    """
     index = faiss.read_index(str(folder / "vectors.faiss"), faiss.IO_FLAG_MMAP_IFC)
     vectors = np.tile(encoder.encode_queries(make_queries(0, 128)), (count // 128, 1))
     ours: list[Load] = []
@@ -291,7 +295,7 @@ def wait_for(url: str) -> None:
 
 
 def main() -> None:
-    """Measure all goals; the last line has the first one."""
+    """Measure throughput and memory; the result line has the throughput over that of FAISS alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, help="of the index, which is kept for the next call")

@@ -146,7 +146,7 @@ def pinned(name: str) -> str:
 
 
 def download_packages(requirements: Sequence[str], folder: Path) -> None:
-    """Download wheels for PYTHON_VERSION on Linux, without the packages that they need."""
+    """Download the wheels for PYTHON_VERSION on Linux, without their dependencies."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON_VERSION, "--implementation", "cp"]

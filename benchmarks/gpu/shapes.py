@@ -125,7 +125,10 @@ def _turns() -> Forest:
 
 
 def _branches() -> Forest:
-    """Return 2 prompts, each with a tree of width 4 and depth 4 (AT-GRPO)."""
+    """Return 2 prompts, each the root of a full tree of 4 levels with 4 children per node.
+
+    It branches more than a tree of AT-GRPO, in which only one branch of each level continues.
+    """
     draw = random.Random(0)
     forest: Forest = []
 
