@@ -87,6 +87,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/config_cache.py": "an image names its SGLang in a variable, which a shipped config reads",
     "rollout/engines/sglang/server.py": "a server of another environment must not inherit PYTHONPATH",
     "rollout/orchestras/program.py": "a user's agent program gets this process's variables and its own",
+    "rollout/environments/verifiers_worker.py": "`verifiers` takes API keys and finds uv by variables",
     "rollout/engines/remote/keys.py": "an API key may be in a variable, which is removed for children",
 }
 

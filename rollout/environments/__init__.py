@@ -11,6 +11,7 @@ repository   an issue, a patch of files (patches, protected_files), hidden tests
              hidden_verdicts, decoys)
 search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)
 mcp          tool calls to MCP servers, then an answer
+verifiers    episodes that the package verifiers plays (verifiers_worker)
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker: a
              zero-sum game of two agents, whose strategies are measured exactly (best_response)
@@ -34,6 +35,7 @@ from rollout.environments.repository import RepositoryEnv
 from rollout.environments.search import SearchEnv
 from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, WebshopEnv
 from rollout.environments.tools import ToolMaker
+from rollout.environments.verifiers import VerifiersEnv
 
 # Environments by name: called as (task, **options) for each trajectory.
 ENVS: dict[str, Callable[..., Env]] = {
@@ -45,6 +47,7 @@ ENVS: dict[str, Callable[..., Env]] = {
     "mcp": McpEnv,
     "repository": RepositoryEnv,
     "search": SearchEnv,
+    "verifiers": VerifiersEnv,
     "webshop": WebshopEnv,
     **{name: game_env(f"{game.__name__}Env", game) for name, game in GAMES.items()},
     **{name: zero_sum_env(game) for name, game in ZERO_SUM_GAMES.items()},

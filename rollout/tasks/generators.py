@@ -26,6 +26,7 @@ from rollout.tasks.formula_programs import program_demonstrations, program_tasks
 from rollout.tasks.puzzles import draw_puzzle_tasks, puzzle_demonstrations
 from rollout.tasks.repositories import repository_tasks
 from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
+from rollout.tasks.verifiers import verifiers_tasks
 from rollout.tasks.worlds import alfworld_tasks, gymnasium_tasks, webshop_tasks
 
 
@@ -102,6 +103,7 @@ GENERATORS: dict[str, Generator] = {
     "gymnasium": Generator(tasks=gymnasium_tasks),
     "alfworld": Generator(tasks=alfworld_tasks),
     "webshop": Generator(tasks=webshop_tasks),
+    "verifiers": Generator(tasks=verifiers_tasks),
     **{game: puzzle_generator(source) for game, source in PUZZLES.items()},
     **{game: deal_generator(game) for game in ZERO_SUM_GAMES},
 }

@@ -80,6 +80,17 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "alfworld": ("Do what the task says.", (str(_HERE / "near.tw-pddl"),)),
     "webshop": ("Buy it.", ("2",)),
     "mcp": ("How much is 40 + 2?", ("42",)),
+    "verifiers": (
+        "What is 3+4?",
+        (
+            json.dumps(
+                {
+                    "prompt": [{"role": "user", "content": "What is 3+4?"}],
+                    "answer": "\\boxed{7}",
+                }
+            ),
+        ),
+    ),
 }
 _MANY_TURN_ENVIRONMENTS = ("gymnasium", "alfworld", "webshop", "mcp")
 # With more turns, this team always solves the task, and its agents have nothing to learn.
@@ -93,6 +104,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         }
     },
     "alfworld": {"config": str(_HERE / "alfworld.yaml")},
+    "verifiers": {"python": str(_HERE / "stand_in_verifiers" / "python")},
 }
 
 

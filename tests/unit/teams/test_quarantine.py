@@ -408,7 +408,7 @@ def task_and_env(name: str, source: random.Random) -> tuple[Task, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ENVS))
+@pytest.mark.parametrize("name", sorted(set(ENVS) - {"verifiers"}))  # it gets no agent's text
 def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
     async def steps(task: Task, team: Any, env: Any) -> None:
         env.reset(task)

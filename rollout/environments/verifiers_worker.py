@@ -1,0 +1,169 @@
+"""Process that plays environments of the package `verifiers`, of version 0.1.14 or since 0.4.
+
+It reads requests from standard input and writes replies to standard output, each a line of JSON.
+It runs in the Python environment that `verifiers` is installed in, so it imports nothing else of
+this project.
+"""
+
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+_MAX_ERROR_CHARS = 2000
+
+
+class LegacyEnvironment:
+    """An environment of verifiers 0.1, as a module's `load_environment` returns it."""
+
+    def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:
+        verifiers = importlib.import_module("verifiers")
+        self.env = verifiers.load_environment(env_id, **options)
+        if self.env.requires_group_rollouts:
+            raise ValueError(
+                f"verifiers: '{env_id}' scores the rollouts of a group together, and here every "
+                "trajectory has its own reward"
+            )
+
+    def tasks(self, limit: int) -> dict[str, list[Any]]:
+        """Return tasks to train on and, if the environment has them, tasks to evaluate on."""
+        tasks = {"train": list(self.env.get_dataset(limit))}
+        if self.env.build_eval_dataset() is not None:
+            tasks["evaluation"] = list(self.env.get_eval_dataset(limit))
+        return tasks
+
+    async def play(self, row: dict[str, Any], url: str, key_variable: str) -> dict[str, Any]:
+        """Play an episode and return its reward and metrics."""
+        types = importlib.import_module("verifiers.types")
+        client = types.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
+        output = await self.env.run_rollout(row, client, "agent", {})
+        if output["error"] is not None:
+            raise RuntimeError(f"the rollout failed: {output['error']}")
+        return {"reward": output["reward"], "metrics": output["metrics"]}
+
+
+class TasksetEnvironment:
+    """An environment of verifiers 0.4 or later: a taskset and the agents that play it.
+
+    Programs of agents run as processes of this machine. An agent whose taskset names no program
+    runs the one without tools of its own, `null`.
+    """
+
+    def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        agents = importlib.import_module("verifiers.v1.configs.agent")
+        config = dict(options)
+        config["taskset"] = {"id": env_id, **config.get("taskset", {})}
+        config_type = loaders.env_config_type(env_id, config.get("id", ""))
+        defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+        if loaders.default_harness_id(env_id) == "bash":
+            defaults["harness"] = {"id": "null"}
+        for name, field in config_type.model_fields.items():
+            if isinstance(field.default, agents.AgentConfig):
+                # The gateway finds the team's agent by the model's name.
+                config[name] = {**defaults, "model": name, **config.get(name, {})}
+        self.env = loaders.load_environment(loaders.resolve_env_config(config))
+        self.task_type = type(self.env.taskset).task_type()
+
+    def tasks(self, limit: int) -> dict[str, list[Any]]:
+        """Return tasks; a taskset has no tasks that are for evaluation only."""
+        tasks = itertools.islice(self.env.taskset, limit)
+        return {"train": [task.data.model_dump(mode="json") for task in tasks]}
+
+    async def play(self, row: dict[str, Any], url: str, key_variable: str) -> dict[str, Any]:
+        """Play an episode and return its reward and metrics."""
+        v1 = importlib.import_module("verifiers.v1")
+        clients = importlib.import_module("verifiers.v1.clients")
+        data = self.task_type.data_type().model_validate(row)
+        task = self.task_type(data, self.env.config.taskset.task)
+        client = v1.EvalClientConfig(base_url=url, api_key_var=key_variable)
+        context = clients.ModelContext(model="agent", client=client, sampling=v1.SamplingConfig())
+        async with self.env.serving():
+            [slot] = self.env.slots(task)
+            episode = await self.env.run_slot(slot, context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise RuntimeError(f"the episode failed: {errors[0].type}: {errors[0].message}")
+
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        rewards = {trace.reward for trace in traces}
+        if len(rewards) != 1:
+            raise ValueError(
+                "verifiers: the trained agents of an episode have different rewards "
+                f"({', '.join(f'{trace.agent.name}: {trace.reward:g}' for trace in traces)}); "
+                "here a team has one reward"
+            )
+        metrics: dict[str, Any] = {}
+        for trace in traces:
+            metrics |= {name: reward.score for name, reward in trace.rewards.items() if reward}
+            metrics |= trace.metrics
+        return {"reward": rewards.pop(), "metrics": metrics}
+
+
+def load_environment(env_id: str, options: Mapping[str, Any]) -> Any:
+    """Return the environment of this id, as the installed version of `verifiers` loads it."""
+    verifiers = importlib.import_module("verifiers")
+    legacy = hasattr(verifiers, "load_environment")
+    return (LegacyEnvironment if legacy else TasksetEnvironment)(env_id, options)
+
+
+async def answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a request: tasks, an episode's result, or an error."""
+    number = request["number"]
+    # Runtimes of `verifiers` hide variables with this part in their names from agents' programs.
+    key_variable = f"EPISODE_{number}_API_KEY"
+    try:
+        if "limit" in request:
+            return {"number": number, "tasks": env.tasks(request["limit"])}
+        os.environ[key_variable] = request["key"]
+        result = await env.play(request["row"], request["url"], key_variable)
+        return {"number": number, **result}
+    except Exception as error:
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        return {"number": number, "error": message}
+    finally:
+        os.environ.pop(key_variable, None)
+
+
+async def answer_requests(env: Any, output: TextIO) -> None:
+    """Answer requests concurrently until standard input ends."""
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def reply(request: dict[str, Any]) -> None:
+        try:
+            print(json.dumps(await answer(env, request), default=str), file=output, flush=True)
+        finally:
+            del running[request["number"]]
+
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        request = json.loads(line)
+        if "cancel" in request:
+            if request["cancel"] in running:
+                running[request["cancel"]].cancel()
+        else:
+            running[request["number"]] = asyncio.create_task(reply(request))
+    await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def main() -> None:
+    """Load the environment that the arguments name, and serve it."""
+    env_id, options = sys.argv[1:]
+    # Environments print. Replies have the standard output to themselves.
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # `verifiers` looks for uv, which may be installed beside this Python.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    sys.path.insert(0, str(Path.cwd()))
+    env = load_environment(env_id, json.loads(options))
+    asyncio.run(answer_requests(env, output))
+
+
+if __name__ == "__main__":
+    main()
