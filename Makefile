@@ -134,7 +134,7 @@ test-nodes: $(STAMP) ## run trainings on several nodes, which are network namesp
 notebooks: $(STAMP) ## execute docs/notebooks and store their outputs, in two minutes
 	$(BIN)/python -m tests.support.notebooks
 
-test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
+test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp .venv-frameworks-3/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 
@@ -159,10 +159,10 @@ test-coding-agents: $(STAMP) .npm-frameworks/.stamp ## play Codex and Claude Cod
 		HOME=$$PWD CREWAI_TESTING=true ../bin/crewai create crew sums --skip_provider
 	@touch $@
 
-.venv-frameworks-2/.stamp: requirements/frameworks-2.txt
-	rm -rf .venv-frameworks-2
-	$(PYTHON) -m venv .venv-frameworks-2
-	.venv-frameworks-2/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks-2.txt
+.venv-frameworks-2/.stamp .venv-frameworks-3/.stamp: .venv-%/.stamp: requirements/%.txt
+	rm -rf .venv-$*
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --no-deps --requirement $<
 	@touch $@
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt requirements/sglang.sh tests/sglang/patch_cpu.py | $(STAMP)

@@ -55,9 +55,13 @@ from rollout.teams.collect import Collector
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PROGRAMS = HERE / "programs"
-# Virtual environment by requirements file. There are two, because some frameworks need different
+# Virtual environment by requirements file. There are three, because some frameworks need different
 # versions of one package.
-ENVIRONMENTS = {"frameworks": ".venv-frameworks", "frameworks-2": ".venv-frameworks-2"}
+ENVIRONMENTS = {
+    "frameworks": ".venv-frameworks",
+    "frameworks-2": ".venv-frameworks-2",
+    "frameworks-3": ".venv-frameworks-3",
+}
 NUMBERS = range(1, 4)
 TEACHER_ACCURACY = 0.35  # share of the teacher's replies that are right
 # Number of trajectories of each sum
@@ -173,6 +177,7 @@ FRAMEWORKS = {
         ours="sum_agent_framework.py",
         requirements="frameworks-2",
     ),
+    "CAMEL": Framework(package="camel-ai", ours="sum_camel.py", requirements="frameworks-3"),
     "two policies": Framework(
         package="openai",
         ours="plan_and_work.py",
@@ -275,6 +280,16 @@ def program_of(framework: Framework, folder: Path) -> tuple[list[Path], Path]:
     return [Path(str(shipped[0]).removesuffix(framework.shipped[0]))], shipped[0]
 
 
+def _tiktoken_cache() -> str:
+    """Return the folder of LlamaIndex that has the vocabularies of OpenAI's models, or "" without LlamaIndex.
+
+    CAMEL counts tokens with tiktoken, which otherwise downloads a vocabulary.
+    """
+    environment = ROOT / ENVIRONMENTS["frameworks-2"]
+    folders = environment.glob("lib/python*/site-packages/llama_index/core/_static/tiktoken_cache")
+    return str(next(folders, ""))
+
+
 @contextmanager
 def fork_server(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
     """Start a process that imports the framework; yield the command that runs the program in a fork of it."""
@@ -289,6 +304,7 @@ def fork_server(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise every start downloads a list of prices
         "CREWAI_TESTING": "true",  # otherwise CrewAI asks the user about its traces
         "CREWAI_STORAGE_DIR": "crewai",
+        "TIKTOKEN_CACHE_DIR": _tiktoken_cache(),
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
