@@ -15,21 +15,53 @@ from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, ValueObjective
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "correctness.md"
 
-DEFECTS = {  # earlier defects, which tests named test_d<number>_... must exclude
-    "d1": "the σ of one vote, or of equal votes, was replaced by ε, which gave advantages of 7.5e5",
-    "d2": "runs that cannot learn anything were accepted",
-    "d3": "bootstrap intervals over five seeds covered 84 %; norms were compared with the same agent's median",
-    "d4": "exactness was tested for cross-entropy, and not for the objectives of reinforcement learning",
-    "d5": "the state of a turn was its whole prompt with the history; step rewards lacked penalties",
-    "d6": "peers, vote and baseline of estimators were fixed, and some differed from the papers",
-    "d7": "outliers were chosen among all turns instead of within each group",
-    "d8": "GAE along the turns of an agent crossed sibling branches",
-    "d9": "the reward of a reply without tokens was added to the next reply",
-    "d10": "smaller ones: an unbounded k3, ReMax's baseline, masked turns, truncated sampling, a tree's alpha twice",
-}
-ELSEWHERE = {  # defects whose tests have other names
-    "d3": ("tests/workflow/test_stability.py::test_norms_are_absolute_and_by_agent",),
-    "d4": ("tests/exactness/test_exactness.py", "tests/exactness/test_mutations.py"),
+DEFECTS = {  # tests that exclude each earlier defect
+    "the σ of one vote, or of equal votes, was replaced by ε, which gave advantages of 7.5e5": (
+        "tests/unit/equations/test_advantages.py::test_votes_that_do_not_differ_have_a_sigma_of_one",
+        "tests/unit/credit/test_watch.py::test_an_advantage_beyond_the_bound_stops_the_run_with_one_line",
+    ),
+    "runs that cannot learn anything were accepted": (
+        "tests/unit/config/test_runs_that_learn.py::test_a_run_that_can_learn_nothing_is_refused",
+        "tests/unit/config/test_runs_that_learn.py::test_a_run_that_can_learn_is_not_refused",
+        "tests/unit/credit/test_watch.py::test_a_run_whose_first_steps_have_no_advantage_stops",
+        "tests/unit/credit/test_watch.py::test_the_error_has_the_reason_why_there_is_no_advantage",
+        "tests/unit/credit/test_watch.py::test_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps",
+    ),
+    "bootstrap intervals over five seeds covered 84 %; norms were compared with the same agent's median": (
+        "tests/unit/equations/test_intervals.py::test_an_interval_over_a_few_seeds_covers_in_95_of_100",
+        "tests/workflow/test_stability.py::test_norms_are_absolute_and_by_agent",
+    ),
+    "exactness was tested for cross-entropy, and not for the objectives of reinforcement learning": (
+        "tests/exactness/test_exactness.py",
+        "tests/exactness/test_mutations.py",
+    ),
+    "the state of a turn was its whole prompt with the history; step rewards lacked penalties": (
+        "tests/unit/teams/test_collect.py::test_a_state_of_the_environment_is_an_anchor_without_history",
+        "tests/unit/orchestras/test_game_team.py::test_trajectories_without_a_tree_are_compared_in_the_states_that_they_share",
+        "tests/unit/credit/test_credit.py::test_a_step_reward_has_the_penalties_of_its_turns",
+    ),
+    "peers, vote and baseline of estimators were fixed, and some differed from the papers": (
+        "tests/unit/equations/test_advantages.py::test_peers_vote_and_baseline_are_options_of_every_relative_estimator",
+        "tests/unit/equations/test_advantages.py::test_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp",
+    ),
+    "outliers were chosen among all turns instead of within each group": (
+        "tests/unit/equations/test_filters.py::test_lowest_spread_drops_the_lowest_variance_over_squared_range",
+        "tests/unit/equations/test_filters.py::test_outliers_are_dropped_from_every_group_by_its_size",
+    ),
+    "GAE along the turns of an agent crossed sibling branches": (
+        "tests/unit/equations/test_returns.py::test_gae_never_runs_through_siblings",
+    ),
+    "the reward of a reply without tokens was added to the next reply": (
+        "tests/unit/equations/test_returns.py::test_the_reward_of_a_reply_without_tokens_reaches_no_other_reply",
+    ),
+    "smaller ones: an unbounded k3, ReMax's baseline, masked turns, truncated sampling, a tree's alpha twice": (
+        "tests/unit/equations/test_kl.py::test_k3_is_at_most_10_and_pulls_no_further",
+        "tests/unit/training/test_async_rollout.py::test_the_greedy_trajectory_is_rewarded_like_the_others",
+        "tests/unit/credit/test_credit.py::test_a_masked_turn_with_a_reward_counts_only_for_its_peers",
+        "tests/unit/config/test_runs_that_learn.py::test_replies_sampled_with_top_p_or_top_k_are_warned_of",
+        "tests/unit/config/test_runs_that_learn.py::test_alpha_of_the_team_and_of_the_branches_are_not_both_set",
+        "tests/unit/orchestras/test_game_team.py::test_a_branch_of_the_tool_agent_is_rewarded_for_its_own_round",
+    ),
 }
 EVALUATION = {  # properties of an evaluation at the scale of the papers
     "no task is dropped because of a reply; a prompt that is too long counts as wrong": (
@@ -128,17 +160,6 @@ _CREDIT_ROW = (
 )
 
 
-def defect_tests() -> dict[str, list[str]]:
-    """Return the tests of each defect: those named `test_d<number>_...`, and those of `ELSEWHERE`."""
-    tests: dict[str, list[str]] = {defect: list(ELSEWHERE.get(defect, ())) for defect in DEFECTS}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name, defect in re.findall(
-            r"^def (test_(d\d+)_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
-        ):
-            tests[defect].append(f"{path.relative_to(ROOT)}::{name}")
-    return tests
-
-
 def pages() -> dict[Path, str]:
     """Return the text of the page, with the differences measured now."""
     from tests.support.credit_oracle import largest_differences
@@ -171,13 +192,12 @@ def page(differences: Mapping[str, float]) -> str:
                 (part, name, _first_line(entry), checked, largest_gradient_error(name))
             )
 
-    defects = zip(DEFECTS.values(), defect_tests().values(), strict=True)
     return _TEXT.format(
         estimators=_table(("estimator", "A", "source", "largest difference"), estimators),
         objective=_table(
             ("part", "name", "equation and source", "by hand", "largest gradient error"), objective
         ),
-        defects=_table(("defect", "tests"), _with_tests(defects)),
+        defects=_table(("defect", "tests"), _with_tests(DEFECTS.items())),
         evaluation=_table(("property", "tests"), _with_tests(EVALUATION.items())),
         findings=_table(("team", "measure", "grpo", "drmas", "drmas - grpo"), findings()),
     )

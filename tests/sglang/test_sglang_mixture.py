@@ -20,7 +20,7 @@ from rollout.records.trajectory import Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, generate_all, max_error, prompts
 from tests.support import reference
 from tests.support.sglang_server import make_engine
-from tests.unit.engines.test_routing import chosen
+from tests.unit.engines.test_routing import reference_experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -86,7 +86,7 @@ def test_it_reports_the_experts_that_hugging_face_chooses(sglang: str, tmp_path:
         requests = [(prompt, Sampling(max_tokens=12)) for prompt in prompts(4, seed=32)]
         completions = generate_all(engine, requests)
         for (prompt, _), completion in zip(requests, completions, strict=True):
-            expected = chosen(model, [*prompt, *completion.token_ids], k=2)
+            expected = reference_experts(model, [*prompt, *completion.token_ids], k=2)
             experts = np.frombuffer(completion.routing, "u1").reshape(expected.shape)
             assert (np.sort(experts) == expected).all()
     finally:

@@ -99,7 +99,7 @@ def test_a_file_is_limited_for_every_source(tmp_path: Path) -> None:
 def test_repeated_rows_are_refused_or_dropped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"problem": "{i % 3}?", "answer": 1}}\n' for i in range(300)))
-    with pytest.raises(RecordError, match=r"row 3: task math/.* set data.duplicates: drop"):
+    with pytest.raises(RecordError, match=r"line 4: task math/.* set data.duplicates: drop"):
         make_tasks(config(train=path, validation=path, test=path), seed=1)
     file = {"path": path, "limit": 2}
     tasks = make_tasks(config(train=path, validation=file, test=file, duplicates="drop"), seed=1)

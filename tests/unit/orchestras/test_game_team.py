@@ -180,7 +180,7 @@ def test_in_simultaneous_order_a_branch_has_the_scores_of_both_agents_and_the_te
         ("simultaneous", [TWO_STEPS + INTO_WALL, INTO_WALL + TWO_STEPS], [0.0, 0.0]),
     ],
 )
-def test_d10_a_branch_of_the_tool_agent_is_rewarded_for_its_own_round(
+def test_a_branch_of_the_tool_agent_is_rewarded_for_its_own_round(
     order: Order, tool_rewards: list[float], tool_advantages: list[float]
 ) -> None:
     group = local_team(grow_tree(order))
@@ -372,7 +372,7 @@ def test_teams_that_reach_the_same_state_vote_for_the_same_answer() -> None:
     assert turn_rewards(group) == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 
 
-def test_d5_trajectories_without_a_tree_are_compared_in_the_states_that_they_share() -> None:
+def test_trajectories_without_a_tree_are_compared_in_the_states_that_they_share() -> None:
     """at_grpo compares the first turns of each agent, which share a state though prompts differ."""
     right = ("**Actions List**: R", "#### R")
     left = ("**Actions List**: L", "#### L")

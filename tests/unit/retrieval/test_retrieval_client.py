@@ -219,7 +219,8 @@ def test_requests_wait_for_a_server_and_one_warning_says_so(
             writer.close()
 
         async def start() -> asyncio.Server:
-            await asyncio.sleep(0.3)
+            while not caplog.messages:  # until a search has failed
+                await asyncio.sleep(0.01)
             return await asyncio.start_server(answer, "127.0.0.1", port)
 
         starting = asyncio.create_task(start())

@@ -80,7 +80,7 @@ def test_metrics_that_a_full_disk_refuses_are_written_once_with_the_next_step(
         log.append(2, {"x": 3.0})
     log.append(3, {"x": 4.0})
     assert warnings == [
-        f"{path}: the metrics of step {step} cannot be written yet (No space left on device); "
+        f"{path}: the metrics of step {step + 1} cannot be written yet (No space left on device); "
         "they are written with the next step"
         for step in (1, 2)
     ]
