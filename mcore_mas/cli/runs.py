@@ -1,4 +1,4 @@
-"""Commands that use existing runs: serve, studio, export, ls, compare, track, chat."""
+"""Commands that use existing runs: serve, studio, export, ls, compare, cross-play, track, chat."""
 
 import signal
 import sys
@@ -186,6 +186,36 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
         shown = ["not set" if value is None else escape_line(str(value)) for value in values]
         settings.add_row(Text(escape_line(key)), *map(Text, shown))
     console.print(settings if settings.rows else "no setting differs")
+
+
+@run_commands.command("cross-play", rich_help_panel=_RUNS_PANEL)
+def print_cross_play(
+    row_agent: Annotated[str, typer.Argument(help="Agent whose models are the rows.")],
+    column_agent: Annotated[str, typer.Argument(help="Agent whose models are the columns.")],
+    results: Annotated[
+        Path, typer.Option("--results", help="Folder of the runs that were evaluated.")
+    ] = Path("results"),
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw a heat map, as SVG, to this file.")
+    ] = None,
+) -> None:
+    """Print the scores of all evaluations by the models that play two agents.
+
+    Scores are avg@k in per cent, with 95 % intervals over tasks.
+    """
+    from mcore_mas.reports.cross_play import draw_cross_play, read_cross_play
+
+    matrix = read_cross_play(results, row_agent, column_agent)
+    title = f"{row_agent} \\ {column_agent}"
+    headers = [Column(Text(escape_line(header))) for header in (title, *matrix.columns)]
+    table = Table(*headers, show_edge=False)
+    for row in matrix.rows:
+        pairings = [matrix.pairings.get((row, column)) for column in matrix.columns]
+        cells = ["" if pairing is None else str(pairing) for pairing in pairings]
+        table.add_row(Text(escape_line(row)), *map(Text, cells))
+    Console(highlight=False).print(table)
+    if picture is not None:
+        draw_cross_play(matrix, picture)
 
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)

@@ -20,7 +20,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.identity import evaluation_identity
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
 from mcore_mas.evaluation.running_team import running_team
-from mcore_mas.evaluation.seats import config_with_seats
+from mcore_mas.evaluation.seats import config_with_seats, player_names
 from mcore_mas.evaluation.trajectory_shards import TrajectoryShards
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
@@ -74,6 +74,7 @@ def evaluate(
         Stopped: a signal or `stop` ended the evaluation.
     """
     config = run if isinstance(run, RunConfig) else RunConfig.load(run)
+    players = player_names(config, state, seats)
     config = config_with_seats(config, state, seats)
     if stop is None:
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -92,6 +93,7 @@ def evaluate(
     scores = {
         "run": config.run,
         "state": state,
+        "players": players,
         "k": board.k,
         "overlong_prompts": config.engine.overlong_prompts,
         **board.counts(),

@@ -70,6 +70,33 @@ def config_with_seats(
     return config.model_copy(update={"agents": agents, "policies": policies})
 
 
+def player_names(
+    config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, str]:
+    """Return a name for the model that plays each agent, equal in all evaluations that it plays in.
+
+    It is RUN for the model that a run has trained for this agent, RUN/AGENT for that of another agent,
+    RUN@base for the model before training, and else the folder or the remote model.
+
+    Args:
+        config: config of the run, before `config_with_seats`.
+        state, seats: as in `config_with_seats`.
+    """
+    default = state if state in STATES else "trained"
+    names = {}
+    for agent in config.agents:
+        seat = seats.get(agent, default)
+        if seat == "trained":
+            names[agent] = config.run
+        elif seat == "base":
+            names[agent] = f"{config.run}@base"
+        elif isinstance(seat, str):
+            names[agent] = seat.removesuffix(f"/{agent}")
+        else:
+            names[agent] = str(seat.get("model") or seat["remote"].get("model", "remote"))
+    return names
+
+
 def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
     """Parse the seats of a command line, each written as AGENT=WHO.
 

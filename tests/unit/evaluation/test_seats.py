@@ -9,7 +9,7 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.evaluation.seats import config_with_seats, parse_seats
+from mcore_mas.evaluation.seats import config_with_seats, parse_seats, player_names
 from rollout.base.ownership import FolderError
 
 AGENTS = ("solver", "verifier")
@@ -136,3 +136,20 @@ def test_a_state_that_is_no_name_of_a_file_is_refused(state: str) -> None:
     with pytest.raises(ConfigError, match="expected at most 100 letters"):
         parse_seats(state, ["verifier=base"])
     assert parse_seats("without_verifier-2.x", ["verifier=base"]) == {"verifier": "base"}
+
+
+@pytest.mark.parametrize(
+    ("state", "seats", "names"),
+    [
+        ("base", {}, ("mas@base", "mas@base")),
+        ("trained", {}, ("mas", "mas")),
+        ("x", {"verifier": "base"}, ("mas", "mas@base")),
+        ("x", {"solver": "alone", "verifier": "alone/solver"}, ("alone", "alone/solver")),
+        ("x", {"solver": "alone/solver"}, ("alone", "mas")),
+        ("x", {"solver": {"model": "/models/m"}}, ("/models/m", "mas")),
+    ],
+)
+def test_a_model_has_one_name_in_all_evaluations(
+    config: RunConfig, state: str, seats: dict[str, Any], names: tuple[str, str]
+) -> None:
+    assert player_names(config, state, seats) == dict(zip(AGENTS, names, strict=True))
