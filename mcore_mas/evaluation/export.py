@@ -12,6 +12,7 @@ from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import newest_checkpoint
 from mcore_mas.runtime.recipe import identity_of
 from rollout.base.digests import check_tree
+from rollout.base.files import atomic_folder
 from rollout.base.json_files import read_record
 from rollout.base.text import nearest_hint
 from rollout.records.files import read_trajectories
@@ -48,26 +49,51 @@ def export(
             f"{to}: something is there already; name a folder that is empty or not there"
         )
 
-    done_file = run / "train" / "done.json"
-    if done_file.is_file():
-        model = run / "train" / "models" / policy
-        check_tree(model, read_record(done_file).get("sha256", {}).get(policy, {}))
-        source = model / "adapter" if adapter else model
-        note(f"{policy} from {source}")
-        shutil.copytree(source, to, dirs_exist_ok=True)
-    else:
-        checkpoint = None
-        checkpoints = run / "train" / "checkpoints"
-        if checkpoints.is_dir():
-            checkpoint = newest_checkpoint(checkpoints, identity_of(config), note)
-        if checkpoint is None:
-            raise ExportError(f"{run}: no finished model and no valid checkpoint; train it first")
-        note(f"{policy} from {checkpoint.folder}")
-        _write_checkpoint(config, policy, checkpoint.folder / policy, to, adapter=adapter)
+    checkpoint = None
+    if not (run / "train" / "done.json").is_file():
+        checkpoint = _checkpoint_to_export(config, run, note)
 
-    _share_by_umask(to)
-    if not adapter:
-        check_export(to, config.policies[policy], _recorded_turns(run, policy), note)
+    # A killed export leaves no folder with a name that looks finished.
+    with atomic_folder(to) as partial:
+        if checkpoint is None:
+            _copy_finished_model(run, policy, partial, note, adapter=adapter)
+        else:
+            note(f"{policy} from {checkpoint}")
+            _write_checkpoint(config, policy, checkpoint / policy, partial, adapter=adapter)
+        if not adapter:
+            check_export(partial, config.policies[policy], _recorded_turns(run, policy), note)
+        _share_by_umask(partial)
+
+
+def _checkpoint_to_export(config: RunConfig, run: Path, note: Callable[[str], None]) -> Path:
+    """Return the folder of the newest valid checkpoint of a run.
+
+    Raises:
+        ExportError: there is none.
+    """
+    checkpoints = run / "train" / "checkpoints"
+    checkpoint = None
+    if checkpoints.is_dir():
+        checkpoint = newest_checkpoint(checkpoints, identity_of(config), note)
+    if checkpoint is None:
+        raise ExportError(f"{run}: no finished model and no valid checkpoint; train it first")
+    return checkpoint.folder
+
+
+def _copy_finished_model(
+    run: Path, policy: str, to: Path, note: Callable[[str], None], *, adapter: bool
+) -> None:
+    """Copy the model of a policy of a finished run, or its adapter alone, to an empty folder.
+
+    Raises:
+        FolderError: a file of the model is not as training wrote it.
+    """
+    model = run / "train" / "models" / policy
+    done = read_record(run / "train" / "done.json")
+    check_tree(model, done.get("sha256", {}).get(policy, {}))
+    source = model / "adapter" if adapter else model
+    note(f"{policy} from {source}")
+    shutil.copytree(source, to, dirs_exist_ok=True)
 
 
 def _share_by_umask(folder: Path) -> None:
@@ -117,7 +143,6 @@ def _write_checkpoint(
         distributed_optimizer=False,
         overlap=False,
     )
-    to.parent.mkdir(parents=True, exist_ok=True)
     with hide_gpus_from_cpu_run(config):
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         try:

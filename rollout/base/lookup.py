@@ -43,7 +43,8 @@ def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bo
     if name.startswith("here:"):
         raise UnknownName(
             f"{kind} '{name}' is an object of the script or notebook that made this run; use the run there, such as "
-            "run.chat(), or have the script import the object from a module of its own"
+            "run.chat(), or define the object at the top level of the script, train below "
+            '`if __name__ == "__main__":`, and train again'
         )
     path = name
     if importable and ":" not in name:
@@ -88,6 +89,8 @@ def _import(kind: str, path: str) -> Any:
         missing = str(getattr(error, "name", None))
         if missing.startswith(_MOVED):
             message += f"; since version 0.2.0 its package is {missing.removeprefix('mcore_mas.')}"
+        elif missing == module_name.partition(".")[0]:
+            message += f"; run this command in the folder that contains {missing}, or add that folder to PYTHONPATH"
         raise UnknownName(f"{kind} '{path}' cannot be imported: {message}") from error
     if not hasattr(module, attribute):
         raise UnknownName(

@@ -63,7 +63,10 @@ def test_a_name_may_be_offered_by_an_installed_package(
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("my_taem.world:Env", "No module named 'my_taem'"),
+        (
+            "my_taem.world:Env",
+            "No module named 'my_taem'; .* my_taem, or add that folder to PYTHONPATH",
+        ),
         ("my_team.world.Env:step", "'my_team.world' is not a package"),
         ("my_team.world:Evn", "module 'my_team.world' has no attribute 'Evn'; nearest: Env"),
         ("my_team.broken:Env", "No module named 'my_team.wrld'"),

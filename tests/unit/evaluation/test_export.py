@@ -78,6 +78,7 @@ class TestRefusals:
         message = r"log-probabilities of transformers and of the run.s engine differ by \S+ nats"
         with pytest.raises(ExportError, match=message):
             export(run, "solver", run / "out", print)
+        assert not (run / "out").exists()
 
 
 @pytest.mark.parametrize(
