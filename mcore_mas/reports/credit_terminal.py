@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_mas.config.estimators import AdvantageConfig
+from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.credit.assign import (
     AppliedEstimator,
     add_advantages,
@@ -21,11 +22,34 @@ from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import Grouping, GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
 from rollout.base.error_lines import error_line
+from rollout.base.yaml_files import read_yaml
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 
-if TYPE_CHECKING:
-    from mcore_mas.config.run import RunConfig
+
+class _AgentSection(BaseModel):
+    advantage: AdvantageConfig | None = None
+
+
+class _KLSection(BaseModel):
+    coef: float = 0.0
+    where: str = "loss"
+
+
+class _LossSection(BaseModel):
+    kl: _KLSection = _KLSection()
+
+
+class _CreditSections(BaseModel):
+    """Sections of a run's config that decide the advantages of its turns.
+
+    Other sections are ignored, because the whole `RunConfig` takes long to import.
+    """
+
+    advantage: AdvantageConfig
+    agents: dict[str, _AgentSection]
+    filter: FilterConfig | None = None
+    loss: _LossSection = _LossSection()
 
 
 def print_credit(
@@ -52,19 +76,19 @@ def print_credit(
     Raises:
         RecordError: the file is not a file of trajectories.
         CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
-            has no reward; no turn is of `task`; or there is neither a name nor a config.
-        ConfigError: the config of the run cannot be used.
+            has no reward; no turn is of `task`; there is neither a name nor a config; or the config
+            cannot be read.
     """
     samples = to_samples(group_trajectories(read_trajectories(file)))
     if name is not None:
         estimator = _parse_estimator(name, options)
         estimators = {sample.agent: estimator for sample in samples}
     else:
-        config = _config_of_run(file)
-        estimators = _estimators_of_run(config, options)
-        if config.filter is not None:
-            samples = filter_samples(samples, config.filter)
-        if config.loss.kl.coef and config.loss.kl.where == "reward":
+        sections = _sections_of_run(file)
+        estimators = _estimators_of_run(sections, options)
+        if sections.filter is not None:
+            samples = filter_samples(samples, sections.filter)
+        if sections.loss.kl.coef and sections.loss.kl.where == "reward":
             text = "without the KL penalties of the rewards, which the file does not have"
             console.print(plain_text(text, style="dim"))
     try:
@@ -92,25 +116,32 @@ def print_credit(
         console.print(plain_text(text, style="dim"))
 
 
-def _config_of_run(file: Path) -> RunConfig:
-    """Return the config of the run that wrote a file of trajectories."""
-    # The models of a config take long to import, and a named estimator needs none.
-    from mcore_mas.config.run import RunConfig
-
+def _sections_of_run(file: Path) -> _CreditSections:
+    """Return sections of the config of the run that wrote a file of trajectories."""
     config_file = file.resolve().parent.parent.parent / "config.yaml"
     if not config_file.is_file():
         raise CreditError(
             f"{file}: its run's config is not at {config_file}, so that its estimator is unknown; "
             "name one with --advantage"
         )
-    return RunConfig.load(config_file)
+    try:
+        values = read_yaml(config_file)
+    except (yaml.YAMLError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise CreditError(f"{config_file}: not YAML ({message}); make it again") from error
+    try:
+        return _CreditSections.model_validate(values)
+    except ValidationError as error:
+        raise CreditError(f"{config_file}: {error_line(error, _CreditSections, values)}") from error
 
 
-def _estimators_of_run(config: RunConfig, options: Mapping[str, Any]) -> dict[str, AdvantageConfig]:
+def _estimators_of_run(
+    sections: _CreditSections, options: Mapping[str, Any]
+) -> dict[str, AdvantageConfig]:
     """Return the estimator of each agent of a run, with some options replaced."""
     estimators = {}
-    for agent in config.agents:
-        estimator = config.advantage_of(agent)
+    for agent, section in sections.agents.items():
+        estimator = section.advantage or sections.advantage
         estimators[agent] = _parse_estimator(estimator.name, {**estimator.options, **options})
     return estimators
 

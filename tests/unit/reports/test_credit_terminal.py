@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import CreditError
 from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
@@ -132,7 +131,7 @@ def test_without_a_name_and_a_run_one_line_asks_for_a_name(file: Path, tmp_path:
     with pytest.raises(CreditError, match="its estimator is unknown; name one with --advantage"):
         printed_lines(file, None)
     step = write_run(tmp_path, file, advantage={"name": "gpgo", "options": {}})
-    with pytest.raises(ConfigError, match="unknown advantage 'gpgo'"):
+    with pytest.raises(CreditError, match="unknown advantage 'gpgo'"):
         printed_lines(step, None)
 
 
