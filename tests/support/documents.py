@@ -131,6 +131,9 @@ RUN_BY: dict[str, Runner] = {
     r"snakemake acquire.*": Runner(
         "workflow/test_paper_targets.py", "downloads gigabytes; the test has a hub of its own"
     ),
+    r"mcore-mas evaluate results/mas --state .*|mcore-mas cross-play .*": Runner(
+        "unit/reports/test_cross_play_matrix.py", "needs runs whose models play each other's agents"
+    ),
     r"mcore-mas replay .*": Runner(
         "unit/training/test_async_rollout.py", "needs a trajectory that failed"
     ),
