@@ -32,13 +32,13 @@ def _check_packages() -> None:
     for name in PACKAGES[1:]:
         spec = find_spec(name)
         folders: list[str] = []
-        found = "nowhere"
+        origin = "nowhere"
         if spec is not None:
             folders = list(spec.submodule_search_locations or ())
-            found = spec.origin or folders[0]  # a folder without __init__.py has no origin
+            origin = spec.origin or folders[0]  # a folder without __init__.py has no origin
         if _CHECKOUT / name not in [Path(folder).resolve() for folder in folders]:
             raise ImportError(
-                f"mcore_mas needs its own package '{name}' from {_CHECKOUT / name}, and Python finds {found}: "
+                f"mcore_mas needs its own package '{name}' from {_CHECKOUT / name}, and Python finds {origin}: "
                 f"rename that folder or file, or start Python in another folder"
             )
 

@@ -131,8 +131,8 @@ class Run:
         self._values = resolve(overrides, sections=plain_values(merged(sections, chosen.sections)))
         default_env = self._values["env"]["name"]
         self._tasks: dict[str, list[Task]] = {}
-        for split, given in tasks_by_split.items():
-            self._tasks[split] = [replace(task, env=task.env or default_env) for task in given]
+        for split, user_tasks in tasks_by_split.items():
+            self._tasks[split] = [replace(task, env=task.env or default_env) for task in user_tasks]
         self.config = RunConfig.from_values(self._values, f"run '{name}'")
         _check_run(self.config, self._tasks.get("train"))
         self._training: TrainingThread | None = None  # the training of the newest loop

@@ -66,11 +66,11 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
     for split in items:
         if split in missing_splits:
             continue
-        given = list(result[split])
+        user_tasks = list(result[split])
         if split == "train":  # the user gave the tasks of the missing splits as tasks of train
             for missing in missing_splits:
-                given += result[missing]
-        _check_ids(split, given)
+                user_tasks += result[missing]
+        _check_ids(split, user_tasks)
     _check_disjoint(result, missing_splits)
     return result
 

@@ -117,8 +117,8 @@ def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
     """Return the options of Snakemake, or the setting of a run, that an unknown option resembles."""
     settings = setting_names()
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    known = {known.lstrip("-").replace("-", "_") for known in all_options}
-    nearest = get_close_matches(name, [*known, *settings], n=1)
+    option_names = {text.lstrip("-").replace("-", "_") for text in all_options}
+    nearest = get_close_matches(name, [*option_names, *settings], n=1)
     if nearest and nearest[0] in settings:
         return setting_hint(nearest[0])
     return nearest_hint(option, all_options)

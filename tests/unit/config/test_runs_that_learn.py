@@ -167,7 +167,8 @@ def test_alpha_of_the_team_and_of_the_branches_are_not_both_set() -> None:
     ids=" ".join,
 )
 def test_a_run_that_can_learn_is_not_refused(overrides: tuple[str, ...]) -> None:
-    RunConfig.from_values(resolve(list(overrides)), "test")
+    config = RunConfig.from_values(resolve(list(overrides)), "test")
+    assert config.trained
 
 
 @pytest.mark.parametrize(

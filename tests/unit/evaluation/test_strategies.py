@@ -41,11 +41,11 @@ class KnownEngine:
         assert (sampling.max_tokens, sampling.temperature) == (1, 0.5)
         prompt = bytes(prompt_ids)
         self.prompts.append(prompt)
-        given = tuple(prompt.rpartition(b"\n")[2])
+        begun_reply = tuple(prompt.rpartition(b"\n")[2])
         shares: dict[int, float] = {}
         for reply, share in self._replies.items():
-            if reply[: len(given)] == given:
-                token = reply[len(given)]
+            if reply[: len(begun_reply)] == begun_reply:
+                token = reply[len(begun_reply)]
                 shares[token] = shares.get(token, 0.0) + share
         total = sum(shares.values())
         likeliest = sorted(shares, key=shares.__getitem__, reverse=True)
