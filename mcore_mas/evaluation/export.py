@@ -54,7 +54,7 @@ def export(
         checkpoint = _checkpoint_to_export(config, run, note)
 
     # A killed export leaves no folder with a name that looks finished.
-    with atomic_folder(to) as partial:
+    with atomic_folder(to.absolute()) as partial:
         if checkpoint is None:
             _copy_finished_model(run, policy, partial, note, adapter=adapter)
         else:
