@@ -45,6 +45,7 @@ _SYSTEM = re.compile(
     r"(?P<rows>.*?)\\end\{(?P=name)\}\s*(?:\\right)?\.?",
     re.DOTALL,
 )
+_LEFT = re.compile(r"\\left(?![a-zA-Z])")  # not \leftarrow
 _DELIMITERS = re.compile(r"\s*\\(?:\((?P<inline>.*)\\\)|\[(?P<display>.*)\\\])\s*\.?\s*", re.DOTALL)
 _FONT = r"\\(?:mathbf|boldsymbol|bm|textbf|bold|mathit|color\{[a-z]+\}|textcolor\{[a-z]+\})"
 _WHOLE_IN_FONT = re.compile(rf"\s*{_FONT}\s*\{{([^{{}}]*)\}}\s*")
@@ -263,4 +264,4 @@ def _rewrite_systems(text: str) -> str:
             return ",".join(equations)
         return match[0]
 
-    return _SYSTEM.sub(as_list, text.replace("\\left", ""))
+    return _SYSTEM.sub(as_list, _LEFT.sub("", text))

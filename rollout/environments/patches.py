@@ -56,8 +56,8 @@ def parse_patch(text: str) -> list[Edit]:
     for block in _BLOCK.finditer(text):
         edit = Edit(
             path=_repository_path(block["path"]),
-            old=tuple(block["old"].splitlines()),
-            new=tuple(block["new"].splitlines()),
+            old=tuple(_lines(block["old"])),
+            new=tuple(_lines(block["new"])),
         )
         edits.append(edit)
     if not edits:
@@ -72,6 +72,8 @@ def parse_patch(text: str) -> list[Edit]:
 def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
     """Return the files after all edits, which are made one after the other.
 
+    A changed file ends all its lines with CRLF if it had a CRLF before, and else with LF.
+
     Raises:
         BadPatch: an edit's file does not exist or lacks the lines to replace, or the edit does not
             say which of several places it means.
@@ -82,13 +84,26 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
     for edit in edits:
         if edit.path not in patched and edit.old:
             raise BadPatch(f"There is no file {edit.path}.")
-        lines = patched.get(edit.path, "").splitlines()
+        text = patched.get(edit.path, "")
+        lines = _lines(text)
         offset = added_lines.get(edit.path, 0)
         start = _find_lines(edit, lines, offset)
         lines[start : start + len(edit.old)] = edit.new
         added_lines[edit.path] = offset + len(edit.new) - len(edit.old)
-        patched[edit.path] = "\n".join(lines) + "\n" if lines else ""
+        line_end = "\r\n" if "\r\n" in text else "\n"
+        patched[edit.path] = "".join(line + line_end for line in lines)
     return patched
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text that end with a line feed, or a carriage return and a line feed.
+
+    str.splitlines also ends lines at form feeds and other characters, which source files contain.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    if not lines[-1]:
+        lines.pop()  # the text ends with a line end, or is empty
+    return lines
 
 
 def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
@@ -130,7 +145,7 @@ def _parse_diff(text: str) -> list[Edit]:
     path = ""
     line: int | None = None  # line in the header of the current hunk; None outside of hunks
     hunk: list[str] = []
-    rows = text.splitlines()
+    rows = _lines(text)
     for index, row in enumerate(rows):
         in_hunk = line is not None
         header = _HUNK_HEADER.match(row)

@@ -46,6 +46,16 @@ def test_blocks_replace_lines_that_occur_once() -> None:
     assert patched(f"{BLOCK}\n\n{new}")["d.py"] == "pass\n"
 
 
+def test_files_keep_their_line_ends_and_form_feeds() -> None:
+    files = {"a.py": "one\r\ntwo\r\n", "b.py": "\x0cone\ntwo\x0b\nthree\n"}
+    first = parse_patch("a.py\n<<<<<<< SEARCH\ntwo\n=======\n2\n3\n>>>>>>> REPLACE")
+    assert apply_patch(files, first)["a.py"] == "one\r\n2\r\n3\r\n"
+    second = parse_patch("b.py\n<<<<<<< SEARCH\nthree\n=======\n3\n>>>>>>> REPLACE")
+    assert apply_patch(files, second)["b.py"] == "\x0cone\ntwo\x0b\n3\n"
+    diff = parse_patch("--- a/a.py\r\n+++ b/a.py\r\n@@ -1 +1 @@\r\n-one\r\n+1\r\n")
+    assert apply_patch(files, diff)["a.py"] == "1\r\ntwo\r\n"
+
+
 def test_a_unified_diff_is_applied_hunk_by_hunk() -> None:
     files = patched(DIFF)
     assert files["pkg/a.py"] == "one\none and a half\ntwo\nthree\nfive\n"
