@@ -1,6 +1,6 @@
 """Time that a request waits for the gateway's event loop (99th percentile) during 256 chats of 128k tokens.
 
-Every call carries its whole chat, which the gateway compares with the messages so far, tokenises and
+Every call carries its whole chat, which the gateway compares with the messages so far, tokenizes and
 records; the clients are another process. The reference does the same work on the event loop, in the
 same run. The first line shows the delay of an idle loop, which depends on other load of the machine.
 """

@@ -112,7 +112,7 @@ def _vocabulary_texts(
     """Yield the texts that a run's tokenizer is trained on, as the chat template writes them."""
     for demonstration in run_demonstrations(config, cold_start, _VOCABULARY_DEMONSTRATIONS):
         for message in demonstration.messages:
-            if message.role == "assistant":  # replies are tokenised without their header
+            if message.role == "assistant":  # replies are tokenized without their header
                 yield f"{message.role}\n"
                 yield message.content
             else:

@@ -23,7 +23,7 @@ from rollout.base.json_files import write_json
 from rollout.records.files import RecordError
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS, problem_task
-from rollout.tasks.leaks import tokenise
+from rollout.tasks.leaks import tokenize
 from rollout.tasks.rows import read_rows
 
 _BATCH_ROWS = 256
@@ -145,7 +145,7 @@ def _usable_rows(
             continue
         identity_by_id[task.id] = identity
 
-        prompt = " ".join(tokenise(task))
+        prompt = " ".join(tokenize(task))
         if prompt in prompts:
             counts.repeated += 1
         prompts.add(prompt)

@@ -65,7 +65,7 @@ def fit_prompt(
             token_ids = renderer.render(cut_messages)
             if len(token_ids) <= limit:
                 return cut_messages, token_ids
-            # The text is tokenised differently where it was cut, so a few more tokens must go.
+            # The text is tokenized differently where it was cut, so a few more tokens must go.
             retained -= len(token_ids) - limit
     raise PromptTooLong(f"prompt of {size} tokens, and there is room for {limit}")
 

@@ -88,7 +88,7 @@ def _template_texts(model: Path) -> Iterator[str]:
 class Renderer:
     """Tokenizer and chat template of one Hugging Face model folder.
 
-    Special tokens that the text of a message or of a tool spells are tokenised as ordinary text, see
+    Special tokens that the text of a message or of a tool spells are tokenized as ordinary text, see
     `SafeTokenizer`.
 
     Attributes:
@@ -202,7 +202,7 @@ class Renderer:
 
         The ids begin with the turn's prompt and completion as they were sampled, whatever words and
         spaces the template would write for the reply. Only the text after the reply is
-        tokenised. This text is found by rendering the chat with a stand-in for the reply.
+        tokenized. This text is found by rendering the chat with a stand-in for the reply.
 
         Extending is impossible if the earlier messages or their rendering have changed, or if the template
         drops the reply's thoughts or adds text to the reply.
@@ -278,7 +278,7 @@ class Renderer:
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Return the token ids [T] of a dialogue and a mask [T], True for the assistant's tokens.
 
-        Every reply is tokenised without the text around it, as it would have been sampled.
+        Every reply is tokenized without the text around it, as it would have been sampled.
 
         Raises:
             ValueError: the chat template rewrites earlier messages as the dialogue continues.

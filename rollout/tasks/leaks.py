@@ -100,7 +100,7 @@ def find_leaks(
     Raises:
         ValueError: an answer of a programming task is not a test.
     """
-    tokens = {name: [tokenise(task) for task in tasks] for name, tasks in splits.items()}
+    tokens = {name: [tokenize(task) for task in tasks] for name, tasks in splits.items()}
     leaks = []
     for earlier, split in itertools.combinations(splits, 2):
         same_text = _equal_keys(_texts(tokens[earlier]), _texts(tokens[split]))
@@ -164,7 +164,7 @@ def _task_matches(
     )
 
 
-def tokenise(task: Task) -> list[str]:
+def tokenize(task: Task) -> list[str]:
     """Return the words, numbers and signs of a prompt that change its meaning."""
     text = unicodedata.normalize("NFKC", task.prompt).casefold()
     if task.env == "math":

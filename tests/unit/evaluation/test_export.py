@@ -87,7 +87,7 @@ class TestRefusals:
 def test_transformers_reads_an_export_like_the_run(
     run: Path, tmp_path: Path, family: str, exported_type: str
 ) -> None:
-    """transformers replaces the pre-tokeniser of every Qwen2: one is exported as a Llama."""
+    """transformers replaces the pre-tokenizer of every Qwen2: one is exported as a Llama."""
     make_tiny_model(tmp_path / family)
     model = finish_training(run, tmp_path / family)
     text = "Check 384+77 step by step. <verify>approve</verify>\n\n<answer>Alice</answer>"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chat_tokenising, gateway_overhead
+from benchmarks import chat_tokenizing, gateway_overhead
 from benchmarks.support.gateway import PacedEngine, run_clients
 from rollout.engines import EngineClient
 from rollout.gateway.dialects import ChatRequest
@@ -41,19 +41,19 @@ def test_a_turn_of_a_chat_tokenizes_the_new_text_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenized_chars: list[int]
 ) -> None:
     renderer = renderer_of("qwen2.5", tmp_path)
-    monkeypatch.setattr(chat_tokenising, "TURNS", 12)
-    raw, ids = chat_tokenising.make_reply(renderer)
+    monkeypatch.setattr(chat_tokenizing, "TURNS", 12)
+    raw, ids = chat_tokenizing.make_reply(renderer)
     client = EngineClient(engine=ScriptedEngine(lambda prompt, call: ids), renderer=renderer)
     tokenized_chars.clear()
-    asyncio.run(chat_tokenising.hold_chat(client, raw))
+    asyncio.run(chat_tokenizing.hold_chat(client, raw))
     first, *later = tokenized_chars
-    assert len(later) == chat_tokenising.TURNS - 1 and first > len(
-        chat_tokenising.OPENING[1].content
+    assert len(later) == chat_tokenizing.TURNS - 1 and first > len(
+        chat_tokenizing.OPENING[1].content
     )
     tags = len(
         "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert set(later) == {len(chat_tokenising.RESULT) + tags}
+    assert set(later) == {len(chat_tokenizing.RESULT) + tags}
 
 
 def test_the_gateway_tokenizes_the_same_texts_as_team_chat(

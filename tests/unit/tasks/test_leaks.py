@@ -17,7 +17,7 @@ from rollout.tasks.leaks import (
     find_leaks,
     is_scored_by_visible_test,
     shingles,
-    tokenise,
+    tokenize,
 )
 
 
@@ -203,7 +203,7 @@ class TestSimilarity:
     ],
 )
 def test_tokens_of_prompts(prompt: str, env: str, tokens: list[str]) -> None:
-    assert tokenise(make_task("a", prompt, env)) == tokens
+    assert tokenize(make_task("a", prompt, env)) == tokens
 
 
 def test_shingles_of_short_texts() -> None:

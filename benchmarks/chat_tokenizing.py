@@ -1,4 +1,4 @@
-"""CPU time of tokenising a chat's prompts as a share of its generation time, and delays of the event loop.
+"""CPU time of tokenizing a chat's prompts as a share of its generation time, and delays of the event loop.
 
 A turn samples about 100 tokens, a tool call, and reads a result of 150. Generation is counted at 100
 tokens per second, which a chat rarely gets from a large model.
@@ -110,7 +110,7 @@ def main() -> None:
     print(f"{len(reply_ids)} tokens a reply; prompts of a chat: {shown_times} s of CPU")
     print(f"{CHATS} concurrent chats: event loop late by {p99_ms:.1f} ms (p99)")
     print_result(
-        "chat_tokenising",
+        "chat_tokenizing",
         percent,
         goal=GOAL,
         at_most=True,
