@@ -56,7 +56,6 @@ _MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
 # Limit for the size of all members unpacked, several times that of the bundle of the largest table.
 _MAX_BYTES = 4 << 30
 _SHIPPED_FOLDERS = ("configs", "workflow")  # folders beside the packages whose files are code too
-_CODE_SUFFIXES = (".py", ".yaml", ".smk", ".json")
 
 
 class BundleError(RuntimeError):
@@ -314,10 +313,9 @@ def _input_files(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _code_identity() -> dict[str, str]:
-    """Return the commit of the running code, and one digest over its files.
+    """Return the commit of the running code, and one digest over its files, templates included.
 
-    Files with other suffixes than _CODE_SUFFIXES, such as templates, are not covered. The commit of
-    the code that made the table may be another one; it is in made.json.
+    The commit of the code that made the table may be another one; it is in made.json.
     """
     package_root = Path(__file__).resolve().parents[2]
     folders = [(package_root, name) for name in PACKAGES]
@@ -326,7 +324,8 @@ def _code_identity() -> dict[str, str]:
     lines = []
     for parent, name in folders:
         for file in sorted((parent / name).rglob("*")):
-            if file.suffix in _CODE_SUFFIXES:
+            is_compiled = file.parent.name == "__pycache__"
+            if file.is_file() and not is_compiled:
                 lines.append(f"{sha256(file)}  {file.relative_to(parent)}\n")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"commit": code_commit(), "sha256": digest, "files": str(len(lines))}

@@ -137,6 +137,12 @@ def test_a_bundle_names_the_inputs_of_its_table(bundle: Path) -> None:
         "model.safetensors",
         "vectors.index",
     ]
+    # The digest of the code covers templates and the Snakefile too
+    root = Path(__file__).parents[3]
+    folders = ("mcore_mas", "rollout", "retrieval", "configs", "workflow")
+    code_files = [file for folder in folders for file in (root / folder).rglob("*")]
+    count = sum(file.is_file() and file.parent.name != "__pycache__" for file in code_files)
+    assert json.loads(contents["inputs.json"])["code"]["files"] == str(count)
     # The seeds and commits of the runs
     assert b"seeds 1, 42; commit debate, single." in contents["table.md"]
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
