@@ -393,5 +393,6 @@ def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
             continue
         if path.stat().st_size <= _MAX_FILE_BYTES:
             with suppress(UnicodeDecodeError):  # files that are not text are left out
-                files["/".join(parts)] = path.read_text(encoding="utf-8")
+                # Path.read_text would change line ends.
+                files["/".join(parts)] = path.read_bytes().decode("utf-8")
     return files
