@@ -228,6 +228,28 @@ ROWS = (
         max_tokens=64,
         tested=False,
     ),
+    Row(name="trees of depth 3, CP2", deep=True, layout={"cp": 2}, max_tokens=1000),
+    Row(
+        name="trees of depth 3, CP2, cut to at most 48 tokens",
+        deep=True,
+        layout={"cp": 2},
+        max_tokens=48,
+        tested=False,
+    ),
+    Row(
+        name="trees of depth 3, CP4, key/value heads shared",
+        deep=True,
+        layout={"cp": 4},
+        max_tokens=1000,
+        tested=False,
+    ),
+    Row(
+        name="trees of depth 3, TP2 × CP2 + SP",
+        deep=True,
+        layout={"tp": 2, "cp": 2, "sp": True},
+        max_tokens=64,
+        tested=False,
+    ),
     Row(
         name="trees of depth 3, Qwen3, TP2 × PP2 + SP",
         family="qwen3",

@@ -27,6 +27,7 @@ from tests.exactness.rows import BALANCE, ROWS, Row
 from tests.exactness.training import STEPS, Measurement, measure_rows, train_rows
 from tests.support import precision, ranks, reference
 
+ROOT = Path(__file__).resolve().parents[2]
 TESTED_ROWS = [row for row in ROWS if row.tested]
 TESTED_REPEATS = [row for row in REPEATED_ROWS if row.tested]
 TESTED_OBJECTIVE_ROWS = [row for row in OBJECTIVE_ROWS if row.tested]
@@ -142,6 +143,13 @@ def test_another_objective_exceeds_the_bound(
     measurement = objective_measurements[row.name, case.name]
     print(measurement)
     assert measurement.excessive
+
+
+def test_the_page_has_every_row_and_the_readme_their_number() -> None:
+    lines = (ROOT / "docs" / "exactness.md").read_text().splitlines()
+    named = {line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")}
+    assert named >= {row.name for row in ROWS}
+    assert f"In {len(ROWS)} combinations" in (ROOT / "README.md").read_text()
 
 
 def test_every_objective_has_a_formula() -> None:
