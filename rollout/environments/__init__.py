@@ -13,8 +13,9 @@ search       a retriever to query, then an answer, scored by exact match or toke
 mcp          tool calls to MCP servers, then an answer
 verifiers    episodes that the package verifiers plays (verifiers_worker)
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
-games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker: a
-             zero-sum game of two agents, whose strategies are measured exactly (best_response)
+games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker,
+             leduc_poker, tic_tac_toe: zero-sum games of two agents, whose strategies are measured
+             exactly (best_response)
 tools        tools that agents call in chats (calculator, chat_tools, mcp)
 running      sandboxes in which environments run programs
 """

@@ -6,7 +6,9 @@ from rollout.environments.games.blocksworld import Blocksworld, BlocksworldSourc
 from rollout.environments.games.game import Game, PuzzleSource
 from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
 from rollout.environments.games.kuhn_poker import KuhnPoker
+from rollout.environments.games.leduc_poker import LeducPoker
 from rollout.environments.games.sudoku import Sudoku, SudokuSource
+from rollout.environments.games.tic_tac_toe import TicTacToe
 from rollout.environments.games.zero_sum import ZeroSumGame
 
 # Rules by name; their keyword arguments are the rewards.
@@ -24,4 +26,8 @@ PUZZLES: dict[str, type[PuzzleSource]] = {
 }
 
 # Games of two players, whose tasks are the deals.
-ZERO_SUM_GAMES: dict[str, type[ZeroSumGame[Any]]] = {"kuhn_poker": KuhnPoker}
+ZERO_SUM_GAMES: dict[str, type[ZeroSumGame[Any]]] = {
+    "kuhn_poker": KuhnPoker,
+    "leduc_poker": LeducPoker,
+    "tic_tac_toe": TicTacToe,
+}

@@ -4,29 +4,32 @@ A behaviour strategy is a table: the probability of each legal action in every i
 information set is all that a player has seen, in the words of `ZeroSumGame.observe`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from functools import cache
 from typing import TypeVar
 
 from rollout.environments.games.zero_sum import FIRST, PLAYERS, ZeroSumGame
 
-_State = TypeVar("_State")
+_State = TypeVar("_State", bound=Hashable)
 
 # Player and observation.
 InformationSet = tuple[str, str]
 # Probability of each legal action, by information set.
 Strategy = Mapping[InformationSet, Mapping[str, float]]
-# State, and the probability that chance and the opponent play towards it.
-_Weighted = tuple[_State, float]
+# Probability that chance and the opponent play towards a state, by state.
+_Weights = dict[_State, float]
 
 
 def information_sets(game: ZeroSumGame[_State]) -> dict[InformationSet, tuple[str, ...]]:
     """Return the legal actions in every information set of both players."""
     actions: dict[InformationSet, tuple[str, ...]] = {}
+    visited: set[_State] = set()
 
     def visit(state: _State) -> None:
         player = game.player(state)
-        if player is None:
+        if player is None or state in visited:
             return
+        visited.add(state)
         legal = tuple(game.legal_actions(state))
         actions[player, game.observe(state)] = legal
         for action in legal:
@@ -48,6 +51,7 @@ def uniform_strategy(game: ZeroSumGame[_State]) -> dict[InformationSet, dict[str
 def expected_payoff(game: ZeroSumGame[_State], strategy: Strategy) -> float:
     """Return the expected payoff of the first player if both players follow a strategy."""
 
+    @cache
     def value(state: _State) -> float:
         player = game.player(state)
         if player is None:
@@ -65,32 +69,55 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
     """Return the largest expected payoff of `player` against an opponent who follows `strategy`."""
     sign = 1 if player == FIRST else -1
 
-    def until_turn(states: Iterable[_Weighted[_State]]) -> Iterator[_Weighted[_State]]:
-        """Follow the opponent's strategy up to the next turn of the player, or to the end."""
+    def until_turn(states: Iterable[tuple[_State, float]], reached: _Weights[_State]) -> None:
+        """Follow the opponent's strategy up to the next turn of the player, or to the end.
+
+        Args:
+            reached: gets the states of these turns and ends.
+        """
         for state, weight in states:
             mover = game.player(state)
             if mover is None or mover == player:
-                yield state, weight
+                reached[state] = reached.get(state, 0.0) + weight
                 continue
-            for action, probability in strategy[mover, game.observe(state)].items():
-                yield from until_turn([(game.play(state, action), weight * probability)])
+            replies = strategy[mover, game.observe(state)]
+            until_turn(
+                [
+                    (game.play(state, action), weight * probability)
+                    for action, probability in replies.items()
+                ],
+                reached,
+            )
 
-    def value(states: Iterable[_Weighted[_State]]) -> float:
+    def value(states: Iterable[tuple[_State, float]]) -> float:
+        reached: _Weights[_State] = {}
+        until_turn(states, reached)
         total = 0.0
-        by_information_set: dict[str, list[_Weighted[_State]]] = {}
-        for state, weight in until_turn(states):
+        by_information_set: dict[str, _Weights[_State]] = {}
+        for state, weight in reached.items():
             if game.player(state) is None:
                 total += sign * weight * game.payoff(state)
             else:
-                by_information_set.setdefault(game.observe(state), []).append((state, weight))
+                by_information_set.setdefault(game.observe(state), {})[state] = weight
 
-        # The player cannot tell the states of an information set apart, so one action is best in all.
         for group in by_information_set.values():
-            total += max(
-                value([(game.play(state, action), weight) for state, weight in group])
-                for action in game.legal_actions(group[0][0])
-            )
+            reach = sum(group.values())
+            if reach:
+                beliefs = tuple((state, weight / reach) for state, weight in group.items())
+                total += reach * best_value(beliefs)
         return total
+
+    @cache
+    def best_value(beliefs: tuple[tuple[_State, float], ...]) -> float:
+        """Return the value of the best action, given the probability of each state that it may be.
+
+        The player cannot tell these states apart, so one action is best in all. The result is stored,
+        because many histories of a game without hidden information lead to one state.
+        """
+        return max(
+            value([(game.play(state, action), belief) for state, belief in beliefs])
+            for action in game.legal_actions(beliefs[0][0])
+        )
 
     return value((game.read(deal), probability) for deal, probability in game.deals().items())
 

@@ -22,7 +22,10 @@ PLAYERS = (FIRST, SECOND)
 
 
 class ZeroSumGame(Protocol[_State]):
-    """Rules of a game over immutable states. The players remember everything that they have seen.
+    """Rules of a game over immutable, hashable states.
+
+    The players remember everything that they have seen, except where it cannot matter: what they
+    observe may leave out how a state that is known to both came about.
 
     Attributes:
         about: the rules, in the words of the prompt.

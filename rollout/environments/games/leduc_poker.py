@@ -1,0 +1,111 @@
+"""Leduc poker: six cards, of which each player gets one and one lies open, and two rounds of bets.
+
+Source: F. Southey et al., Bayes' bluff: opponent modelling in poker, UAI 2005.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from rollout.environments.games.game import RULES, BadPuzzle
+from rollout.environments.games.zero_sum import FIRST, SECOND, ZeroSumGame
+
+RANKS = "JQK"  # from the lowest to the highest
+_CARDS = tuple(rank + suit for rank in RANKS for suit in "sh")
+_DEALS = tuple(" ".join(cards) for cards in permutations(_CARDS, 3))
+_ANTE = 1
+_RAISES = (2, 4)  # points that a raise adds, by round
+_MOST_RAISES = 2  # of a round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeducHand:
+    """State of a game.
+
+    Attributes:
+        ranks: rank of the first player's card, of the second player's, and of the open card.
+        rounds: actions of each round so far; the first player begins every round.
+    """
+
+    ranks: str
+    rounds: tuple[tuple[str, ...], ...] = ((),)
+
+
+class LeducPoker(ZeroSumGame[LeducHand]):
+    """Rules of Leduc poker.
+
+    A deal is the first player's card, the second player's, and the card that is opened after the
+    first round: "Js Qh Kh". The suits s and h make all 120 deals equally likely, and mean nothing else.
+    """
+
+    about = RULES["leduc_poker"]
+    forfeit = 13.0  # as much as a player can lose: the ante and two raises in both rounds
+
+    def deals(self) -> Mapping[str, float]:
+        return dict.fromkeys(_DEALS, 1 / len(_DEALS))
+
+    def read(self, deal: str) -> LeducHand:
+        if deal not in _DEALS:
+            raise BadPuzzle(
+                f"'{deal[:80]}' is no deal of Leduc poker; expected three of "
+                f"{', '.join(_CARDS)}: Js Qh Kh"
+            )
+        return LeducHand(ranks="".join(card[0] for card in deal.split()))
+
+    def player(self, state: LeducHand) -> str | None:
+        actions = state.rounds[-1]
+        is_over = _has_ended(actions) and (len(state.rounds) == 2 or actions[-1] == "fold")
+        return None if is_over else (FIRST, SECOND)[len(actions) % 2]
+
+    def observe(self, state: LeducHand) -> str:
+        card = state.ranks[len(state.rounds[-1]) % 2]
+        actions = [" ".join(actions) or "nothing" for actions in state.rounds]
+        text = f"Your card: {card}. First round: {actions[0]}."
+        if len(state.rounds) == 2:
+            text += f" Open card: {state.ranks[2]}. Second round: {actions[1]}."
+        return f"{text} Legal: {', '.join(self.legal_actions(state))}."
+
+    def legal_actions(self, state: LeducHand) -> Sequence[str]:
+        actions = state.rounds[-1]
+        legal = ["call"]
+        if actions and actions[-1] == "raise":
+            legal.insert(0, "fold")
+        if actions.count("raise") < _MOST_RAISES:
+            legal.append("raise")
+        return legal
+
+    def play(self, state: LeducHand, action: str) -> LeducHand:
+        actions = (*state.rounds[-1], action)
+        rounds = (*state.rounds[:-1], actions)
+        if len(rounds) == 1 and _has_ended(actions) and action != "fold":
+            rounds = (*rounds, ())
+        return replace(state, rounds=rounds)
+
+    def payoff(self, state: LeducHand) -> float:
+        if state.rounds[-1][-1] == "fold":
+            loser = (len(state.rounds[-1]) - 1) % 2
+            return float(_stakes(state)[loser]) * (-1 if loser == 0 else 1)
+        # A pair with the open card beats everything; no two players have one.
+        strengths = [(rank == state.ranks[2], RANKS.index(rank)) for rank in state.ranks[:2]]
+        if strengths[0] == strengths[1]:
+            return 0.0
+        stake = float(_stakes(state)[0])
+        return stake if strengths[0] > strengths[1] else -stake
+
+
+def _has_ended(actions: Sequence[str]) -> bool:
+    """Return True if a round is over: someone has folded, or has called after another action."""
+    return bool(actions) and (actions[-1] == "fold" or (actions[-1] == "call" and len(actions) > 1))
+
+
+def _stakes(state: LeducHand) -> tuple[int, int]:
+    """Return the points that the first and the second player have put into the pot."""
+    stakes = [_ANTE, _ANTE]
+    for actions, points in zip(state.rounds, _RAISES, strict=False):
+        for turn, action in enumerate(actions):
+            player = turn % 2
+            if action == "call":
+                stakes[player] = stakes[1 - player]
+            elif action == "raise":
+                stakes[player] = stakes[1 - player] + points
+    return stakes[0], stakes[1]
