@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from random import Random
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout.environments import ENVS
 from rollout.environments.games import ZERO_SUM_GAMES
-from rollout.environments.games.best_response import information_sets
+from rollout.environments.games.best_response import Strategy, information_sets
 from rollout.orchestras.duel import duel
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration, Task
@@ -44,25 +46,33 @@ def _deal_task(game: str, deal: str, split: str) -> Task:
 
 
 def deal_demonstrations(
-    game: str, seed: int, n: int, *, roles: Mapping[str, Role]
+    game: str,
+    seed: int,
+    n: int,
+    *,
+    roles: Mapping[str, Role],
+    spread: Annotated[float, Field(ge=0, lt=1)] = 0.0,
 ) -> Iterator[Demonstration]:
     """Yield `n` turns of games in which both players choose a legal action at random.
-
-    A policy that imitates them perfectly plays the uniform strategy.
 
     Args:
         game: name of the game.
         seed: seed of the run.
         n: number of turns.
         roles: the roles as the rollout will use them, by agent name.
+        spread: difference between the information sets. 0: all legal actions are equally likely
+            everywhere. Above 0, the weight of each action is drawn once for each information set,
+            between 1 - spread and 1 + spread, so that a policy which imitates the games reads what
+            it has seen, but plays no better for it.
     """
+    strategy = random_strategy(game, seed, spread)
     deals = list(ZERO_SUM_GAMES[game]().deals())
 
     def all_turns() -> Iterator[Demonstration]:
         for episode in count():
             random = Random(derive_seed(seed, game, "demonstration", episode))
             task = _deal_task(game, random.choice(deals), "train")
-            player = _RandomPlayer(game, roles, random)
+            player = _RandomPlayer(strategy, roles, random)
             env: Any = ENVS[game](task)
             asyncio.run(duel(task, player, env))
             yield from player.demonstrations
@@ -70,13 +80,27 @@ def deal_demonstrations(
     return islice(all_turns(), n)
 
 
-class _RandomPlayer(TeachingSession):
-    """Both players of a game, who choose every legal action with equal probability."""
+def random_strategy(game: str, seed: int, spread: float) -> Strategy:
+    """Return the strategy of the demonstrations, by information set; `spread` is explained there."""
+    strategy = {}
+    for (player, observation), actions in information_sets(ZERO_SUM_GAMES[game]()).items():
+        random = Random(derive_seed(seed, game, "strategy", player, observation))
+        weights = {action: random.uniform(1 - spread, 1 + spread) for action in actions}
+        total = sum(weights.values())
+        strategy[player, observation] = {
+            action: weight / total for action, weight in weights.items()
+        }
+    return strategy
 
-    def __init__(self, game: str, roles: Mapping[str, Role], random: Random) -> None:
+
+class _RandomPlayer(TeachingSession):
+    """Both players of a game, who draw their actions from a strategy."""
+
+    def __init__(self, strategy: Strategy, roles: Mapping[str, Role], random: Random) -> None:
         super().__init__(roles, {}, random)
-        self._actions = information_sets(ZERO_SUM_GAMES[game]())
+        self._strategy = strategy
 
     def reply_of(self, agent: str, slots: Mapping[str, object]) -> str:
         """Return a random legal action."""
-        return self._random.choice(self._actions[agent, str(slots["state"])])
+        probabilities = self._strategy[agent, str(slots["state"])]
+        return self._random.choices(list(probabilities), list(probabilities.values()))[0]

@@ -14,7 +14,7 @@ from rollout.environments.games.best_response import information_sets
 from rollout.environments.games.kuhn_poker import KuhnPoker
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team
-from rollout.tasks.deals import deal_demonstrations, deal_tasks
+from rollout.tasks.deals import deal_demonstrations, deal_tasks, random_strategy
 from rollout.teams.roles import ROLES
 from tests.support.casts import play, scores, speakers, validity
 
@@ -92,3 +92,29 @@ def test_demonstrations_are_random_games() -> None:
         for demonstration in demonstrations
     }
     assert len(prompts) == len(information_sets(KuhnPoker())) == 12
+
+
+def test_with_a_spread_the_players_choose_differently_in_every_information_set() -> None:
+    strategy = random_strategy("kuhn_poker", 1, 0.5)
+    assert strategy.keys() == information_sets(KuhnPoker()).keys()
+    bets = [probabilities["bet"] for probabilities in strategy.values()]
+    # Weights are between 0.5 and 1.5, so that a bet has at most 1.5 / (1.5 + 0.5).
+    assert 0.25 <= min(bets) < 0.4
+    assert 0.6 < max(bets) <= 0.75
+    assert len(set(bets)) == 12
+    assert set(
+        random_strategy("kuhn_poker", 1, 0)[
+            "first", "Your card: J. Actions so far: nothing."
+        ].values()
+    ) == {0.5}
+
+    roles = {agent: ROLES[role] for agent, role in ROLES_BY_AGENT.items()}
+    demonstrations = deal_demonstrations("kuhn_poker", 1, 4000, roles=roles, spread=0.5)
+    with_king = "Your card: K. Actions so far: nothing."
+    replies = []
+    for demonstration in demonstrations:
+        if with_king in demonstration.messages[-2].content:
+            replies.append(demonstration.messages[-1].content)
+    share = replies.count("bet") / len(replies)
+    # About 560 replies: a standard deviation of 0.02.
+    assert share == pytest.approx(strategy["first", with_king]["bet"], abs=0.07)
