@@ -197,6 +197,16 @@ class Microbatch:
         columns["predictors"] = columns["predictors"] - start
         return replace(self, **columns), rows
 
+    def copy(self) -> Microbatch:
+        """Return a micro-batch whose columns may be written.
+
+        Routing and masks, which can be large, stay shared and must not be written.
+        """
+        columns: dict[str, Any] = {
+            name: column.clone() for name, column in self._columns() if name != "routing"
+        }
+        return replace(self, **columns)
+
     def idle(self) -> Microbatch:
         """Return a micro-batch with the same columns, but one token and one row of weight 0.
 

@@ -18,8 +18,8 @@ SharedMicrobatches = Sequence[dict[str, Any]]
 def share_microbatches(microbatches: Sequence[Microbatch]) -> Any:
     """Put micro-batches into the object store; return the reference that actors get as an argument.
 
-    Ray maps arrays into the memory of the processes that read them. The routing of a mixture of
-    experts, which can be gigabytes, is therefore stored once per machine.
+    Ray maps arrays into the memory of the processes that read them. The micro-batches of a step, which
+    can be gigabytes, are therefore stored once per machine.
     """
     return ray.put(
         [
@@ -30,16 +30,16 @@ def share_microbatches(microbatches: Sequence[Microbatch]) -> Any:
 
 
 def map_microbatches(shared: SharedMicrobatches) -> list[Microbatch]:
-    """Convert the content of the object store to micro-batches.
+    """Convert the content of the object store to micro-batches, without copying any tensor.
 
-    The routing is not copied, and must not be written. All other tensors are copies, because a
-    user's loss may write to them.
+    The tensors are read-only views of the store, and must not be written. A rank copies the
+    micro-batches that it computes with, one after the other; see `Pipeline`.
     """
     with warnings.catch_warnings():
         # torch warns that the store is read-only.
         warnings.simplefilter("ignore")
         return [
-            Microbatch(**{name: _to_tensor(name, value) for name, value in fields.items()})
+            Microbatch(**{name: _to_tensor(value) for name, value in fields.items()})
             for fields in shared
         ]
 
@@ -48,8 +48,5 @@ def _to_array(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) else value
 
 
-def _to_tensor(name: str, value: Any) -> Any:
-    if not isinstance(value, np.ndarray):
-        return value
-    # Only `routing` remains a read-only view of the store, because it can be gigabytes.
-    return torch.from_numpy(value if name == "routing" else value.copy())
+def _to_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

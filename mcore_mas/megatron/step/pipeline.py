@@ -194,6 +194,10 @@ class Pipeline:
     def _prepare_input(self, batch: Microbatch, tokens: int) -> _StageInput:
         """Pad a micro-batch to `tokens` and lay it out, on the CPU."""
         batch = batch.padded(tokens)
+        if self._device.type == "cpu":
+            # A user's loss may write to the columns, and the caller's may be read-only. An upload
+            # to a GPU is a copy anyway.
+            batch = batch.copy()
         part, rows = batch.context_parallel_part(
             self._spec.cp, parallel_state.get_context_parallel_rank()
         )
