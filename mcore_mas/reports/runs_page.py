@@ -88,8 +88,8 @@ def _job_seconds(folder: Path) -> dict[str, float]:
 def _conversations(folder: Path) -> Iterator[ShownConversation]:
     """Yield up to three conversations of a run's evaluations.
 
-    One task that only the trained team solves, before and after training, and one task that the
-    trained team does not solve.
+    The first task that only the trained team solves, or else the first task, before and after
+    training; then the first other task that the trained team does not solve.
     """
     base = _first_samples(folder / "evaluation" / "base")
     trained = _first_samples(folder / "evaluation" / "trained")
@@ -102,7 +102,9 @@ def _conversations(folder: Path) -> Iterator[ShownConversation]:
         if played.success and task in base and not base[task].success
     ]
     shown_task = next(iter(gained or trained))
-    unsolved = [played for played in trained.values() if played.score == 0]
+    unsolved = [
+        played for task, played in trained.items() if played.score == 0 and task != shown_task
+    ]
     if shown_task in base:
         yield _show(base[shown_task], "before training", tasks)
     yield _show(trained[shown_task], "after training", tasks)

@@ -70,6 +70,24 @@ def test_the_page_has_jobs_settings_and_conversations(page: Path) -> None:
     assert (after.count(">S</text>"), after.count(">G</text>")) == (2, 1)
 
 
+def test_a_task_that_stays_unsolved_is_not_shown_twice(page: Path, tmp_path: Path) -> None:
+    second = tmp_path / "b"
+    write_tasks(second / "tasks" / "test.parquet", [WALK, replace(WALK, id="far")])
+    folder = second / "evaluation" / "trained"
+    walk = trajectory(turn(0, text="I rest."), task_id="walk", outcome=0.0)
+    write_trajectories(folder / "part_000000.parquet", [walk])
+    write_runs_page(tmp_path, ["b"], page)
+    (after,) = page.read_text().split("<h3>")[1:]
+    assert after.startswith("after training<") and "I rest." in after
+
+    far = trajectory(turn(0, text="I wait."), task_id="far", outcome=0.0)
+    write_trajectories(folder / "part_000000.parquet", [walk, far])
+    write_runs_page(tmp_path, ["b"], page)
+    after, unsolved = page.read_text().split("<h3>")[1:]
+    assert after.startswith("after training<") and "I rest." in after
+    assert unsolved.startswith("after training, not solved") and "I wait." in unsolved
+
+
 @pytest.mark.parametrize("damage", **damage_cases(CONFIG_DAMAGE))
 def test_a_damaged_config_hides_no_other_run(
     page: Path, tmp_path: Path, damage: Callable[[Path], None]
