@@ -181,7 +181,7 @@ class _CodingTeacher:
         return right
 
     def _try(self, formula: str) -> str:
-        """Return the calls that define a formula and print its value of the example."""
+        """Return the tool calls that define a formula and print its value for the example's numbers."""
         self._formula = formula
         define = tool_call_text("python", code=f"f = lambda a, b: {formula}")
         show = tool_call_text("python", code=f"print({self._call})")

@@ -200,7 +200,7 @@ READERS_OF_TESTS: dict[str, Callable[[DataRow], TestedQuestion]] = {
 
 
 def swe_bench(row: DataRow) -> Problem | None:
-    """Convert a row of SWE-bench, its Lite or its Verified to a problem.
+    """Convert a row of SWE-bench, SWE-bench Lite or SWE-bench Verified to a problem.
 
     Its columns are `instance_id`, `problem_statement`, `patch`, `test_patch`, `FAIL_TO_PASS` and
     `PASS_TO_PASS`. Agents read the files that the right patch changes, which is the "oracle"
@@ -331,8 +331,8 @@ def unpack_private(text: str) -> str:
     texts = [argument for _, argument in operations if isinstance(argument, str)]
     if other_opcodes or len(texts) != 1:
         raise ValueError(
-            "private_test_cases hold more than one text: "
-            f"{', '.join(sorted(other_opcodes)) or len(texts)}"
+            "private_test_cases are not a pickle of one text; the pickle has "
+            f"{', '.join(sorted(other_opcodes)) or f'{len(texts)} texts'}"
         )
     return texts[0]
 
