@@ -199,7 +199,7 @@ def print_cross_play(
         Path | None, typer.Option("--picture", help="Also draw a heat map, as SVG, to this file.")
     ] = None,
 ) -> None:
-    """Print the scores of all evaluations by the models that play two agents.
+    """Print the scores of all evaluations as a matrix: models of one agent by models of another.
 
     Scores are avg@k in per cent, with 95 % intervals over tasks.
     """

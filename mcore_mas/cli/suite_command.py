@@ -114,7 +114,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
-    """Return the options of Snakemake, or the setting of a run, that an unknown option resembles."""
+    """Return a hint at the options of Snakemake or the setting of a run that an unknown option resembles, or ""."""
     settings = setting_names()
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
     option_names = {text.lstrip("-").replace("-", "_") for text in all_options}

@@ -341,7 +341,7 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
 
 
 def engine_holder(config: RunConfig, policy: str) -> str:
-    """Return the policy whose engine samples for `policy`: with all adapters in one engine, the holder of its base."""
+    """Return the policy whose engine samples for `policy`: its holder if one engine holds all adapters, else itself."""
     engine = for_policy(config, policy).engine
     holds_adapters = engine.name == "embedded" or engine.adapters == "slots"
     return config.holder(policy) if holds_adapters else policy

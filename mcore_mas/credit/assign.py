@@ -113,7 +113,7 @@ def add_advantages(
         samples: all turns of a step.
         estimators: estimator of each agent; only the samples of its agents get its advantages. It
             compares the turns of all agents, or, if it is in AGENT_LOCAL_ESTIMATORS, those of its
-            agents. Alternatives are compared by the estimators in REPLAY_ESTIMATORS alone.
+            agents. Only the estimators in REPLAY_ESTIMATORS compare alternatives too.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.

@@ -278,8 +278,8 @@ def tasks_mb(files: Iterable[Path]) -> int:
 def retry_memory_mb(memory_mb: int, attempt: int, node_mb: int) -> int:
     """Return the memory in MB that an attempt of a job requests.
 
-    Each further attempt requests the planned memory once more, but not more than a machine has,
-    because no machine could run the job.
+    Attempt n requests n times the planned memory, but at most `node_mb`, because no machine could run
+    a job that requests more.
 
     Args:
         memory_mb: planned memory, which the first attempt requests in any case.
@@ -432,9 +432,10 @@ def _own_index_mb(retriever: RetrieverConfig, passages: int, *, builds_index: bo
 
 
 def _encoder_dimensions(retriever: RetrieverConfig) -> int:
-    """Return the dimensions of the encoder's vectors.
+    """Return the number of dimensions of the encoder's vectors.
 
-    Without a folder, or with one that is yet to be downloaded, these are those of its family.
+    It is read from the encoder's folder. Without a folder, or before its download, it is the number
+    of the encoder's family.
     """
     if retriever.encoder_folder is not None:
         config_file = retriever.encoder_folder / "config.json"

@@ -160,9 +160,9 @@ def _describe_shortage(
 
 
 def gpus_per_engine(config: RunConfig) -> dict[str, int]:
-    """Return the GPUs of one engine of each policy whose engine is on GPUs of this run.
+    """Return the number of GPUs of one engine, by policy; only policies whose engine is on GPUs of this run.
 
-    One engine of each is the least that an evaluation needs, on one machine.
+    An evaluation needs at least one engine of each of these policies.
     """
     sizes = {}
     for policy in config.models:

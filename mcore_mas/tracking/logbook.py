@@ -84,7 +84,7 @@ def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Itera
     are in metrics.jsonl, from which `mcore-mas track` sends missing ones to MLflow.
 
     A training that is stopped before it has reported a step does not wait for the trackers: on a
-    busy machine the import of MLflow alone may take that long.
+    busy machine the import of MLflow alone may take these 30 seconds.
     """
     path = config.folder / "train" / "metrics.jsonl"
     with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:

@@ -261,7 +261,7 @@ def _add_key_gradients(
     """Add the part of a block of queries to the gradients of a tile of keys and values.
 
     Args:
-        state: sums so far, the one of keys without the scale.
+        state: gradients of the keys and of the values so far; those of the keys lack the factor `scale`.
         key_tile: keys, values, the token of each key, and the end of each token.
         tensors: queries, gradient of the output, log-sum-exps and deltas.
     """

@@ -49,7 +49,7 @@ class Offload:
         return sum(len(storage) for storage in storages)
 
     def wake(self) -> None:
-        """Allocate the memory again, and restore the offloaded tensors bit by bit."""
+        """Allocate the memory again, restore the offloaded tensors bit for bit, and set the gradients to zero."""
         for storage in (*self._gradients, *self._offloaded):
             storage.untyped_storage().resize_(len(storage))
         for gradient in self._gradients:
