@@ -323,8 +323,9 @@ class Renderer:
     def grammar(self, constraint: ReplyConstraint, prompt_ids: Sequence[int]) -> str:
         """Return the grammar of a constrained reply to a prompt (see `reply_grammar`).
 
-        A reply may begin with thoughts if the chat template mentions them, unless the prompt
-        contains closed ones.
+        If the prompt ends with `<think>`, the reply begins inside of thoughts; if it ends with
+        `</think>`, the reply has none. Otherwise it may begin with thoughts if the chat template
+        mentions them.
 
         Raises:
             GrammarError: a schema cannot be expressed.

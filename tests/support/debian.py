@@ -96,7 +96,7 @@ def _apt(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(folder: Path, package: str, *paths: str) -> None:
-    """Make a program in `folder`, which appears at once; print why if that is impossible."""
+    """Make a program in `folder`, which appears only when it is complete; print why if that is impossible."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

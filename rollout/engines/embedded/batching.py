@@ -386,7 +386,7 @@ class EmbeddedEngine:
         return self.decoder.decode(self._cache, batch, self._plan_attention(batch), token_ids)
 
     def _plan_attention(self, batch: DecodeBatch) -> Sequence[RowBlock | GroupBlock]:
-        """Return the attention blocks of a batch; in exact mode, no keys are read for several rows."""
+        """Return the attention blocks of a batch; in exact mode, only row blocks."""
         if self.decoder.exact:
             return row_blocks(batch, self.decoder.device)
         return self._attention.plan(batch)

@@ -253,7 +253,7 @@ def filter_program(
 
 
 def _kill_other_architectures() -> list[Instruction]:
-    """Kill the process at a call of another architecture; leave the call's number loaded."""
+    """Return the instructions that kill the process at a call of another architecture, and load the call's number."""
     kill: Instruction = (_RETURN, 0, 0, _RETURN_KILL_PROCESS)
     return [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -275,7 +275,7 @@ def _check_sockets(allow_tcp: bool) -> list[Instruction]:
 
 
 def _check_commands() -> list[Instruction]:
-    """Check the calls that choose one of many functions by an argument."""
+    """Return the instructions that check calls with an argument that selects a command, such as ioctl."""
     return [
         *_for_call(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _ALLOW, _refuse(errno.ENOTTY))),
         *_for_call(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _ALLOW)),

@@ -412,7 +412,8 @@ def _guarded_bindings(modules: list[str]) -> list[Binding]:
 def _are_unchanged(bindings: list[Binding]) -> bool:
     """Return True if every name has the value that it had before the tests.
 
-    A name that is not a plain string may have an equality of patched code, which would run here.
+    A scope with a name that is not a plain string counts as changed, because looking a name up could
+    call `__eq__` of the code under test.
     """
     scopes = {id(scope): scope for scope, _, _ in bindings}
     for scope in scopes.values():
