@@ -75,6 +75,7 @@ def show_leaks(
     """
     from mcore_mas.config.run import RunConfig
     from rollout.config.tasks import make_tasks
+    from rollout.environments.games import ZERO_SUM_GAMES
     from rollout.tasks.leaks import find_leaks
 
     if files and len(files) == 1 and config is None and _is_run(files[0]):
@@ -90,6 +91,9 @@ def show_leaks(
 
     leaks = find_leaks(splits, words=words, threshold=threshold)
     _print_leaks(leaks, examples, Console(highlight=False))
+    games = {task.env for tasks in splits.values() for task in tasks} & ZERO_SUM_GAMES.keys()
+    if games:
+        print(f"not compared: {', '.join(sorted(games))}, whose deals are in every split")
     if any(leak.has_certain_leak for leak in leaks) and not report_only:
         raise typer.Exit(1)
 

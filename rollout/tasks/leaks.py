@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.environments.code import SOLUTION, unpack_test
+from rollout.environments.games import ZERO_SUM_GAMES
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import StdinTest, Test
 
@@ -92,6 +93,9 @@ def find_leaks(
     shingle is a sequence of `words` tokens. Shingles in more than a twentieth of the later split's
     texts, and in more than ten of them, do not count.
 
+    Deals of zero-sum games are left out: a game is learned against an opponent and not from examples,
+    so every split is drawn from all of its deals.
+
     Args:
         splits: tasks by name of the split, in order.
         words: number of tokens in a shingle.
@@ -100,6 +104,10 @@ def find_leaks(
     Raises:
         ValueError: an answer of a programming task is not a test.
     """
+    splits = {
+        name: [task for task in tasks if task.env not in ZERO_SUM_GAMES]
+        for name, tasks in splits.items()
+    }
     tokens = {name: [tokenize(task) for task in tasks] for name, tasks in splits.items()}
     leaks = []
     for earlier, split in itertools.combinations(splits, 2):

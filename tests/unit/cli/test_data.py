@@ -126,3 +126,17 @@ def test_an_error_is_one_line(arguments: str, message: str, call_command: CallCo
     assert result.status == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_splits_of_a_game_share_its_deals(tmp_path: Path, call_command: CallCommand) -> None:
+    files = []
+    for split in ("train", "test"):
+        deal = Task(
+            id=f"{split}/KQ", prompt="K Q", answers=(), env="kuhn_poker", source="s", split=split
+        )
+        file = tmp_path / f"{split}.parquet"
+        write_tasks(file, [deal])
+        files.append(str(file))
+    result = call_command("leaks", *files)
+    assert result.status == 0
+    assert "not compared: kuhn_poker, whose deals are in every split" in result.stdout

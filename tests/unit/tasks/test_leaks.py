@@ -210,3 +210,13 @@ def test_shingles_of_short_texts() -> None:
     assert shingles(list("abcd"), 3) == {hash(("a", "b", "c")), hash(("b", "c", "d"))}
     assert shingles(list("ab"), 3) == {hash(("a", "b"))}
     assert shingles([], 3) == set()
+
+
+def test_deals_of_zero_sum_games_are_not_compared() -> None:
+    deals = [make_task("a", "K Q", "kuhn_poker"), make_task("b", "What is 1+1?", "math")]
+    leaks = find_leaks({"train": deals, "test": deals})
+    assert {(leak.kind, leak.tasks, len(leak.matches)) for leak in leaks} == {
+        ("id", 1, 1),
+        ("text", 1, 1),
+        ("similar", 1, 0),
+    }
