@@ -198,12 +198,16 @@ def print_cross_play(
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Also draw a heat map, as SVG, to this file.")
     ] = None,
+    ratings: Annotated[
+        bool, typer.Option("--ratings", help="Also print ratings of the models, for a game.")
+    ] = False,
 ) -> None:
     """Print the scores of all evaluations as a matrix: models of one agent by models of another.
 
     Scores are avg@k in per cent, with 95 % intervals over tasks.
     """
     from mcore_mas.reports.cross_play import draw_cross_play, read_cross_play
+    from mcore_mas.reports.ratings import Games, bradley_terry
 
     matrix = read_cross_play(results, row_agent, column_agent)
     title = f"{row_agent} \\ {column_agent}"
@@ -216,6 +220,17 @@ def print_cross_play(
     Console(highlight=False).print(table)
     if picture is not None:
         draw_cross_play(matrix, picture)
+    if ratings:
+        games = {
+            pair: Games(score=sum(pairing.scores), count=len(pairing.scores))
+            for pair, pairing in matrix.pairings.items()
+        }
+        fitted = bradley_terry(games)
+        print()
+        ranked = sorted(fitted.players.items(), key=lambda item: -item[1].value)
+        for player, rating in ranked:
+            print(f"{escape_line(player)}: {rating}")
+        print(f"first move: {fitted.first_move}")
 
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)

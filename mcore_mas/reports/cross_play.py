@@ -16,9 +16,14 @@ from rollout.base.ownership import FolderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Score of an evaluation, with its 95 % interval over tasks."""
+    """Score of an evaluation, with its 95 % interval over tasks.
+
+    Attributes:
+        scores: score of every trajectory that has one.
+    """
 
     file: Path
+    scores: tuple[float, ...] = ()
     value: float
     ci_low: float
     ci_high: float
@@ -73,7 +78,7 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
                 f"{file}: {row_agent} is {pair[0]} and {column_agent} is {pair[1]} as in "
                 f"{pairings[pair].file}; name agents in which the evaluations differ, or remove one"
             )
-        pairings[pair] = _pairing(file, scores["rows"])
+        pairings[pair] = _pairing(file, scores["rows"], scores.get("tasks", []))
     if not pairings:
         raise FolderError(
             f"{results}: no evaluation of a team with agents {row_agent} and {column_agent}; make some "
@@ -82,10 +87,17 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
     return CrossPlayMatrix(row_agent=row_agent, column_agent=column_agent, pairings=pairings)
 
 
-def _pairing(file: Path, rows: list[dict[str, Any]]) -> Pairing:
+def _pairing(file: Path, rows: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> Pairing:
     """Return avg@k of the whole evaluation; the rows of all data sources are the last."""
     row = [row for row in rows if row["metric"].startswith("avg@")][-1]
-    return Pairing(file=file, value=row["value"], ci_low=row["ci_low"], ci_high=row["ci_high"])
+    scores = [score for task in tasks for score in task["scores"] if score is not None]
+    return Pairing(
+        file=file,
+        scores=tuple(scores),
+        value=row["value"],
+        ci_low=row["ci_low"],
+        ci_high=row["ci_high"],
+    )
 
 
 def draw_cross_play(cross_play: CrossPlayMatrix, out: Path) -> None:

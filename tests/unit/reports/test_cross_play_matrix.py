@@ -23,7 +23,11 @@ def evaluation(folder: Path, name: str, players: dict[str, str], *values: float)
         rows.append({"metric": "pass@2", "value": 1.0, "ci_low": 1.0, "ci_high": 1.0})
     file = folder / "a" / "evaluation" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"run": "a", "players": players, "rows": rows}))
+    # 99 games, so that the drawn game that ratings add makes their score that of 100 games.
+    score = values[-1] * 100 - 0.5
+    wins = int(score)
+    tasks = [{"scores": [1.0] * wins + [score - wins] + [0.0] * (98 - wins) + [None]}]
+    file.write_text(json.dumps({"run": "a", "players": players, "rows": rows, "tasks": tasks}))
     return file
 
 
@@ -75,3 +79,18 @@ def test_two_evaluations_of_a_pair_are_refused(results: Path) -> None:
 def test_a_folder_without_such_evaluations_is_refused(results: Path) -> None:
     with pytest.raises(FolderError, match="no evaluation of a team with agents first and third"):
         read_cross_play(results, "first", "third")
+
+
+def test_ratings_of_models_that_play_a_game(tmp_path: Path) -> None:
+    evaluation(tmp_path, "mixed", {"first": "a", "second": "a@base"}, 0.75)
+    evaluation(tmp_path, "turned", {"first": "a@base", "second": "a"}, 0.25)
+    result = CliRunner().invoke(
+        app, ["cross-play", "first", "second", "--results", str(tmp_path), "--ratings"]
+    )
+    assert result.exit_code == 0, result.output
+    # Odds of 3 to 1 whoever moves first: 400 · log10 3 = 191 points.
+    assert result.output.splitlines()[-3:] == [
+        "a: +95 ± 28",
+        "a@base: -95 ± 28",
+        "first move: +0 ± 56",
+    ]

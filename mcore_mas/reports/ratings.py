@@ -1,0 +1,98 @@
+"""Ratings of the models that have played a zero-sum game against each other, with 95 % intervals.
+
+The model is Bradley and Terry's, in the units of Elo, with an advantage of the player who moves first.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+# Elo's unit: a difference of 400 points means expected scores of 10 to 1.
+_POINTS = 400 / math.log(10)
+_Z95 = 1.959964
+_MAX_UPDATES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Games:
+    """Games of two players, the first of whom moves first.
+
+    Attributes:
+        score: points of the first player: 1 for a win, 0.5 for a draw.
+        count: number of games.
+    """
+
+    score: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rating:
+    """Rating of a player in Elo points above the mean of all players, and half of its interval."""
+
+    value: float
+    margin: float
+
+    def __str__(self) -> str:
+        return f"{round(self.value):+d} ± {self.margin:.0f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratings:
+    """Ratings of all players.
+
+    Attributes:
+        players: rating by player; their mean is 0.
+        first_move: points that the first move is worth.
+    """
+
+    players: Mapping[str, Rating]
+    first_move: Rating
+
+
+def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
+    """Fit ratings by maximum likelihood: the first player's log-odds are first_move + rating − rating.
+
+    Every pair gets one drawn game more, so that a player who has won all games has a finite rating.
+    Intervals are those of independent games, from the inverse of the Fisher information.
+
+    Args:
+        games: games by the player who moves first and the other one; a player may play itself.
+
+    Raises:
+        ValueError: there are players without any chain of games between them.
+    """
+    players = sorted({player for pair in games for player in pair})
+    # Row per pair, column per player, and a last one for the first move.
+    design = np.zeros((len(games), len(players) + 1))
+    scores = np.zeros(len(games))
+    counts = np.zeros(len(games))
+    for row, ((first, second), played) in enumerate(games.items()):
+        design[row, players.index(first)] += 1
+        design[row, players.index(second)] -= 1
+        design[row, -1] = 1
+        scores[row] = played.score + 0.5
+        counts[row] = played.count + 1
+    if np.linalg.matrix_rank(design[:, :-1]) < len(players) - 1:
+        raise ValueError(
+            f"no ratings: {', '.join(players)} are not connected by games; evaluate more pairs"
+        )
+
+    # Ratings are known up to a constant; the pseudo-inverse chooses those with mean 0.
+    values = np.zeros(len(players) + 1)
+    for _ in range(_MAX_UPDATES):
+        expected = 1 / (1 + np.exp(-design @ values))
+        information = design.T @ (design * (counts * expected * (1 - expected))[:, None])
+        covariance = np.linalg.pinv(information, hermitian=True)
+        update = covariance @ (design.T @ (scores - counts * expected))
+        values += update
+        if np.abs(update).max() < 1e-10:
+            break
+    margins = _Z95 * np.sqrt(np.diag(covariance))
+    rated = [
+        Rating(value=_POINTS * float(value), margin=_POINTS * float(margin))
+        for value, margin in zip(values, margins, strict=True)
+    ]
+    return Ratings(players=dict(zip(players, rated[:-1], strict=True)), first_move=rated[-1])
