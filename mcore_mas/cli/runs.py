@@ -202,7 +202,7 @@ def print_cross_play(
         bool, typer.Option("--ratings", help="Also print ratings of the models, for a game.")
     ] = False,
 ) -> None:
-    """Print the scores of all evaluations as a matrix: models of one agent by models of another.
+    """Print the scores of all evaluations as a matrix: models of one agent by models of the other.
 
     Scores are avg@k in per cent, with 95 % intervals over tasks.
     """
