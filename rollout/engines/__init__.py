@@ -15,6 +15,8 @@ from rollout.engines.policy_client import ChatState as ChatState
 from rollout.engines.policy_client import PolicyClient as PolicyClient
 from rollout.engines.policy_client import PolicyReply as PolicyReply
 from rollout.engines.protocol import Engine as Engine
+from rollout.engines.protocol import ScoredReply as ScoredReply
+from rollout.engines.protocol import ScoringEngine as ScoringEngine
 from rollout.engines.protocol import StreamingEngine as StreamingEngine
 from rollout.engines.protocol import TokenCallback as TokenCallback
 from rollout.engines.protocol import TrainedEngine as TrainedEngine

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
+from rollout.engines.protocol import ScoredReply, StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
@@ -36,6 +36,11 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
             prompt_ids, sampling, on_tokens, self.number
         )
         return completion
+
+    async def score(self, replies: Sequence[ScoredReply]) -> list[list[float]]:
+        """Return the log-probabilities of replies with the adapter; see `ScoringEngine`."""
+        scores: list[list[float]] = await self.host.score(replies, self.number)
+        return scores
 
     async def begin_update(self) -> SyncRoute:
         """Return the route of the adapter's next weights."""

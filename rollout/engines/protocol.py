@@ -56,6 +56,33 @@ class TokenCallback:
         return self.call(position, token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredReply:
+    """Reply of another model whose tokens an engine scores.
+
+    Attributes:
+        prompt_ids: token ids of the prompt [P].
+        completion_ids: token ids of the reply [C].
+        temperature: temperature that divides the logits; above 0.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    temperature: float = 1.0
+
+
+class ScoringEngine(Protocol):
+    """Engine that computes the log-probabilities of given replies."""
+
+    @abstractmethod
+    async def score(self, replies: Sequence[ScoredReply]) -> list[list[float]]:
+        """Return the log-probabilities [C] of each reply's tokens, in nats and after its temperature.
+
+        Raises:
+            EngineError: a reply cannot be scored (too long, bad token ids), or the engine is broken.
+        """
+
+
 class StreamingEngine(Protocol):
     """Engine that reports the tokens of a reply while it is sampled."""
 

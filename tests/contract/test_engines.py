@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.engines import TokenCallback
+from rollout.engines import ScoredReply, TokenCallback
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.engines.embedded.local import LocalEngine
@@ -121,6 +121,43 @@ class RecordingCallback:
 def one_token_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each call to a hosted engine's actor decode one token."""
     monkeypatch.setattr("rollout.engines.embedded.engine._EXCHANGE_S", 0.0)
+
+
+def test_scores_of_replies_are_those_of_hugging_face(subject: Subject) -> None:
+    """Replies of different lengths, one more than the engine computes in a pass."""
+    lengths = [(3, 5), (1, 1), (40, 100), (7, 2)] * 4
+    generator = np.random.default_rng(0)
+    temperatures = [1.0, 0.5] if subject.seeded else [1.0]  # SGLang scores at 1 only
+    replies = [
+        ScoredReply(
+            prompt_ids=generator.integers(VOCAB, size=prompt).tolist(),
+            completion_ids=generator.integers(VOCAB, size=completion).tolist(),
+            temperature=temperatures[number % len(temperatures)],
+        )
+        for number, (prompt, completion) in enumerate(lengths)
+    ]
+    scores = asyncio.run(subject.engine.score(replies))
+    for reply, score in zip(replies, scores, strict=True):
+        expected = reference_logprobs(
+            subject.model, list(reply.prompt_ids), reply.completion_ids, reply.temperature
+        )
+        assert score == pytest.approx(expected.tolist(), abs=LOGPROB_TOLERANCE)
+
+
+def test_the_score_of_a_sampled_reply_is_its_log_probability(subject: Subject) -> None:
+    sampling = subject.reproducible(3, max_tokens=20)
+    (completion,) = generate_all(subject.engine, [([5, 6, 7], sampling)])
+    reply = ScoredReply(prompt_ids=[5, 6, 7], completion_ids=completion.token_ids)
+    (score,) = asyncio.run(subject.engine.score([reply]))
+    assert score == pytest.approx(completion.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_replies_that_cannot_be_scored_are_refused(subject: Subject) -> None:
+    with pytest.raises(EngineError):
+        asyncio.run(subject.engine.score([ScoredReply(prompt_ids=[1], completion_ids=[VOCAB])]))
+    with pytest.raises(EngineError):
+        long = ScoredReply(prompt_ids=[1], completion_ids=[2] * MAX_LENGTH)
+        asyncio.run(subject.engine.score([long]))
 
 
 @pytest.mark.usefixtures("one_token_exchanges")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +21,13 @@ from rollout.engines.embedded.attention import (
     row_blocks,
 )
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
-from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.decoder import CachedDecoder, PromptSpan
 from rollout.engines.embedded.exact_decoder import exact_decoder
 from rollout.engines.embedded.requests import Generation, Outcome, Report, Request
 from rollout.engines.embedded.rows import CacheRows
-from rollout.engines.embedded.schedule import admit
+from rollout.engines.embedded.schedule import PREFILL_TOKENS, admit
 from rollout.engines.prompt_length import request_error
-from rollout.engines.protocol import Tag
+from rollout.engines.protocol import ScoredReply, Tag
 from rollout.models.adapter_weights import AdapterWeights
 from rollout.models.architecture import read_architecture
 from rollout.models.grammars import GrammarError, Grammars
@@ -255,6 +255,62 @@ class EmbeddedEngine:
         done, self._done = self._done, []
         return done
 
+    def score(self, replies: Sequence[ScoredReply], adapter: int = 0) -> list[list[float]]:
+        """Return the log-probabilities of replies; see `ScoringEngine`.
+
+        Args:
+            adapter: number of the adapter to compute with; 0 for none.
+        """
+        for reply in replies:
+            problem = self._scoring_problem(reply)
+            if problem:
+                raise EngineError(problem)
+        scores: list[list[float]] = []
+        for part in _parts(replies, PREFILL_TOKENS, one_by_one=self._one_by_one):
+            longest = max(len(reply.prompt_ids) + len(reply.completion_ids) for reply in part)
+            cache = KVCache(
+                self.decoder.shape,
+                len(part),
+                longest,
+                self.decoder.device,
+                exact=self.decoder.exact,
+            )
+            spans = [
+                PromptSpan(
+                    row=row,
+                    start=0,
+                    token_ids=np.array([*reply.prompt_ids, *reply.completion_ids], dtype=np.int64),
+                    source=row,
+                    adapter=adapter,
+                )
+                for row, reply in enumerate(part)
+            ]
+            prompt_sizes = [len(reply.prompt_ids) for reply in part]
+            temperatures = [reply.temperature for reply in part]
+            logprobs = self.decoder.score(cache, spans, prompt_sizes, temperatures)
+            scores += [row.tolist() for row in logprobs]
+        return scores
+
+    def _scoring_problem(self, reply: ScoredReply) -> str:
+        """Validate a reply to score; return the first problem, or ""."""
+        if "weights" in self._asleep:
+            return "the engine sleeps; wake it first"
+        sampling = Sampling(temperature=reply.temperature, max_tokens=len(reply.completion_ids))
+        problem = request_error(
+            reply.prompt_ids,
+            sampling,
+            vocab_size=self.decoder.shape.vocab,
+            max_length=self.max_length,
+        )
+        if problem:
+            return problem
+        if max(reply.completion_ids) >= self.decoder.shape.vocab:
+            return (
+                f"the reply has token ids outside 0..{self.decoder.shape.vocab - 1}; "
+                "is it from another tokenizer?"
+            )
+        return ""
+
     def abort(self, request_ids: Collection[int]) -> None:
         """End requests; the next `step` returns what they have, with finish reason `abort`."""
         aborted = set(request_ids)
@@ -418,3 +474,21 @@ class EmbeddedEngine:
         request_id = self._rows.generations[row].id
         routing = self._cache.routing_bytes(row, int(self._rows.size[row]) - 1)
         self._done.append((request_id, self._rows.vacate(row, finish_reason, routing)))
+
+
+def _parts(
+    replies: Sequence[ScoredReply], tokens: int, *, one_by_one: bool
+) -> Iterator[list[ScoredReply]]:
+    """Split replies into parts of about `tokens` tokens with their prompts, or of one reply."""
+    part: list[ScoredReply] = []
+    size = 0
+    for reply in replies:
+        length = len(reply.prompt_ids) + len(reply.completion_ids)
+        if part and (one_by_one or size + length > tokens):
+            yield part
+            part = []
+            size = 0
+        part.append(reply)
+        size += length
+    if part:
+        yield part

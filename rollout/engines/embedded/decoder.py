@@ -21,6 +21,7 @@ from rollout.engines.embedded.attention import GroupBlock, RowBlock
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.engines.embedded.low_rank import AddLowRank, LowRank
 from rollout.engines.embedded.products import BlockedWeights, add_experts, has_bf16, silu_and_mul
+from rollout.engines.embedded.sampling import token_logprobs
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import DecoderWeights, LayerWeights
@@ -163,6 +164,54 @@ class CachedDecoder:
         Returns:
             Logits after the last token of each span [spans, V].
         """
+        return self._logits(self._compute_spans(cache, spans, last_only=True))
+
+    @torch.inference_mode()
+    def score(
+        self,
+        cache: KVCache,
+        spans: Sequence[PromptSpan],
+        prompt_sizes: Sequence[int],
+        temperatures: Sequence[float],
+    ) -> list[Tensor]:
+        """Compute the log-probabilities of replies.
+
+        Args:
+            cache: memory of keys and values, which is overwritten.
+            spans: prompts with their replies, each from position 0 on.
+            prompt_sizes: number of tokens of each prompt, at least 1.
+            temperatures: temperature of each reply.
+
+        Returns:
+            Log-probabilities [C] of each reply's tokens, in nats and on the CPU.
+        """
+        x = self._compute_spans(cache, spans, last_only=False)
+        logprobs = []
+        start = 0
+        for span, prompt_size, temperature in zip(spans, prompt_sizes, temperatures, strict=True):
+            end = start + len(span.token_ids)
+            hidden = x[start + prompt_size - 1 : end - 1]
+            labels = self._to_device(span.token_ids[prompt_size:])
+            # All logits of a reply may be larger than the model.
+            parts = [
+                token_logprobs(self._logits(rows), row_labels, temperature)
+                for rows, row_labels in zip(
+                    hidden.split(QUERY_BLOCK), labels.split(QUERY_BLOCK), strict=True
+                )
+            ]
+            logprobs.append(torch.cat(parts).cpu())
+            start = end
+        return logprobs
+
+    def _compute_spans(
+        self, cache: KVCache, spans: Sequence[PromptSpan], *, last_only: bool
+    ) -> Tensor:
+        """Compute the spans, and write their keys and values into the cache.
+
+        Returns:
+            Output of the last layer, for all tokens [sum of T, hidden], or with `last_only` for the
+            last token of each span [spans, hidden].
+        """
         sizes = [len(span.token_ids) for span in spans]
         ends = np.cumsum(sizes)
         last = self._to_device(ends - 1)
@@ -174,9 +223,10 @@ class CachedDecoder:
         numbers = np.array([span.adapter for span in spans])
         low_rank = self._low_rank(np.repeat(numbers, sizes))
         experts: list[Tensor] = []
-        # In the last layer, only the last token of each span is needed, unless the experts of all
-        # tokens are recorded.
-        reduced_layer = self.shape.layers - 1 if cache.routing is None else -1
+        # In the last layer, the last tokens alone can be computed, unless the experts of all tokens
+        # are recorded.
+        can_reduce = last_only and cache.routing is None
+        reduced_layer = self.shape.layers - 1 if can_reduce else -1
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low_rank[index])
             reduced = index == reduced_layer
@@ -201,9 +251,8 @@ class CachedDecoder:
             x = self._finish_layer(layer, x, attended, low_rank[index], experts)
 
         if cache.routing is not None:
-            x = x[last]
             _record_routing(cache.routing, spans, _stack_experts(experts))
-        return self._logits(x)
+        return x[last] if last_only and not can_reduce else x
 
     @torch.inference_mode()
     def decode(

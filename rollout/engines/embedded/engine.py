@@ -17,7 +17,7 @@ from rollout.engines.embedded.dispatcher import Dispatcher
 from rollout.engines.embedded.host import EngineActor, WeightSlot
 from rollout.engines.embedded.requests import Report, Request
 from rollout.engines.embedded.settings import EmbeddedSettings
-from rollout.engines.protocol import Tag, TrainedEngine
+from rollout.engines.protocol import ScoredReply, Tag, TrainedEngine
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
 from rollout.sync.memory import memory_path
@@ -152,6 +152,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Allocate the memory again."""
         await self.call("wake", tags)
+
+    async def score(self, replies: Sequence[ScoredReply], adapter: int = 0) -> list[list[float]]:
+        """Return the log-probabilities of replies; see `EmbeddedEngine.score`."""
+        scores: list[list[float]] = await self.call("score", list(replies), adapter)
+        return scores
 
     async def stats(self) -> dict[str, float]:
         """Return the engine's `Stats` since its actor started, by field name."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.dispatcher import Dispatcher
 from rollout.engines.embedded.requests import Report, Request
-from rollout.engines.protocol import StreamingEngine, TokenCallback
+from rollout.engines.protocol import ScoredReply, StreamingEngine, TokenCallback
 from rollout.models.tensors import WeightStream
 from rollout.records.trajectory import Completion, Sampling
 
@@ -30,6 +30,10 @@ class LocalEngine(Dispatcher):
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
         """Replace all weights; see `Engine`."""
         self.core.load_weights(tensors, version)
+
+    async def score(self, replies: Sequence[ScoredReply]) -> list[list[float]]:
+        """Return the log-probabilities of replies; see `ScoringEngine`."""
+        return self.core.score(replies)
 
     async def exchange(self, requests: list[Request], aborts: list[int]) -> list[Report]:
         """Exchange requests and reports with the engine, for one decoding step; see `Dispatcher`."""

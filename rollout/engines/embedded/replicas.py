@@ -8,7 +8,7 @@ from typing import Any
 from rollout.base.processes import say
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
-from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
+from rollout.engines.protocol import ScoredReply, StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
@@ -56,6 +56,18 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         """Sample one completion on the replica with the smallest load; see `StreamingEngine`."""
         replica = min(self.replicas, key=lambda replica: replica.load(prompt_ids))
         return await replica.stream(prompt_ids, sampling, on_tokens)
+
+    async def score(self, replies: Sequence[ScoredReply]) -> list[list[float]]:
+        """Return the log-probabilities of replies; each replica computes a part of them."""
+        count = len(self.replicas)
+        parts = [list(replies[number::count]) for number in range(count)]
+        scored_parts = await asyncio.gather(
+            *(replica.score(part) for replica, part in zip(self.replicas, parts, strict=True))
+        )
+        scores: list[list[float]] = [[] for _ in replies]
+        for number, scored in enumerate(scored_parts):
+            scores[number::count] = scored
+        return scores
 
     async def begin_update(self) -> SyncRoute:
         """Return the route to the folder that all replicas read."""

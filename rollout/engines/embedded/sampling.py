@@ -82,6 +82,21 @@ def sample_tokens(
     return tokens[:, 0], logprobs[:, 0]
 
 
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return the log-probability [N] of a token of each row of logits, as `sample_tokens` computes it.
+
+    Args:
+        logits: float32 [N, V].
+        tokens: int64 [N].
+        temperature: divides the logits; above 0.
+    """
+    if temperature != 1:
+        logits = logits / temperature
+    peak = logits.amax(-1, keepdim=True)
+    log_sum = (logits - peak).exp_().sum(-1, keepdim=True).log_()
+    return (logits.gather(-1, tokens[:, None]) - peak - log_sum)[:, 0]
+
+
 def likeliest_tokens(
     logits: Tensor, *, temperature: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from rollout.engines.embedded.decoder import PromptSpan
 from rollout.engines.embedded.requests import Generation
 from rollout.engines.embedded.rows import CacheRows
 
-_PREFILL_TOKENS = 1024  # budget of one forward pass; more would not stay in the processor's cache
+PREFILL_TOKENS = 1024  # budget of one forward pass; more would not stay in the processor's cache
 
 
 def admit(
@@ -24,7 +24,7 @@ def admit(
     Returns:
         The parts of prompts to compute.
     """
-    budget = 1 if one_by_one else _PREFILL_TOKENS
+    budget = 1 if one_by_one else PREFILL_TOKENS
     spans: list[PromptSpan] = []
     by_prompt = defaultdict[tuple[int, bytes | int], deque[Generation]](deque)
     for generation in waiting:

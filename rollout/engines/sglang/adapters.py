@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.engines.protocol import TokenCallback
+from rollout.engines.protocol import ScoredReply, TokenCallback
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.fleet import ServerLeft
 from rollout.engines.sglang.replica import Replica
@@ -85,6 +85,12 @@ class AdapterServers(SGLangEngine):
                 self._unload_old_versions(slot)
             span = VersionSpan(version=version, start=0, end=len(completion.token_ids))
             return replace(completion, versions=(span,))
+
+    async def score(  # type: ignore[override]
+        self, replies: Sequence[ScoredReply], adapter: int
+    ) -> list[list[float]]:
+        """Return the log-probabilities of replies with an adapter, by its number from 1."""
+        return await super().score(replies, self._slots[adapter].name)
 
     async def adapter_route(self, number: int) -> SyncRoute:
         """Return the route to an adapter's folder."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout.base.errors import EngineError
 from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retry
-from rollout.engines.protocol import TokenCallback
+from rollout.engines.protocol import ScoredReply, TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, TokenCandidates, VersionSpan
 
@@ -262,6 +262,51 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
         cached_tokens=meta.get("cached_tokens", 0),
         candidates=_parse_candidates(meta, len(token_ids)),
     )
+
+
+def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str, Any]:
+    """Return the body of `/generate` that scores a reply and samples nothing.
+
+    Args:
+        adapter: name of the adapter that the server holds.
+
+    Raises:
+        EngineError: the reply has a temperature, which SGLang does not apply to given tokens.
+    """
+    if reply.temperature != 1:
+        raise EngineError(
+            f"SGLang scores given tokens at temperature 1 only, not at {reply.temperature:g}"
+        )
+    body: dict[str, Any] = {
+        "rid": uuid.uuid4().hex,
+        "input_ids": [*reply.prompt_ids, *reply.completion_ids],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": len(reply.prompt_ids) - 1,
+    }
+    if adapter:
+        body["lora_path"] = adapter
+    return body
+
+
+def parse_scores(answer: Mapping[str, Any], reply: ScoredReply) -> list[float]:
+    """Return the log-probabilities of a reply's tokens in the answer to `scoring_body`.
+
+    The entry before the first token of the reply is of the prompt, and has no log-probability.
+
+    Raises:
+        EngineError: a token has no log-probability, or the entries are of other tokens.
+    """
+    size = len(reply.completion_ids)
+    entries = (answer["meta_info"].get("input_token_logprobs") or [])[-size:]
+    if [entry[1] for entry in entries] != list(reply.completion_ids):
+        raise EngineError(f"SGLang gave no log-probabilities of the {size} tokens to score")
+    logprobs = [entry[0] for entry in entries]
+    if None in logprobs:  # JSON has no NaN
+        raise EngineError(
+            f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it NaN?"
+        )
+    return logprobs
 
 
 def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidates, ...]:

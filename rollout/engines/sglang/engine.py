@@ -18,12 +18,14 @@ from rollout.base.http import Unanswered
 from rollout.base.processes import say
 from rollout.engines.build import RestartGuard
 from rollout.engines.prompt_length import request_error
-from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
+from rollout.engines.protocol import ScoredReply, StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.engines.sglang.client import (
     StreamedReply,
     parse_completion,
     parse_routing,
+    parse_scores,
     request_body,
+    scoring_body,
 )
 from rollout.engines.sglang.fleet import Fleet, LostWeights, ServerLeft
 from rollout.engines.sglang.replica import Replica
@@ -147,6 +149,21 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 return completion  # the request was aborted before it ran, or between two runs
             routing = parse_routing(reply, len(prompt_ids), experts)
             return replace(completion, routing=routing)
+
+    async def score(
+        self, replies: Sequence[ScoredReply], adapter: str | None = None
+    ) -> list[list[float]]:
+        """Return the log-probabilities of replies at temperature 1; see `ScoringEngine`."""
+        return await asyncio.gather(*(self._score_one(reply, adapter) for reply in replies))
+
+    async def _score_one(self, reply: ScoredReply, adapter: str | None) -> list[float]:
+        body = scoring_body(reply, adapter=adapter)
+        while True:
+            try:
+                answer = await self._generate(body, "", None)
+            except ServerLeft:
+                continue  # another server gets the request
+            return parse_scores(answer, reply)
 
     async def _generate(
         self, body: dict[str, Any], session: str, on_tokens: TokenCallback | None
