@@ -93,6 +93,17 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)
 
 
+class TeacherConfig(Section):
+    """On-policy distillation: a teacher scores each token that the policy samples."""
+
+    # The teacher, another policy of the run: frozen or trained, a folder or a remote model. It needs no agent.
+    policy: str
+    # Factor of log ρ(token) - log π(token), in nats, which is added to the token's advantage (ρ: the teacher).
+    coef: float = Field(1.0, gt=0)
+    # Learn from the teacher alone: advantages of the reward are left out, and rewards are only measured.
+    alone: bool = False
+
+
 class PolicyOverrides(Section):
     """Settings of a policy in place of the run's, by the run's sections; mappings are merged key by key."""
 
@@ -188,6 +199,8 @@ class PolicyConfig(RateConfig):
 
     # Critic of the policy, for agents whose advantage is gae; None: the policy has none.
     critic: CriticConfig | None = None
+    # Teacher of the policy, for on-policy distillation; None: the policy has none.
+    teacher: TeacherConfig | None = None
     # Settings of engine, loss and trainer in place of the run's.
     overrides: PolicyOverrides = PolicyOverrides()
 

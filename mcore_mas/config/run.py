@@ -20,7 +20,12 @@ from mcore_mas.config.credit import (
 )
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.evaluation import EvaluationConfig
-from mcore_mas.config.policy import PolicyConfig, check_shared_bases, policies_on_base
+from mcore_mas.config.policy import (
+    PolicyConfig,
+    TeacherConfig,
+    check_shared_bases,
+    policies_on_base,
+)
 from mcore_mas.config.removed import removed_key_error
 from mcore_mas.config.run_paths import relocate_paths
 from mcore_mas.config.tracking import TrackingConfig
@@ -160,6 +165,7 @@ class RunConfig(Section):
         _check_schedules(self)
         check_shared_bases(self.policies, self.trained)
         _check_engines(self)
+        _check_teachers(self)
         _check_collection_ahead(self)
         return self
 
@@ -189,6 +195,21 @@ class RunConfig(Section):
         """Policies that an agent with a loss weight plays; the others are frozen."""
         played = {agent.policy for agent in self.agents.values() if agent.loss_weight}
         return tuple(name for name in self.policies if name in played)
+
+    @property
+    def played(self) -> tuple[str, ...]:
+        """Policies that an agent plays; the others are teachers."""
+        played = {agent.policy for agent in self.agents.values()}
+        return tuple(name for name in self.policies if name in played)
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """Teacher of each policy that has one."""
+        return {
+            name: policy.teacher
+            for name, policy in self.policies.items()
+            if policy.teacher is not None
+        }
 
     @property
     def keep_best(self) -> int:
@@ -396,12 +417,23 @@ def _check_policy_names(agents: Any, policies: Any) -> None:
                 f"define policies.{policy}, or "
                 "take an experiment of this team (`mcore-mas list experiments`)"
             )
-    unplayed = sorted(policies.keys() - played.values())
+    unplayed = sorted(policies.keys() - played.values() - _teacher_names(policies))
     if unplayed and len(played) == len(agents):
         nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
             f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
         )
+
+
+def _teacher_names(policies: Mapping[str, Any]) -> set[str]:
+    """Return the names of the teachers in plain values of a config."""
+    names = set()
+    for policy in policies.values():
+        teacher = policy.get("teacher") if isinstance(policy, Mapping) else None
+        name = teacher.get("policy") if isinstance(teacher, Mapping) else None
+        if isinstance(name, str):
+            names.add(name)
+    return names
 
 
 def _check_agents(config: RunConfig) -> None:
@@ -541,8 +573,10 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(
                 f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
             )
+        teacher = config.teachers.get(agent.policy)
+        learns_from_reward = agent.loss_weight and not (teacher and teacher.alone)
         # With `lone: raw`, a vote without peers has an advantage too.
-        if agent.loss_weight and advantage.options.get("lone") != "raw":
+        if learns_from_reward and advantage.options.get("lone") != "raw":
             grouping = estimator_grouping(advantage.name, advantage.options)
             check_several_votes(label, grouping, config.vote_sources)
     if config.filter is not None:
@@ -612,6 +646,60 @@ def _check_engines(config: RunConfig) -> None:
                 problem = adapter_error(policy.lora.targets)
             if problem:
                 raise ValueError(f"policies.{name}: {problem}")
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """Check that each teacher exists, and can score the tokens of its student."""
+    for name, teacher in config.teachers.items():
+        key = f"policies.{name}.teacher"
+        if name not in config.trained:
+            raise ValueError(f"{key}: nothing trains this policy; leave it out")
+        others = [other for other in config.policies if other != name]
+        if teacher.policy not in others:
+            raise ValueError(
+                f"{key}.policy is '{teacher.policy}'; expected another policy of the run"
+                f"{': ' + ', '.join(others) if others else ''}; define policies.{teacher.policy} with "
+                "its model or remote"
+            )
+        _check_teacher_engine(config, name, teacher.policy)
+        if for_policy(config, name).engine.grammar:
+            raise ValueError(
+                f"{key}: engine.grammar changes the probabilities of the policy, and its teacher has no grammar; "
+                "set engine.grammar to false, or leave the teacher out"
+            )
+
+
+def _check_teacher_engine(config: RunConfig, student: str, teacher: str) -> None:
+    """Refuse a teacher that cannot score at the temperatures or the length of its student."""
+    key = f"policies.{student}.teacher"
+    remote = config.policies[teacher].remote
+    engine = for_policy(config, teacher).engine
+    length = for_policy(config, student).engine.max_length
+    if remote is not None:
+        if remote.provider != "openai" or remote.url is None:
+            raise ValueError(
+                f"{key}: policies.{teacher}.remote has provider '{remote.provider}' and url {remote.url}; expected "
+                "provider openai and the url of a server whose completions API gives log-probabilities of a prompt, "
+                "such as vLLM or SGLang"
+            )
+        if remote.budget.model_fields_set:
+            raise ValueError(
+                f"{key}: policies.{teacher}.remote.budget: scores are not counted; leave it out"
+            )
+    elif engine.max_length < length:
+        raise ValueError(
+            f"{key}: the engine of '{teacher}' takes {engine.max_length} tokens, and that of '{student}' {length}; "
+            f"set policies.{teacher}.overrides.engine.max_length: {length}"
+        )
+    if remote is None and engine.name == "embedded":
+        return
+    for name in config.trained_agents(student):
+        temperature = config.agents[name].temperature
+        if temperature != 1:
+            raise ValueError(
+                f"{key}: servers score at temperature 1, and agent '{name}' samples at {temperature:g}; set "
+                f"agents.{name}.temperature: 1, or give '{teacher}' the engine embedded"
+            )
 
 
 def _check_collection_ahead(config: RunConfig) -> None:

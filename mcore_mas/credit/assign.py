@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
+from mcore_mas.config.policy import TeacherConfig
 from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import (
     AGENT_LOCAL_ESTIMATORS,
@@ -188,12 +189,61 @@ def mean_advantages(samples: Sequence[Sample]) -> dict[TurnId, float]:
     return {sample.id: fmean(sample.advantages) for sample in samples if sample.advantages}
 
 
+def add_teacher_advantages(
+    samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig]
+) -> list[Sample]:
+    """Add the advantages of on-policy distillation to the samples that a teacher has scored.
+
+    The advantage of a token y is A + coef · (log ρ(y) − log μ(y)) for teacher ρ and sampler μ, with
+    A = 0 if the policy learns from its teacher alone. Its expectation over y ~ μ is
+    A − coef · KL(μ‖ρ), and its policy gradient that of the reverse KL divergence, token by token.
+
+    Source: Thinking Machines 2025, https://thinkingmachines.ai/blog/on-policy-distillation;
+    MiniLLM, arXiv 2306.08543, without its terms of later tokens.
+
+    Args:
+        samples: samples of a step, with the advantages of the reward.
+        teachers: teacher of each policy that has one.
+    """
+    result = []
+    for sample in samples:
+        config = teachers.get(sample.policy)
+        if config is None or sample.teacher is None:
+            result.append(sample)
+            continue
+        assert sample.behaviour is not None
+        reward_advantages = sample.advantages or (0.0,) * len(sample.completion_ids)
+        if config.alone:
+            reward_advantages = (0.0,) * len(sample.completion_ids)
+        advantages = tuple(
+            advantage + config.coef * (teacher - sampled)
+            for advantage, teacher, sampled in zip(
+                reward_advantages, sample.teacher, sample.behaviour, strict=True
+            )
+        )
+        result.append(replace(sample, advantages=advantages))
+    return result
+
+
 def penalise(sample: Sample, coef: float, kind: KLName) -> Sample:
     """Set the token penalties of a sample to `coef` times the KL estimate `kind` against the reference."""
     penalty = coef * kl_penalty(
         torch.tensor(sample.behaviour), torch.tensor(sample.reference), kind
     )
     return replace(sample, penalties=tuple(penalty.tolist()))
+
+
+def teacher_kl(samples: Sequence[Sample]) -> float:
+    """Compute the mean reverse KL estimate k1 of the sampler against the teacher, in nats per token.
+
+    Args:
+        samples: samples that a teacher has scored, at least one.
+    """
+    differences: list[float] = []
+    for sample in samples:
+        pairs = zip(sample.behaviour or (), sample.teacher or (), strict=True)
+        differences += [sampled - teacher for sampled, teacher in pairs]
+    return fmean(differences)
 
 
 def reference_kl(samples: Sequence[Sample], kind: KLName) -> float:

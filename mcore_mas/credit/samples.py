@@ -49,6 +49,7 @@ class Sample:
         behaviour: [C] log-probabilities of the sampler.
         proximal: [C] log-probabilities under the weights at the start of the step.
         reference: [C] log-probabilities under the frozen reference.
+        teacher: [C] log-probabilities under the policy's teacher.
         penalties: [C] subtracted from the reward token by token.
         values: [C] the critic's value before each token.
         returns: [C] the critic's targets.
@@ -81,6 +82,7 @@ class Sample:
     behaviour: tuple[float, ...] | None = None
     proximal: tuple[float, ...] | None = None
     reference: tuple[float, ...] | None = None
+    teacher: tuple[float, ...] | None = None
     penalties: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None

@@ -21,7 +21,8 @@ def evaluation_identity(config: RunConfig) -> str:
     Raises:
         FolderError: a model folder is missing.
     """
-    settings = config.model_dump(mode="json", include=set(_SECTIONS))
+    teachers = {"policies": {"__all__": {"teacher"}}}  # teach in trainings only
+    settings = config.model_dump(mode="json", include=set(_SECTIONS), exclude=teachers)
     settings["sampling"] = config.evaluation.sampling
     engine = config.engine.model_dump(mode="json", include={"max_length", "overlong_prompts"})
     models = {

@@ -45,6 +45,9 @@ _TITLES = {
         title="Turns whose advantage is not 0 by agent", unit="share"
     ),
     "policy/*/grad_norm": _Title(title="Gradient norm by policy"),
+    "policy/*/teacher_kl": _Title(
+        title="Reverse KL divergence from the teacher by policy, in nats per token"
+    ),
     "policy/*/lr": _Title(title="Learning rate by policy"),
     "policy/*/loss": _Title(title="Loss by policy"),
     "policy/*/tokens_saved": _Title(title="Tokens saved by shared prefixes", unit="share"),

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from rollout.base.errors import ModelError
 from rollout.config.agents import build_player
 from rollout.engines import PolicyClient
 from rollout.engines.remote.client import RemoteClient
+from rollout.engines.remote.scoring import RemoteScorer
 from rollout.models.chat_template import Renderer
 
 
@@ -28,7 +29,48 @@ def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
     Raises:
         RemoteError: a key is missing, or a folder is in use.
     """
-    return {name: RemoteClient(remote, folder / name) for name, remote in config.remotes.items()}
+    return {
+        name: RemoteClient(remote, folder / name)
+        for name, remote in config.remotes.items()
+        if name in config.played
+    }
+
+
+def open_remote_teachers(config: RunConfig) -> dict[str, RemoteScorer]:
+    """Return the clients of the remote models that teach, by policy; see `open_remotes`.
+
+    Raises:
+        RemoteError: a key is missing.
+    """
+    teachers = {teacher.policy for teacher in config.teachers.values()}
+    return {
+        name: RemoteScorer(remote) for name, remote in config.remotes.items() if name in teachers
+    }
+
+
+def check_teacher_tokenizers(config: RunConfig, renderers: Mapping[str, Renderer]) -> None:
+    """Refuse a teacher whose folder has other token ids than its student's.
+
+    Args:
+        config: config of the run.
+        renderers: renderer of each policy that is not a remote model.
+
+    Raises:
+        ConfigError: the teacher lacks a token of the student, or has it under another id.
+    """
+    for student, teacher in config.teachers.items():
+        if teacher.policy not in renderers:
+            continue
+        teacher_ids = renderers[teacher.policy].vocabulary
+        for token, token_id in renderers[student].vocabulary.items():
+            teacher_id = teacher_ids.get(token)
+            if teacher_id != token_id:
+                known = "has no such token" if teacher_id is None else f"has it as {teacher_id}"
+                raise ConfigError(
+                    f"policies.{student}.teacher: token {token!r} is {token_id} in the tokenizer of "
+                    f"{config.models[student]}, and that of {config.models[teacher.policy]} {known}; "
+                    "a teacher needs the tokenizer of its student"
+                )
 
 
 def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[str, Renderer]:

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from torch import Tensor
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.credit.assign import penalise, reference_kl
+from mcore_mas.credit.assign import penalise, reference_kl, teacher_kl
 from mcore_mas.credit.samples import Sample, TurnId, align, mini_batches, split, weigh
 from mcore_mas.equations.balance import gradient_shares
 from mcore_mas.equations.divergence import (
@@ -241,6 +241,9 @@ class PolicyTrainer:
             rows = [{"skipped_updates": 1.0}]
         metrics = merge_updates(rows)
         metrics["updates"] = len(rows) - sum(row["skipped_updates"] for row in rows)
+        scored = [sample for sample in samples if sample.teacher is not None]
+        if scored:
+            metrics["teacher_kl"] = teacher_kl(scored)
         if self.kl and samples:
             measured = reference_kl(samples, config.loss.kl.estimate)
             metrics["reference_kl"] = measured

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import add_advantages, mean_advantages
+from mcore_mas.credit.assign import add_advantages, add_teacher_advantages, mean_advantages
 from mcore_mas.credit.samples import Sample, TurnId
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.equations.advantages import AGENT_LOCAL_ESTIMATORS
@@ -29,6 +29,7 @@ from mcore_mas.training.metrics import (
     valid_turn_share,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer
+from mcore_mas.training.teachers import Teachers
 from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.processes import restart_metrics
@@ -47,6 +48,7 @@ class TrainingSession:
         rollouts: collects trajectories and gives every turn a reward.
         trainers: trainer of each trained policy.
         weight_sync: sends the weights of each trained policy to its engine.
+        teachers: score the sampled tokens of their students.
         memory: decides which of trainers and engines hold GPU memory.
         checkpoints: saves and finds checkpoints.
         logbook: reports metrics and traces.
@@ -61,6 +63,7 @@ class TrainingSession:
     rollouts: AsyncRollouts
     trainers: Mapping[str, PolicyTrainer]
     weight_sync: Mapping[str, WeightSync]
+    teachers: Teachers
     memory: Colocation
     checkpoints: Checkpoints
     logbook: Logbook
@@ -98,13 +101,15 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     trainers = session.trainers
     trained_policies = config.in_turn(number)
 
-    # 1. Roll out: engines are awake, colocated trainers are offloaded.
+    # 1. Roll out, and let teachers score: engines are awake, colocated trainers are offloaded.
     async with session.memory.rollout(trained_policies):
         rollouts = await session.stop.run_until_stopped(session.rollouts.take(number))
+        samples = _samples_to_compare(config, rollouts, trained_policies)
+        samples = await session.teachers.score(samples, trained_policies)
     collected = time.perf_counter()
 
     # 2. Score: pack once per policy, then compute reference log-probabilities and values.
-    samples = _with_ages(session, _samples_to_compare(config, rollouts, trained_policies))
+    samples = _with_ages(session, samples)
     batches = {
         policy: trainers[policy].make_batches(samples, number) for policy in trained_policies
     }
@@ -118,6 +123,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     # 3. Assign credit.
     estimators = {agent: config.advantage_of(agent) for agent in config.agents}
     credited = add_advantages(samples, estimators)
+    credited = add_teacher_advantages(credited, config.teachers)
     valid_share = valid_turn_share(rollouts.groups)
     session.credit_watch.check(config.trainer, number, credited, valid_share)
     _note_warnings(session, number, rollouts, credited)

@@ -23,7 +23,13 @@ from mcore_mas.runtime.devices import RunDevices, find_devices, fit_to_machine
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.local_ray import running_ray
-from mcore_mas.runtime.players import make_players, make_renderers, open_remotes
+from mcore_mas.runtime.players import (
+    check_teacher_tokenizers,
+    make_players,
+    make_renderers,
+    open_remote_teachers,
+    open_remotes,
+)
 from mcore_mas.runtime.recipe import identity_digest, identity_of
 from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import StopSignal
@@ -35,9 +41,11 @@ from mcore_mas.training.fork import fork_if_changed
 from mcore_mas.training.session import model_folder, train_session
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.task_schedule import TaskSchedule
+from mcore_mas.training.teachers import Teachers
 from mcore_mas.training.weight_sync import WeightSync
 from mcore_mas.training.workers import RunWorkers
 from rollout.base.digests import tree_sha256
+from rollout.base.errors import EngineError
 from rollout.base.files import ensure_writable
 from rollout.base.json_files import write_json
 from rollout.base.ownership import epoch_of, owned
@@ -46,9 +54,14 @@ from rollout.base.watchdog import Watchdog
 from rollout.config.agents import build_team
 from rollout.config.tasks import prepared_tasks
 from rollout.engines.remote.client import RemoteClient
+from rollout.engines.remote.scoring import RemoteScorer
 from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Task
 from rollout.rewards.coach import Coach
+
+# Text whose tokens show that the server of a teacher reads token ids as its student does.
+_PROBE_TEXT = "The answer to 12 + 30 is 42.\nCheck it, word by word."
 
 
 def train(
@@ -93,7 +106,8 @@ def train(
     for policy, model in config.models.items():
         check_layout(config, policy, Path(model))
     tasks = _load_tasks(config)
-    make_renderers(config, config.models)
+    renderers = make_renderers(config, config.models)
+    check_teacher_tokenizers(config, renderers)
     devices = None
     warnings: list[str] = []
     if address == "local":
@@ -115,6 +129,7 @@ def train(
         # process inherits them.
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
+        remote_teachers = open_remote_teachers(config)
         make_env = stack.enter_context(open_environments(config, "train/retriever"))
         if devices is None:
             nodes = stack.enter_context(joined_ray(address, folder / "lock.json"))
@@ -130,6 +145,8 @@ def train(
             tasks=tasks,
             coach=coach,
             remotes=remotes,
+            remote_teachers=remote_teachers,
+            renderers=renderers,
             make_env=make_env,
             after_step=after_step,
             stop=stop or StopSignal(signals=after_step is None),
@@ -151,6 +168,8 @@ class _TrainingRun:
     tasks: dict[str, list[Task]]  # by split
     coach: Coach | None
     remotes: Mapping[str, RemoteClient]
+    remote_teachers: Mapping[str, RemoteScorer]
+    renderers: Mapping[str, Renderer]
     make_env: Callable[[Task], Env]
     after_step: AfterStep | None
     stop: StopSignal
@@ -182,6 +201,9 @@ class _TrainingRun:
                 stack.push_async_callback(self.coach.aclose)
             for remote in self.remotes.values():
                 stack.push_async_callback(remote.aclose)
+            for remote_teacher in self.remote_teachers.values():
+                stack.push_async_callback(remote_teacher.aclose)
+            await self._check_remote_teachers()
 
             while True:
                 kl_states = checkpoint.state.get("kl", {}) if checkpoint else {}
@@ -212,6 +234,25 @@ class _TrainingRun:
                 new_warnings: list[str] = []
                 checkpoint = _open_checkpoints(self.config).newest(new_warnings.append)
                 warnings = new_warnings
+
+    async def _check_remote_teachers(self) -> None:
+        """Refuse servers that do not score, or whose tokenizer is not that of their student.
+
+        Raises:
+            RemoteError: a server has another tokenizer, or cannot be used.
+            TrainingError: a server does not give log-probabilities.
+        """
+        for student, teacher in self.config.teachers.items():
+            if teacher.policy not in self.remote_teachers:
+                continue
+            renderer = self.renderers[student]
+            token_ids = renderer.encode(_PROBE_TEXT)
+            try:
+                await self.remote_teachers[teacher.policy].check_tokens(
+                    token_ids, renderer.token_texts(token_ids)
+                )
+            except EngineError as error:
+                raise TrainingError(f"policies.{student}.teacher: {error}") from None
 
     def _make_session(self, logbook: Logbook, checkpoint: Checkpoint | None) -> TrainingSession:
         """Connect the parts of the run for training from a checkpoint."""
@@ -262,6 +303,7 @@ class _TrainingRun:
             rollouts=rollouts,
             trainers=trainers,
             weight_sync=weight_sync,
+            teachers=Teachers(config, {**engines, **self.remote_teachers}),
             memory=memory,
             checkpoints=checkpoints,
             logbook=logbook,

@@ -265,6 +265,12 @@ class Renderer:
             return self.render(messages, tools), True
         return token_ids, False
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens."""
+        ids: dict[str, int] = self._tokenizer.get_vocab()
+        return ids
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids [T] of a text, without special tokens."""
         return self._safe.encode(self._safe.protect(text))

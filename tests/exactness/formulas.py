@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mcore_mas.config.policy import TeacherConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import AggregationName, Objective, ValueObjective
 from tests.support import reference
@@ -21,9 +22,10 @@ from tests.support import reference
 LOSS_WEIGHTS = {"a": 1.0, "b": 0.5}  # by agent
 LENGTH = 7.0  # tokens by which the aggregation with a constant length divides
 
-# Coefficients of the KL term and of the entropy bonus.
+# Coefficients of the KL term, of the entropy bonus and of a teacher.
 KL = 0.1
 ENTROPY = 0.01
+TEACHER = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class Reply:
         sampler: log-probabilities under the weights that sampled the reply.
         start: log-probabilities under the weights at the start of the step.
         reference: log-probabilities under the reference model.
-        advantage: of the tokens.
+        teacher: log-probabilities under the teacher.
+        advantage: of the tokens, without the teacher's.
     """
 
     new: Tensor
@@ -44,7 +47,13 @@ class Reply:
     sampler: Tensor
     start: Tensor
     reference: Tensor
+    teacher: Tensor
     advantage: Tensor
+
+    @property
+    def distilled(self) -> Tensor:
+        """Advantage of the teacher: log ρ - log μ for teacher ρ and sampler μ."""
+        return self.teacher - self.sampler
 
     @property
     def ratio_to_sampler(self) -> Tensor:
@@ -139,6 +148,7 @@ class Case:
         aggregation: of token losses.
         kl: coefficient of the KL term.
         entropy: coefficient of the entropy bonus.
+        teacher: settings of the policy's teacher; None: it has none.
         proximal: False if the weights at the start of the step are the present weights.
         tested: True if the tests measure it too.
     """
@@ -149,6 +159,7 @@ class Case:
     aggregation: AggregationName = "token_mean"
     kl: float = 0.0
     entropy: float = 0.0
+    teacher: TeacherConfig | None = None
     proximal: bool = True
     tested: bool = False
 
@@ -308,6 +319,22 @@ CASES = (
         ),
     ),
     Case(
+        name="PPO, teacher beside the reward",
+        objective=Objective(options=_CLIPS),
+        by_hand=lambda r: clipped(
+            r.ratio_to_sampler, r.advantage + TEACHER * r.distilled, 0.2, 0.28
+        ),
+        teacher=TeacherConfig(policy="teacher", coef=TEACHER),
+        tested=True,
+    ),
+    Case(
+        name="REINFORCE, teacher alone, mean of mean replies",
+        objective=Objective(loss="reinforce"),
+        by_hand=lambda r: -TEACHER * r.distilled * r.new,
+        aggregation="seq_mean_token_mean",
+        teacher=TeacherConfig(policy="teacher", coef=TEACHER, alone=True),
+    ),
+    Case(
         name="PPO, both clips, dual clip, TIS, k3, entropy",
         objective=Objective(
             options=_ppo(0.2, 0.28, 1.3),
@@ -413,5 +440,6 @@ def reply_of(model: PreTrainedModel, sample: Sample) -> Reply:
         sampler=_column(sample, "behaviour", logprobs.dtype),
         start=_column(sample, "proximal", logprobs.dtype),
         reference=_column(sample, "reference", logprobs.dtype),
+        teacher=_column(sample, "teacher", logprobs.dtype),
         advantage=_column(sample, "advantages", logprobs.dtype),
     )

@@ -11,12 +11,21 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from mcore_mas.credit.assign import add_teacher_advantages
 from mcore_mas.credit.samples import Sample, weigh
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from tests.exactness.formulas import ENTROPY, KL, LENGTH, LOSS_WEIGHTS, Case, loss_by_hand
+from tests.exactness.formulas import (
+    ENTROPY,
+    KL,
+    LENGTH,
+    LOSS_WEIGHTS,
+    TEACHER,
+    Case,
+    loss_by_hand,
+)
 from tests.exactness.rows import FEEDS, PROJECTIONS, Row
 from tests.exactness.training import losses_and_norms, make_job, make_model, write_models
 from tests.support import ranks, reference
@@ -95,6 +104,7 @@ def samples_near_model(model: PreTrainedModel, row: Row) -> list[Sample]:
     values.
     """
     generator = torch.Generator().manual_seed(1)
+    teacher_generator = torch.Generator().manual_seed(2)
     compute = reference.values_of if row.critic else reference.logprobs_of
     plain_samples = reference.make_deep_samples() if row.deep else reference.make_samples()
 
@@ -118,12 +128,14 @@ def samples_near_model(model: PreTrainedModel, row: Row) -> list[Sample]:
         behaviour = with_noise(results, 0.4)
         proximal = with_noise(results, 0.4)
         reference_logprobs = with_noise(results, 0.5)
+        teacher_noise = 0.5 * torch.randn(len(results), generator=teacher_generator)
         samples.append(
             replace(
                 sample,
                 behaviour=behaviour,
                 proximal=proximal,
                 reference=reference_logprobs,
+                teacher=tuple((results + teacher_noise).float().tolist()),
                 advantages=(advantage,) * len(results),
             )
         )
@@ -132,6 +144,9 @@ def samples_near_model(model: PreTrainedModel, row: Row) -> list[Sample]:
 
 def _weighed_samples(case: Case, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples as the trainer gets them for an objective."""
+    teachers = {}
+    if case.teacher is not None:
+        teachers = {sample.policy: case.teacher for sample in samples}
     with_coefficients = [
         replace(
             sample,
@@ -139,7 +154,7 @@ def _weighed_samples(case: Case, samples: Sequence[Sample]) -> list[Sample]:
             entropy_coef=case.entropy,
             proximal=sample.proximal if case.proximal else None,
         )
-        for sample in samples
+        for sample in add_teacher_advantages(samples, teachers)
     ]
     length = LENGTH if case.aggregation.endswith("norm") else None
     return weigh(with_coefficients, LOSS_WEIGHTS, case.aggregation, length)
@@ -269,11 +284,11 @@ HEADER = """
 
 Every objective makes an update under every layout here. Its formula is also written out by hand, reply by reply, on
 the Hugging Face model: `tests/exactness/formulas.py` imports no formula of the product. The log-probabilities of the
-sampler, of the start of the step and of the reference are the policy's plus random noise with a standard deviation of
-0.4 to 0.5 nats. Old values and returns are the critic's values plus noise with one of 0.2 and 0.5. Therefore clips,
-masks and truncations take effect. The KL coefficient is
-{kl}, the entropy coefficient {entropy}, and the loss weights are 1 and 0.5. Errors are as above. The bounds are 4 times
-plain float32's largest errors, over all objectives on the same model and samples. Each row has the largest errors, and
+sampler, of the start of the step, of the reference and of the teacher are the policy's plus random noise with a
+standard deviation of 0.4 to 0.5 nats. Old values and returns are the critic's values plus noise with one of 0.2 and
+0.5. Therefore clips, masks and truncations take effect. The KL coefficient is {kl}, the entropy coefficient {entropy},
+that of the teacher {teacher}, and the loss weights are 1 and 0.5. Errors are as above. The bounds are 4 times plain
+float32's largest errors, over all objectives on the same model and samples. Each row has the largest errors, and
 the largest share of its bound that an error takes up.
 
 | layout | ranks | loss | norm | agent norms | gradients | share of the bound |
@@ -287,7 +302,7 @@ CASE_HEADER = """
 
 def objectives_section(measurements: Sequence[ObjectiveMeasurement]) -> str:
     """Return the section of docs/exactness.md."""
-    text = HEADER.format(kl=KL, entropy=ENTROPY)
+    text = HEADER.format(kl=KL, entropy=ENTROPY, teacher=TEACHER)
     row_by_name = {measurement.row.name: measurement.row for measurement in measurements}
     for name, row in row_by_name.items():
         of_row = [measurement for measurement in measurements if measurement.row is row]

@@ -22,6 +22,7 @@ from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.task_schedule import TaskSchedule
+from mcore_mas.training.teachers import Teachers
 from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.digests import Digest
 from rollout.config.agents import build_player, build_team
@@ -245,6 +246,7 @@ def make_session(
         rollouts=rollouts,
         trainers={name: PolicyTrainer(name, config, group) for name, group in groups.items()},
         weight_sync={name: WeightSync(group, engines[name]) for name, group in groups.items()},
+        teachers=Teachers(config, engines),
         memory=Colocation(engines, []),
         checkpoints=Checkpoints(
             folder / "checkpoints", Identity(run=config.run, models={}), keep=2

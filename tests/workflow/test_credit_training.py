@@ -105,11 +105,18 @@ CREDIT = {
         "policies.verifier.warmup_steps=0",
         "policies.solver.warmup_steps=0",
     ],
+    # On-policy distillation: the verifier teaches the solver beside the reward, and learns from a frozen
+    # model alone, which no agent plays.
+    "teachers": [
+        "+policies.solver.teacher={policy: verifier, coef: 0.5}",
+        "+policies.frozen={model: '${policies.verifier.model}'}",
+        "+policies.verifier.teacher={policy: frozen, alone: true}",
+    ],
     # AT-GRPO: trees of branches; the verifier is frozen.
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
 # These are trained in this process. Adapters on a shared model need Ray actors.
-IN_PROCESS = ("ppo", "gspo", "agents", "trees", "ahead", "own")
+IN_PROCESS = ("ppo", "gspo", "agents", "trees", "ahead", "own", "teachers")
 
 BEST_ACCURACIES = [0.0, 1.0, 0.5]  # of run `ahead`, at the start and after each step
 
@@ -192,6 +199,8 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
             check_own_settings(folder, steps)
         case "trees":
             check_trees(folder, steps)
+        case "teachers":
+            check_teachers(folder, steps)
 
 
 def check_ppo(folder: Path, steps: list[dict[str, Any]]) -> None:
@@ -234,6 +243,19 @@ def check_trees(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert "policy/verifier/grad_norm" not in steps[0]
     # The finished model of a frozen policy is its base model.
     assert read_json(folder / "done.json")["policies"]["verifier"].endswith("base")
+
+
+def check_teachers(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Check that the divergence from a teacher is 0 while it has the student's weights."""
+    for policy in ("solver", "verifier"):
+        assert steps[0][f"policy/{policy}/teacher_kl"] == pytest.approx(0.0, abs=1e-5)
+        assert abs(steps[1][f"policy/{policy}/teacher_kl"]) > 1e-5
+    # The verifier's rewards differ, but it learns from its teacher alone.
+    assert steps[0]["agent/solver/advantage_second_moment"] > 0.1
+    assert steps[0]["agent/verifier/advantage_second_moment"] < 1e-8
+    assert set(read_json(folder / "done.json")["sha256"]) == {"solver", "verifier"}
+    config = RunConfig.load(folder.parent / "config.yaml")
+    assert set(config_with_seats(config, "base").policies) == {"solver", "verifier"}
 
 
 def check_own_settings(folder: Path, steps: list[dict[str, Any]]) -> None:
