@@ -134,7 +134,7 @@ test-nodes: $(STAMP) ## run trainings on several nodes, which are network namesp
 notebooks: $(STAMP) ## execute docs/notebooks and store their outputs, in two minutes
 	$(BIN)/python -m tests.support.notebooks
 
-test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp .venv-frameworks-3/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
+test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp .venv-frameworks-3/.stamp .npm-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tests.frameworks.training import (
     FRAMEWORKS,
+    PACKAGE_FILE,
     ROOT,
     Framework,
     digest_of,
@@ -74,7 +76,7 @@ def update_page(text: str, new_rows: Mapping[str, str]) -> str:
     table, _, tail = rest.partition(END)
     old_rows = {
         match[1]: match[0]
-        for match in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", table, re.MULTILINE)
+        for match in re.finditer(r"^\| ([^|]+) \| [a-z0-9@/-]+ \d.*$", table, re.MULTILINE)
     }
     rows = old_rows | dict(new_rows)
     lines = [f"{rows[name]}\n" for name in FRAMEWORKS if name in rows]
@@ -87,7 +89,10 @@ def update_page(text: str, new_rows: Mapping[str, str]) -> str:
 
 
 def version_of(framework: Framework) -> str:
-    """Return the version of a framework's package that its requirements file pins."""
+    """Return the version of a framework's package that its requirements file, or package.json, pins."""
+    if framework.coding_agent:
+        pinned = json.loads(PACKAGE_FILE.read_text(encoding="utf-8"))["dependencies"]
+        return str(pinned[framework.package])
     file = ROOT / "requirements" / f"{framework.requirements}.txt"
     package = re.escape(framework.package)
     requirements = file.read_text(encoding="utf-8")
@@ -96,13 +101,26 @@ def version_of(framework: Framework) -> str:
     return match[1]
 
 
+def training_error(status: int) -> str:
+    """Describe the end of a training's process that printed no results; "" for exit status 0."""
+    if status < 0:
+        return f"the training was killed by {signal.Signals(-status).name}"
+    if status > 0:
+        return f"the training failed with exit status {status}; its error is above"
+    return ""
+
+
 def main(names: Sequence[str]) -> int:
-    """Train each framework in a process of its own; return 1 if the team of one did not learn."""
+    """Train each framework in a process of its own.
+
+    Returns:
+        1 if a training failed, or if the interval of a gain is not above zero; otherwise 0.
+    """
     if names[:1] == ["--one"]:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(train(names[1], Path(folder))))
         return 0
-    failed = []
+    problems = []
     for name in names or FRAMEWORKS:
         training = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tests.frameworks", "--one", name],
@@ -111,19 +129,22 @@ def main(names: Sequence[str]) -> int:
             check=False,
             cwd=ROOT,
         )
-        if training.returncode:
-            failed.append(name)
+        error = training_error(training.returncode)
+        if error:
+            problems.append(f"{name}: {error}")
             continue
         results = json.loads(training.stdout.splitlines()[-1])
         if results["low"] <= 0:
-            failed.append(name)
+            problems.append(f"{name}: did not learn, the interval of its gain is not above zero")
         framework = FRAMEWORKS[name]
         new_row = row(name, version_of(framework), digest_of(framework), results)
         print(new_row, flush=True)
         text = update_page(PAGE.read_text(encoding="utf-8"), {name: new_row})
         PAGE.write_text(text, encoding="utf-8")
-    print(f"did not learn: {', '.join(failed)}" if failed else f"wrote {PAGE}")
-    return int(bool(failed))
+        print(f"wrote the row of {name} in {PAGE}", flush=True)
+    for problem in problems:
+        print(problem)
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

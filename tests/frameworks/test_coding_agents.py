@@ -15,15 +15,15 @@ from rollout.config.environment import EnvConfig, build_env
 from rollout.orchestras.program import ProgramRules, program
 from rollout.records.trajectory import Group, Status
 from rollout.sandbox.guest.filters import can_confine
-from tests.frameworks.training import PROGRAMS, ROOT, sums
+from tests.frameworks.training import AGENT_FILES, NPM_PACKAGES, PROGRAMS, sums
 from tests.support.gateway import scripted_team
 from tests.support.play import SEED, STEP, collect
 
-PACKAGES = ROOT / ".npm-frameworks"
 AGENTS = ("codex", "codex-functions", "claude")
 
 pytestmark = pytest.mark.skipif(
-    not (PACKAGES / "node_modules").exists(), reason="`make test-coding-agents` installs the agents"
+    not (NPM_PACKAGES / "node_modules").exists(),
+    reason="`make test-coding-agents` installs the agents",
 )
 
 
@@ -50,7 +50,7 @@ def play(agent: str, folder: Path, *, printed: int, sandbox: list[str] | None) -
     script = str(PROGRAMS / "code_agent.py")
     orchestra = partial(
         program,
-        command=[sys.executable, script, agent, str(PACKAGES)],
+        command=[sys.executable, script, agent, str(NPM_PACKAGES)],
         models={"*": "a"},
         sandbox=sandbox,
         rules=ProgramRules(deadline_s=120.0),
@@ -82,8 +82,7 @@ def test_the_output_of_a_coding_agents_program_decides_the_reward(
 @pytest.mark.slow
 @pytest.mark.skipif(not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports")
 def test_claude_code_works_in_the_sandbox(tmp_path: Path) -> None:
-    readable = [str(PACKAGES.resolve()), str(PACKAGES), str(PROGRAMS), "/proc"]
-    group = play("claude", tmp_path, printed=2, sandbox=readable)
+    group = play("claude", tmp_path, printed=2, sandbox=list(map(str, AGENT_FILES)))
     for trajectory in group.trajectories:
         assert trajectory.error == ""
         assert trajectory.outcome == 1.0

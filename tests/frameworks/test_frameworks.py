@@ -9,14 +9,23 @@ from statistics import fmean
 
 import pytest
 
-from tests.frameworks.__main__ import BEGIN, END, PAGE, UNCERTAIN, row, update_page, version_of
+from tests.frameworks.__main__ import (
+    BEGIN,
+    END,
+    PAGE,
+    UNCERTAIN,
+    row,
+    training_error,
+    update_page,
+    version_of,
+)
 from tests.frameworks.training import (
     FRAMEWORKS,
     TEACHER_ACCURACY,
     FrameworkTeam,
-    Teacher,
     accuracy_by_task,
-    fork_server,
+    framework_teachers,
+    program_command,
 )
 
 RESULTS = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0, "minutes": 3.14}
@@ -25,11 +34,11 @@ RESULTS = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0,
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_an_unchanged_program_of_the_framework_is_played(name: str, tmp_path: Path) -> None:
     framework = FRAMEWORKS[name]
-    if not framework.python.exists():
-        pytest.skip(f"needs {framework.python}; `make test-frameworks` sets it up")
-    with fork_server(framework, tmp_path) as command:
+    if not framework.installed:
+        pytest.skip("`make test-frameworks` installs the framework")
+    with program_command(framework, tmp_path) as command:
         team = FrameworkTeam(command, seed=1, framework=framework)
-        teachers = {agent: Teacher(reply) for agent, reply in framework.agents.items()}
+        teachers = framework_teachers(framework)
         groups = asyncio.run(team.play(teachers, step=0, group_size=2))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     replies = sum(len(teacher.demonstrations) for teacher in teachers.values())
@@ -54,10 +63,30 @@ def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
     assert page.endswith("\nThe rest.\n")
 
     page = update_page(page, {"AG2": row("AG2", "0.2", "c" * 64, RESULTS)})
+    codex = row("Codex", "0.171.0", "", RESULTS)
+    page = update_page(update_page(page, {"Codex": codex}), {"Codex": codex})
     lines = [line for line in page.splitlines() if " | [" in line]
     packages = [line.split(" | ")[1] for line in lines]
-    assert packages == ["ag2 0.2", "langgraph 1.0"]  # in the order of FRAMEWORKS
+    assert packages == [
+        "ag2 0.2",
+        "langgraph 1.0",
+        "@openai/codex 0.171.0",
+    ]  # in the order of FRAMEWORKS
     assert lines[0].endswith(f"{'c' * 64} | 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (0, ""),
+        (1, "the training failed with exit status 1; its error is above"),
+        (-9, "the training was killed by SIGKILL"),
+    ],
+)
+def test_a_training_that_failed_is_not_said_to_have_learned_nothing(
+    status: int, error: str
+) -> None:
+    assert training_error(status) == error
 
 
 def test_the_page_separates_certain_gains_and_has_the_pinned_versions() -> None:

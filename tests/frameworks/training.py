@@ -50,6 +50,7 @@ from rollout.records.trajectory import (
     Task,
     VersionSpan,
 )
+from rollout.sandbox.guest.filters import can_confine
 from rollout.teams.collect import Collector
 
 HERE = Path(__file__).resolve().parent
@@ -62,17 +63,34 @@ ENVIRONMENTS = {
     "frameworks-2": ".venv-frameworks-2",
     "frameworks-3": ".venv-frameworks-3",
 }
+# Command-line agents of npm, and the file with their versions
+NPM_PACKAGES = ROOT / ".npm-frameworks"
+PACKAGE_FILE = HERE / "package.json"
+# Paths that a coding agent reads in the sandbox
+AGENT_FILES = (NPM_PACKAGES.resolve(), NPM_PACKAGES, PROGRAMS, Path("/proc"))
 NUMBERS = range(1, 4)
 TEACHER_ACCURACY = 0.35  # share of the teacher's replies that are right
-# Number of trajectories of each sum
-DEMONSTRATED = 16  # by the teacher
-TRAINED = 4  # in a training step
-EVALUATED = 16
-STEPS = 16
 UPDATES_PER_STEP = 4
 COLD_START_STEPS = 400
 _SHORT_PROMPT_TOKENS = 64
 _MAX_LENGTH = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Length of a training.
+
+    Args:
+        demonstrated: trajectories of each sum that the teacher plays.
+        evaluated: trajectories of each sum before the training, and after it.
+        trained: trajectories of each sum in a step.
+        steps: number of steps.
+    """
+
+    demonstrated: int = 16
+    evaluated: int = 16
+    trained: int = 4
+    steps: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +107,11 @@ class Framework:
         imported_late: package that starts threads when it is imported (see `warm.py`).
         rules: rules of the orchestra `program`.
         requirements: name of the file in requirements/.
+        sandbox: True if the orchestra confines the program, where this machine can.
+        coding_agent: argument of `code_agent.py`, for an agent that is an npm package.
+        last_reply: reply to the result of a tool, after `reply` has called the tool.
+        vocab: size of the tiny model's vocabulary.
+        schedule: length of the training.
         replies: template of the replies of each agent, by the model name that the program asks for;
             for programs with several agents.
     """
@@ -101,6 +124,11 @@ class Framework:
     imported_late: str = ""
     rules: Mapping[str, object] = field(default_factory=dict)
     requirements: str = "frameworks"
+    sandbox: bool = False
+    coding_agent: str = ""
+    last_reply: str = ""
+    vocab: int = 1024
+    schedule: Schedule = Schedule()
     replies: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -109,9 +137,43 @@ class Framework:
         return ROOT / ENVIRONMENTS[self.requirements] / "bin" / "python"
 
     @property
+    def installed(self) -> bool:
+        """True if the framework's environment or npm packages are there."""
+        return (NPM_PACKAGES / "node_modules" if self.coding_agent else self.python).exists()
+
+    @property
     def agents(self) -> dict[str, str]:
         """Template of the replies by agent; a program without `replies` has one agent."""
         return dict(self.replies) or {"agent": self.reply}
+
+
+def _coding_agent(package: str, name: str, *, tool: str, argument: str, sandbox: bool) -> Framework:
+    """Return a coding agent, which writes a program with its shell tool and then ends.
+
+    Its prompts have tens of thousands of characters, most of them the same in all trajectories. A
+    large vocabulary has long tokens for them. A trajectory takes a second of CPU time, so there are
+    fewer than in the other trainings.
+
+    Args:
+        package: name of the npm package.
+        name: argument of `code_agent.py`.
+        tool: name of the shell tool.
+        argument: the tool's argument with the command.
+        sandbox: True if the agent works in the sandbox.
+    """
+    command = "echo 'print({0})' > answer.py"
+    call = f'{{{{"name": "{tool}", "arguments": {{{{"{argument}": "{command}"}}}}}}}}'
+    return Framework(
+        package=package,
+        ours="code_agent.py",
+        coding_agent=name,
+        sandbox=sandbox,
+        reply=f"```tool\n{call}\n```",
+        last_reply="Done.",
+        vocab=16384,
+        schedule=Schedule(demonstrated=8, evaluated=8, steps=10),
+        rules={"most_calls": 4, "crash": "wrong"},  # a reply may write no program, or a broken one
+    )
 
 
 FRAMEWORKS = {
@@ -184,6 +246,12 @@ FRAMEWORKS = {
         requirements="frameworks-2",
         replies={"planner": "What is {a}+{b}?", "worker": "\\boxed{{{0}}}"},
     ),
+    "Codex": _coding_agent(
+        "@openai/codex", "codex-functions", tool="exec_command", argument="cmd", sandbox=False
+    ),
+    "Claude Code": _coding_agent(
+        "@anthropic-ai/claude-code", "claude", tool="Bash", argument="command", sandbox=True
+    ),
 }
 
 
@@ -214,11 +282,13 @@ class Teacher:
 
     Args:
         reply: template of a reply, with the sum at {0}.
+        last_reply: reply to the result of a tool, or "": `reply`.
         demonstrations: prompts and replies so far.
         times_asked: number of times by prompt.
     """
 
     reply: str
+    last_reply: str = ""
     demonstrations: list[Demonstration] = field(default_factory=list)
     times_asked: Counter[str] = field(default_factory=Counter)
 
@@ -237,10 +307,19 @@ class Teacher:
         if random.random() >= TEACHER_ACCURACY:
             answer = random.choice([wrong for wrong in range(2, 7) if wrong != a + b])
         text = self.reply.format(answer, a=a, b=answer - a)
+        if self.last_reply and messages[-1].role == "tool":
+            text = self.last_reply
         self.demonstrations.append((tuple(prompt), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
+
+
+def framework_teachers(framework: Framework) -> dict[str, Teacher]:
+    """Return a teacher for each agent."""
+    return {
+        agent: Teacher(reply, framework.last_reply) for agent, reply in framework.agents.items()
+    }
 
 
 def shipped_files(framework: Framework) -> list[Path]:
@@ -335,13 +414,26 @@ def fork_server(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]
             server.wait()
 
 
+@contextmanager
+def program_command(framework: Framework, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the command that runs the framework's program, or the coding agent."""
+    if framework.coding_agent:
+        program = str(PROGRAMS / framework.ours)
+        yield (sys.executable, "-I", "-S", program, framework.coding_agent, str(NPM_PACKAGES))
+    else:
+        with fork_server(framework, folder) as command:
+            yield command
+
+
 class FrameworkTeam:
     """The team of a framework's program, with its environment and rewards."""
 
     def __init__(self, command: Sequence[str], seed: int, framework: Framework) -> None:
         rules = {"deadline_s": 120.0, "at_once": 4, **framework.rules}
         models = {"*": next(iter(framework.agents))}
-        options = {"command": list(command), "models": models, "rules": rules}
+        options: dict[str, object] = {"command": list(command), "models": models, "rules": rules}
+        if framework.sandbox and can_confine():
+            options["sandbox"] = list(map(str, AGENT_FILES))
         self.orchestra = OrchestraConfig(name="program", options=options).call
         self.env = build_env(EnvConfig(name="math"))
         self.agents = {
@@ -381,10 +473,10 @@ def accuracy_by_task(groups: Sequence[Group]) -> list[float]:
     ]
 
 
-def make_base_model(demonstrations: Sequence[Demonstration], folder: Path) -> None:
+def make_base_model(demonstrations: Sequence[Demonstration], folder: Path, vocab: int) -> None:
     """Train a tokenizer on the demonstrations, and write it with a model of random weights."""
     base = BaseModelConfig(
-        layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192
+        layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=vocab, positions=8192
     )
     texts: list[str] = []
     for prompt, reply in demonstrations:
@@ -432,7 +524,7 @@ def _supervised_sample(prompt: tuple[int, ...], reply: tuple[int, ...]) -> Sampl
 
 
 async def train_with_rewards(
-    team: FrameworkTeam, models: Mapping[str, Path]
+    team: FrameworkTeam, models: Mapping[str, Path], schedule: Schedule
 ) -> tuple[list[float], list[float], list[float]]:
     """Train the policy of each agent on every sum in each step.
 
@@ -457,10 +549,10 @@ async def train_with_rewards(
     estimator = AdvantageConfig(name="grpo" if len(models) == 1 else "drmas")
     estimators = dict.fromkeys(team.agents, estimator)
 
-    before = accuracy_by_task(await team.play(policies, step=-1, group_size=EVALUATED))
+    before = accuracy_by_task(await team.play(policies, step=-1, group_size=schedule.evaluated))
     curve = []
-    for step in range(STEPS):
-        groups = await team.play(policies, step=step, group_size=TRAINED)
+    for step in range(schedule.steps):
+        groups = await team.play(policies, step=step, group_size=schedule.trained)
         curve.append(fmean(accuracy_by_task(groups)))
         samples = add_advantages(to_samples(groups), estimators)
         for name, trainer in trainers.items():
@@ -469,30 +561,33 @@ async def train_with_rewards(
             for _ in range(UPDATES_PER_STEP):
                 trainer.update(pack(batch, _MAX_LENGTH))
             await engines[name].load_weights(trainer.model.weights(), step + 1)
-    after = accuracy_by_task(await team.play(policies, step=STEPS, group_size=EVALUATED))
+    after = accuracy_by_task(
+        await team.play(policies, step=schedule.steps, group_size=schedule.evaluated)
+    )
     return before, after, curve
 
 
 def train(name: str, folder: Path) -> dict[str, object]:
     """Train a framework's program; return its accuracy before and after, and the interval of its gain."""
     framework = FRAMEWORKS[name]
+    schedule = framework.schedule
     start = time.monotonic()
     cpu_start = time.process_time()
     init_process_groups(rank=0, threads=1)
     try:
-        with fork_server(framework, folder) as command:
+        with program_command(framework, folder) as command:
             team = FrameworkTeam(command, seed=1, framework=framework)
-            teachers = {agent: Teacher(reply) for agent, reply in framework.agents.items()}
-            asyncio.run(team.play(teachers, step=-2, group_size=DEMONSTRATED))
+            teachers = framework_teachers(framework)
+            asyncio.run(team.play(teachers, step=-2, group_size=schedule.demonstrated))
             turns = sum(len(teacher.demonstrations) for teacher in teachers.values())
             models = {}
             for agent, teacher in teachers.items():
                 demonstrations = sorted(teacher.demonstrations, key=repr)
                 base = folder / f"base-{agent}"
                 models[agent] = folder / f"model-{agent}"
-                make_base_model(demonstrations, base)
+                make_base_model(demonstrations, base, framework.vocab)
                 cold_start(demonstrations, base, models[agent])
-            before, after, curve = asyncio.run(train_with_rewards(team, models))
+            before, after, curve = asyncio.run(train_with_rewards(team, models, schedule))
     finally:
         destroy_process_groups()
     gains = [trained - base for base, trained in zip(before, after, strict=True)]
@@ -500,11 +595,11 @@ def train(name: str, folder: Path) -> dict[str, object]:
     return {
         "before": fmean(before),
         "after": fmean(after),
-        "steps": STEPS,
+        "steps": schedule.steps,
         "low": low,
         "high": high,
         "curve": curve,
         "minutes": (time.monotonic() - start) / 60,
         "cpu_minutes": (time.process_time() - cpu_start) / 60,
-        "turns": turns / (DEMONSTRATED * len(before)),
+        "turns": turns / (schedule.demonstrated * len(before)),
     }

@@ -3,10 +3,14 @@
 code_agent.py codex|codex-functions|claude FOLDER      FOLDER has the agents' npm packages
 """
 
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # The models that Codex knows write JavaScript that calls its tools. One that it does not know gets
@@ -36,18 +40,39 @@ def command(agent: str, folder: Path, problem: str) -> list[str]:
         "-c",
         f"model_providers.gateway={{{settings}}}",
         "--skip-git-repo-check",
-        "--dangerously-bypass-approvals-and-sandbox",
+        "--sandbox",
+        "workspace-write",
         *MODELS.get(agent, ()),
     ]
 
 
+@contextmanager
+def numbered_folder() -> Iterator[Path]:
+    """Yield a new folder with the lowest free number.
+
+    The agents write its path into their prompts. A random name would make all prompts different.
+    """
+    for number in itertools.count():
+        folder = Path(tempfile.gettempdir()) / f"agent-{number}"
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        try:
+            yield folder
+        finally:
+            # A process that the agent left running may still write there.
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+
+
 agent = sys.argv[1]
-with tempfile.TemporaryDirectory() as home:
-    repository = Path(home) / "repository"
+with numbered_folder() as home:
+    repository = home / "repository"
     repository.mkdir()
     settings = {
-        "HOME": home,
-        "CODEX_HOME": home,
+        "HOME": str(home),
+        "CODEX_HOME": str(home),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # no call that names the conversation
         "IS_SANDBOX": "1",  # lets Claude Code run commands as root
         "DISABLE_AUTOUPDATER": "1",
