@@ -31,9 +31,9 @@ def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
     orchestra allows. The number of tokens is not, because it assumes a mean length of a turn.
 
     Returns:
-        Workload by policy name.
+        Workload of each policy that an agent plays, by name.
     """
-    return {policy: _policy_workload(config, policy) for policy in config.policies}
+    return {policy: _policy_workload(config, policy) for policy in config.played}
 
 
 def _policy_workload(config: RunConfig, policy: str) -> Workload:

@@ -5,8 +5,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.workload import estimate_workloads
 
 
-def config(experiment: str) -> RunConfig:
-    return RunConfig.from_values(resolve([f"experiment={experiment}"]), experiment)
+def config(experiment: str, *overrides: str) -> RunConfig:
+    return RunConfig.from_values(resolve([f"experiment={experiment}", *overrides]), experiment)
 
 
 def test_two_agents_with_two_loops() -> None:
@@ -41,3 +41,8 @@ def test_alternatives_of_a_turn() -> None:
 def test_nodes_of_a_search_tree_are_shared_by_the_agents() -> None:
     workloads = estimate_workloads(config("marti_mars2_8b"))
     assert workloads["generator_1"].turns == 16 * 8 / 2
+
+
+def test_a_teacher_whom_no_agent_plays_has_no_turns() -> None:
+    teachers = ["+policies.frozen={model: m}", "+policies.solver.teacher={policy: frozen}"]
+    assert set(estimate_workloads(config("demo_math", *teachers))) == {"solver", "verifier"}
