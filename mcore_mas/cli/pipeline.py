@@ -3,12 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mcore_mas import resolve_page_paths
-from mcore_mas.cli.arguments import ConfigDir, ConfigFile, Overrides, SuiteName
+from mcore_mas.cli.arguments import ConfigDir, ConfigFile, Overrides, RunFolder, SuiteName
 from mcore_mas.runtime.stop_signal import ignore_stop_signals, stop_at_start
 
 pipeline_commands = typer.Typer()
@@ -219,3 +219,60 @@ def evaluate_run(
         print(line)
     print(file)
     publish_evaluation(run, lambda line: print(line, file=sys.stderr))
+
+
+@pipeline_commands.command("distill", rich_help_panel=PIPELINE_PANEL)
+def distill_team(
+    run: RunFolder,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the new run; by default {run}_distilled beside the run."),
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="Agent who gives the answer; by default, whose replies are right most often."
+        ),
+    ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            help="Role whose parser reads the model's answers; by default the agent's own or lone_solver."
+        ),
+    ] = None,
+    turns: Annotated[
+        Literal["final", "all"],
+        typer.Option(help="final: learn the answers; all: learn all other turns too."),
+    ] = "final",
+    start: Annotated[
+        Literal["trained", "base"],
+        typer.Option(
+            help="Model of the agent's policy to start from; with base, the trained one teaches it later."
+        ),
+    ] = "trained",
+    newest: Annotated[
+        int | None, typer.Option(min=1, help="Read the trajectories of the last steps only.")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-5,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the replies.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Replies of an update.")] = 64,
+) -> None:
+    """Distil a trained team into one model that answers at one call, and compare the two."""
+    stop_at_start()
+    from mcore_mas.pipeline.distill import DistillSettings, describe, distill
+
+    settings = DistillSettings(
+        agent=agent,
+        role=role,
+        turns=turns,
+        start=start,
+        newest=newest,
+        lr=lr,
+        epochs=epochs,
+        batch=batch,
+    )
+    folder = to or run.with_name(f"{run.name}_distilled")
+    team, student = distill(run, folder, settings)
+    for line in describe(team, student):
+        print(line)
+    print(folder)

@@ -40,7 +40,8 @@ from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Demonstration, Task
 from rollout.teams.collect import Collector
 
-_POLICY = "cold start"
+# Name of policy and agent in the samples of a fine-tuning.
+POLICY = "cold start"
 # Adam's decay rates. The second one is lower than usual because a cold start has few steps.
 _BETAS = (0.9, 0.98)
 
@@ -218,11 +219,13 @@ def _batches(
         demonstrations = list(islice(stream, cold_start.batch))
         if not demonstrations:
             return
-        samples = [_make_sample(demonstration, renderer) for demonstration in demonstrations]
-        yield weigh(samples, {_POLICY: 1.0})
+        samples = [
+            demonstration_sample(demonstration, renderer) for demonstration in demonstrations
+        ]
+        yield weigh(samples, {POLICY: 1.0})
 
 
-def _make_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+def demonstration_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
     """Return a demonstration as a sample whose assistant tokens are trained.
 
     All samples name the same agent, because a micro-batch holds samples of one agent and gradients
@@ -230,8 +233,8 @@ def _make_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
     """
     ids, trained = renderer.tokenize_dialogue(demonstration.messages)
     return Sample(
-        policy=_POLICY,
-        agent=_POLICY,
+        policy=POLICY,
+        agent=POLICY,
         task="",
         trajectory="",
         turn=0,

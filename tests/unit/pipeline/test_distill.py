@@ -1,0 +1,130 @@
+"""Distillation of a team into one model: from recorded replies to a run of one agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.pipeline.distill import (
+    DistillSettings,
+    TeamCost,
+    describe,
+    distill,
+    problem_only,
+)
+from rollout.base.ownership import FolderError
+from rollout.config.agents import build_team
+from rollout.config.environment import build_env
+from rollout.config.tasks import prepared_tasks
+from rollout.engines import ChatState, PolicyReply
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory import EMPTY_COMPLETION, Message, Sampling
+from rollout.teams.collect import Collector
+from tests.support.run_folder import make_run
+
+
+def test_a_template_keeps_only_the_problem() -> None:
+    template = "{problem}\n\n{team_context}Answer within \\boxed{{}}."
+    assert problem_only(template) == "{problem}\n\nAnswer within \\boxed{{}}."
+
+
+def test_the_comparison_is_in_shares_of_the_team() -> None:
+    team = TeamCost(accuracy=0.8, sampled=50.0, read=150.0)
+    student = TeamCost(accuracy=0.76, sampled=20.0, read=40.0)
+    assert describe(team, student) == [
+        "team: 80.0 % right, 50.0 tokens sampled and 150.0 read per task",
+        "one model: 76.0 % right, 20.0 tokens sampled and 40.0 read per task",
+        # 0.76 / 0.8, 20 / 50 and 60 / 200
+        "one model of the team: 95% of the accuracy, 40% of the tokens sampled, 30% of all tokens",
+    ]
+
+
+@dataclass
+class Scripted:
+    """Policy of solver and verifier: right answers to even tasks, which the verifier approves."""
+
+    answers: dict[str, str]
+
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
+        prompt = messages[-1].content
+        text = "<verify>approve</verify>"
+        if not prompt.startswith("Check: "):
+            text = f"\\boxed{{{self.answers[prompt]}}}"
+        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=EMPTY_COMPLETION)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a finished run whose team gave a right answer to every second of its 12 tasks."""
+    run = make_run(tmp_path, "evaluation.samples=1")
+    config = RunConfig.load(run / "config.yaml")
+    tasks = prepared_tasks(run / "tasks", "train")
+    answers = {
+        task.prompt: task.answers[0] if number % 2 == 0 else "no"
+        for number, task in enumerate(tasks)
+    }
+    policy = Scripted(answers)
+    collector = Collector(
+        team=build_team(config.agents, dict.fromkeys(config.policies, policy)),
+        make_env=build_env(config.env),
+        orchestra=config.orchestra.call,
+        seed=1,
+        step=0,
+    )
+    groups = asyncio.run(collector.collect(tasks, 2))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    (run / "train" / "trajectories").mkdir(parents=True)
+    write_trajectories(run / "train" / "trajectories" / "step_000000.parquet", trajectories)
+    # No policy was trained, so the models are those of the config.
+    (run / "train" / "done.json").write_text(json.dumps({"policies": {}, "sha256": {}}))
+    return run
+
+
+@pytest.mark.slow
+def test_one_model_learns_the_right_answers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "one"
+    settings = DistillSettings(start="base", lr=3e-3, epochs=30, batch=6)
+    team, student = distill(run, to, settings)
+    # Two samples of six tasks give the same reply, which is learned once.
+    assert "6 right answers of solver\n" in capsys.readouterr().out
+    assert 0 <= team.accuracy <= 1
+    assert student.sampled > 0
+    assert student.read < team.read
+
+    config = RunConfig.load(to / "config.yaml")
+    assert list(config.agents) == ["player"]
+    assert config.orchestra.name == "single"
+    assert config.agents["player"].user == "{problem}"
+    # In a training of the new run, the agent's trained model is the teacher.
+    assert config.models == {
+        "student": str(to / "bootstrap" / "model"),
+        "teacher": str(run / "base"),
+    }
+    assert config.teachers["student"].policy == "teacher"
+    assert config.trained == ("student",)
+    assert json.loads((to / "evaluation" / "base.json").read_text())["replies"] == 6
+
+    with pytest.raises(FolderError, match="something is there already"):
+        distill(run, to, settings)
+
+
+def test_what_cannot_be_learned_is_one_line(run: Path, tmp_path: Path) -> None:
+    to = tmp_path / "one"
+    with pytest.raises(ConfigError, match="--agent coder: not in the team; agents: solver, verif"):
+        distill(run, to, DistillSettings(agent="coder"))
+    with pytest.raises(ConfigError, match="none of 12 right answers of the team is right as a re"):
+        distill(run, to, DistillSettings(agent="verifier"))
+    assert not to.exists()
+    (run / "train" / "trajectories" / "step_000000.parquet").unlink()
+    with pytest.raises(ConfigError, match="0 files of trajectories have no success to learn from"):
+        distill(run, to, DistillSettings())
