@@ -23,11 +23,13 @@ class GpuFlatIndex:
     def __init__(self, index: faiss.IndexFlat) -> None:
         """Copy the vectors of `index`; raise RetrievalError if FAISS has no GPU."""
         library: Any = faiss
-        if not hasattr(library, "GpuMultipleClonerOptions") or not library.get_num_gpus():
+        if not hasattr(library, "GpuMultipleClonerOptions"):
             raise RetrievalError(
-                "FAISS finds no GPU on this machine; use the interpreter of "
-                "retrieval/environment.yml, or device cpu"
+                "FAISS is installed for CPUs only; run `pip install --force-reinstall --no-deps faiss-gpu` "
+                "after `pip install 'mcore-mas[faiss-gpu]'`, or use device cpu"
             )
+        if not library.get_num_gpus():
+            raise RetrievalError("FAISS finds no GPU on this machine; use device cpu")
         options = library.GpuMultipleClonerOptions()
         options.shard = True
         options.useFloat16 = True

@@ -13,8 +13,15 @@ from retrieval.index import Index
 from tests.support.retrieval import index_over, unit_vectors
 
 
-def test_a_machine_without_gpus_is_refused() -> None:
-    with pytest.raises(RetrievalError, match="FAISS finds no GPU on this machine; use the inter"):
+def test_faiss_for_cpus_and_a_machine_without_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(faiss, "GpuMultipleClonerOptions", raising=False)
+    with pytest.raises(RetrievalError, match="FAISS is installed for CPUs only; run `pip install"):
+        GpuFlatIndex(faiss.IndexFlatIP(2))
+    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", ClonerOptions, raising=False)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
+    with pytest.raises(RetrievalError, match="FAISS finds no GPU on this machine; use device cpu"):
         GpuFlatIndex(faiss.IndexFlatIP(2))
 
 
