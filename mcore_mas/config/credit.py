@@ -70,10 +70,26 @@ class LossConfig(Choice):
     entropy: float = Field(0.0, ge=0)
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    # Weights of π_old with a correction: those at the "start" of the step, or those that "sampled" each token.
+    old_policy: Literal["start", "sampled"] = "start"
     # "agents": rescale the gradients of a policy's agents, so that their norms are in proportion to the loss weights.
     balance: Literal["none", "agents"] = "none"
     # "effective_samples": multiply the learning rate of an update by √(effective sample size / number of replies).
     lr_scale: Literal["none", "effective_samples"] = "none"
+
+    @model_validator(mode="after")
+    def _check_old_policy(self) -> Self:
+        if self.old_policy == "sampled" and self.correction.name == "none":
+            raise ValueError(
+                "old_policy 'sampled' needs a correction, such as correction.name tis; without one the ratio is "
+                "against the engine's log-probabilities, which are those of the sampling weights already"
+            )
+        return self
+
+    @property
+    def scores_sampling_weights(self) -> bool:
+        """True if π_old of a token is the trainer's policy with the weights that sampled it."""
+        return self.old_policy == "sampled" and self.correction.name != "none"
 
     @model_validator(mode="after")
     def _check_norm(self) -> Self:

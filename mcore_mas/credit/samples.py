@@ -10,7 +10,7 @@ import torch
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
 from rollout.records.grouping import group_pairs
 from rollout.records.seeds import derive_seed
-from rollout.records.trajectory import REPLAY_OUTCOME, Group, Status, Turn
+from rollout.records.trajectory import REPLAY_OUTCOME, Group, Status, Turn, VersionSpan
 
 TurnId = tuple[str, str, int]  # trajectory, node and turn number identify a turn within a step
 
@@ -32,6 +32,7 @@ class Sample:
         state: digest of the environment's description of its present state, without history; or of the
             agent's prompt if the environment describes no state.
         version: oldest version of the weights that sampled any token.
+        versions: versions that sampled the tokens; (): `version` sampled all of them.
         age: number of weight updates between `version` and the weights being trained.
         prompt_ids: [P].
         completion_ids: [C].
@@ -47,7 +48,8 @@ class Sample:
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
         behaviour: [C] log-probabilities of the sampler.
-        proximal: [C] log-probabilities under the weights at the start of the step.
+        proximal: [C] log-probabilities under the weights of π_old; NaN or None: those at the start of
+            the step.
         reference: [C] log-probabilities under the frozen reference.
         teacher: [C] log-probabilities under the policy's teacher.
         penalties: [C] subtracted from the reward token by token.
@@ -67,6 +69,7 @@ class Sample:
     node: str = ""
     state: str = ""
     version: int = 0
+    versions: tuple[VersionSpan, ...] = ()
     age: int = 0
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -99,6 +102,12 @@ class Sample:
     def id(self) -> TurnId:
         """Identity of the turn within a step."""
         return self.trajectory, self.node, self.turn
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Spans of tokens that one version of the weights sampled."""
+        whole = VersionSpan(version=self.version, start=0, end=len(self.completion_ids))
+        return self.versions or (whole,)
 
     @property
     def is_alternative(self) -> bool:
@@ -151,6 +160,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         node=turn.node,
                         state=turn.anchor or turn.state_key,
                         version=turn.oldest_version,
+                        versions=turn.versions,
                         prompt_ids=turn.prompt_ids,
                         completion_ids=turn.completion_ids,
                         trained=(False,) * len(turn.completion_ids) if turn.masked else None,
@@ -178,6 +188,23 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
         if turn.round in rewards:
             rewards[turn.round] += turn.scores.get("penalty", 0.0)
     return tuple(rewards[number] for number in takewhile(rewards.__contains__, count()))
+
+
+def with_proximal(sample: Sample, version: int, logprobs: Sequence[float] | None) -> Sample:
+    """Set `proximal` of the tokens that a version of the weights sampled; None leaves the sample as it is.
+
+    Args:
+        sample: sample whose `proximal` may be set already for tokens of other versions.
+        version: the version.
+        logprobs: [C] log-probabilities of all tokens.
+    """
+    if logprobs is None:
+        return sample
+    proximal = list(sample.proximal or (math.nan,) * len(sample.completion_ids))
+    for span in sample.version_spans:
+        if span.version == version:
+            proximal[span.start : span.end] = logprobs[span.start : span.end]
+    return replace(sample, proximal=tuple(proximal))
 
 
 def align(

@@ -47,8 +47,8 @@ class TokenBatch:
         entropy: [N] nats; carries the gradient where `entropy_coef` is not zero.
         kl_coef: [N] factor of the KL term; None without a KL term.
         entropy_coef: [N] factor of the entropy bonus.
-        proximal: [N] log-probabilities under the weights at the start of the step; None or NaN if
-            these are the current weights.
+        proximal: [N] log-probabilities under the weights of π_old; None or NaN if these are the
+            current weights.
         reference: [N] log-probabilities of the frozen reference; NaN where `kl_coef` is zero.
     """
 

@@ -89,9 +89,9 @@ class Microbatch:
         weights: [N] float32 weights in the loss, divided by the denominator of the update.
         kl_coef: [N] float32 coefficients of the KL term.
         entropy_coef: [N] float32 coefficients of the entropy bonus.
-        proximal: [N] float32 log-probabilities under the weights at the start of the step. This and
-            the next three columns are NaN in the rows of a sample that has no such values, and None
-            if no sample has any.
+        proximal: [N] float32 log-probabilities under the weights of π_old. This and the next three
+            columns are NaN in the rows of a sample that has no such values, and None if no sample
+            has any.
         reference: [N] float32 log-probabilities under the frozen reference model.
         values: [N] float32 values of the critic at the start of the step.
         returns: [N] float32 targets of the critic.

@@ -235,9 +235,9 @@ def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
 def estimate_host_memory(config: RunConfig, models: Models) -> float:
     """Estimate the bytes of host memory that the trainers of a run take on all machines together.
 
-    A rank has in host memory the weights of the reference and the moments that are kept there. It
-    also has, at different times, its offloaded state and the sum of the agents' gradients. Saving a
-    checkpoint takes a copy of the checkpoint.
+    A rank has in host memory the weights of the reference and of earlier versions, and the moments
+    that are kept there. It also has, at different times, its offloaded state and the sum of the
+    agents' gradients. Saving a checkpoint takes a copy of the checkpoint.
     """
     checkpoints = [
         checkpoint_bytes(models[policy], trainer_settings(config, policy).values())
@@ -250,8 +250,14 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
         uses_reference = for_policy(config, name).loss.kl.coef > 0 and part == "trainer"
         # With adapters, the reference is the model without them, which is in memory already.
         reference = memory.weights if uses_reference and policy.lora is None else 0.0
+        # Copies of the weights that sampled the replies; with adapters only those are copied.
+        keeps_versions = for_policy(config, name).loss.scores_sampling_weights
+        versions = 0.0
+        if keeps_versions and part == "trainer" and policy.lora is None:
+            versions = memory.weights * config.staleness_of(name)
 
-        per_rank = max(offloaded, memory.host_gradient_sum) + memory.host_moments + reference
+        per_rank = max(offloaded, memory.host_gradient_sum) + memory.host_moments
+        per_rank += reference + versions
         ranks += per_rank * policy.ranks
     return sum(checkpoints) + ranks
 

@@ -115,8 +115,16 @@ class TrainerGroup:
             metrics["peak_flops"] = self._ranks.peak_flops * device_s
         return metrics
 
+    async def keep_version(self, version: int, count: int) -> None:
+        """Copy the present weights to host memory; see `ShardedModel.keep_version`."""
+        await self._ranks.call(self.policy, "keep_version", version, count)
+
     async def score(
-        self, microbatches: Sequence[Microbatch], *, reference: bool = False
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        reference: bool = False,
+        version: int | None = None,
     ) -> list[Tensor]:
         """Compute the log-probabilities of all labels, or a critic's values; see `MegatronTrainer.score`.
 
@@ -124,7 +132,7 @@ class TrainerGroup:
             For each micro-batch with N labels, a float32 tensor [N] on the CPU.
         """
         shared = share_microbatches(microbatches)
-        results = await self._ranks.call(self.policy, "score", shared, reference)
+        results = await self._ranks.call(self.policy, "score", shared, reference, version)
         # Arrays of the object store are read-only, which tensors cannot be.
         return [torch.from_numpy(score.copy()) for score in results[0]]
 

@@ -144,10 +144,19 @@ class TrainerRank:
             metrics = self._trainers[policy].update(map_microbatches(shared), position)
         return metrics, time.perf_counter() - started
 
-    def score(self, policy: str, shared: SharedMicrobatches, reference: bool) -> list[Any]:
+    def keep_version(self, policy: str, version: int, count: int) -> None:
+        """Copy the present weights to host memory; see `ShardedModel.keep_version`."""
+        with self._phase("keep_version"):
+            self._trainers[policy].keep_version(version, count)
+
+    def score(
+        self, policy: str, shared: SharedMicrobatches, reference: bool, version: int | None
+    ) -> list[Any]:
         """Return the scores of each micro-batch, as float32 arrays [N], on rank 0; [] on other ranks."""
         with self._phase("score"):
-            scores = self._trainers[policy].score(map_microbatches(shared), reference=reference)
+            scores = self._trainers[policy].score(
+                map_microbatches(shared), reference=reference, version=version
+            )
         return [score.numpy() for score in scores] if self._rank == 0 else []
 
     def send_weights(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:

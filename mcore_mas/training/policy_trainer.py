@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 
+import torch
 from torch import Tensor
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl, teacher_kl
-from mcore_mas.credit.samples import Sample, TurnId, align, mini_batches, split, weigh
+from mcore_mas.credit.samples import (
+    Sample,
+    TurnId,
+    align,
+    mini_batches,
+    split,
+    weigh,
+    with_proximal,
+)
 from mcore_mas.equations.balance import gradient_shares
 from mcore_mas.equations.divergence import (
     GAP_BOUNDS,
@@ -84,6 +93,11 @@ class PolicyTrainer:
         self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
         self._schedule_positions = schedule_positions(config, policy)
+        # Versions whose weights the trainer keeps, the oldest first, and their largest number.
+        self._kept_versions: list[int] = []
+        self._kept_count = 0
+        if self._config.loss.scores_sampling_weights:
+            self._kept_count = config.staleness_of(policy)
         # Number of steps in a row without any finite gradient, whose updates were all skipped.
         self._steps_without_gradient = 0
 
@@ -147,14 +161,25 @@ class PolicyTrainer:
             )
         return UpdateBatch(samples=samples, packed=packed, critic_packed=critic_packed)
 
-    async def score(self, batches: Sequence[UpdateBatch]) -> None:
+    async def score(self, batches: Sequence[UpdateBatch], version: int = 0) -> None:
         """Set reference log-probabilities and the critic's values of all samples, as configured.
 
         With a KL penalty in the reward, also set the penalty of each token; with a KL term in the
-        loss, its coefficient.
+        loss, its coefficient. With `loss.old_policy: sampled`, also set the log-probabilities of
+        tokens that older weights sampled.
+
+        Args:
+            batches: batches that `make_batches` returned.
+            version: version of the present weights.
         """
         if not batches:
             return
+
+        if self._kept_count:
+            await self._score_at_versions(batches, version)
+            await self._group.keep_version(version, self._kept_count)
+            versions = dict.fromkeys([*self._kept_versions, version])
+            self._kept_versions = list(versions)[-self._kept_count :]
 
         if self.kl_coef:
             rows_by_batch = await _score_packed(
@@ -175,6 +200,33 @@ class PolicyTrainer:
                     replace(sample, values=row)
                     for sample, row in zip(batch.samples, rows, strict=True)
                 ]
+
+    async def _score_at_versions(self, batches: Sequence[UpdateBatch], present: int) -> None:
+        """Set `proximal` of tokens that older weights than the present ones sampled, under those weights.
+
+        After a restart the trainer has no older weights. Then the engine's log-probabilities take the
+        place of the trainer's.
+        """
+        samples = {sample.id: sample for batch in batches for sample in batch.samples}
+        older = {span.version for sample in samples.values() for span in sample.version_spans}
+        for version in sorted(older - {present}):
+            at_version = [
+                sample
+                for sample in samples.values()
+                if version in {span.version for span in sample.version_spans}
+            ]
+            rows: Sequence[tuple[float, ...] | None] = [sample.behaviour for sample in at_version]
+            if version in self._kept_versions:
+                max_tokens = self._config.trainer.microbatch_tokens
+                packed = PackedSamples(
+                    at_version, max_tokens, self._group.cost_model, self._grammars
+                )
+                score = partial(self._group.score, version=version)
+                (rows,) = await _score_packed([packed], score)
+            for sample, row in zip(at_version, rows, strict=True):
+                samples[sample.id] = with_proximal(sample, version, row)
+        for batch in batches:
+            batch.samples = [samples[sample.id] for sample in batch.samples]
 
     def _with_reference(self, sample: Sample, reference: tuple[float, ...]) -> Sample:
         """Set the reference log-probabilities of a sample, and its KL penalty or coefficient."""
@@ -283,15 +335,19 @@ class PolicyTrainer:
         return result
 
     async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """Return the micro-batches with `proximal` set.
+        """Return the micro-batches with `proximal` of all tokens.
 
-        These are the log-probabilities under the weights at the start of the step.
+        Tokens that have none get the log-probability under the weights at the start of the step.
         """
         scores = await self._group.score(microbatches)
-        return [
-            replace(microbatch, proximal=score)
-            for microbatch, score in zip(microbatches, scores, strict=True)
-        ]
+        result = []
+        for microbatch, score in zip(microbatches, scores, strict=True):
+            proximal = score
+            if microbatch.proximal is not None:
+                is_unknown = microbatch.proximal.isnan()
+                proximal = torch.where(is_unknown, score, microbatch.proximal)
+            result.append(replace(microbatch, proximal=proximal))
+        return result
 
     async def _update_once(
         self,

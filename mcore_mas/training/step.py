@@ -113,7 +113,10 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     batches = {
         policy: trainers[policy].make_batches(samples, number) for policy in trained_policies
     }
-    await gather_or_cancel(trainers[policy].score(batches[policy]) for policy in trained_policies)
+    await gather_or_cancel(
+        trainers[policy].score(batches[policy], session.weight_sync[policy].versions[-1])
+        for policy in trained_policies
+    )
     scored: dict[TurnId, Sample] = {}
     for policy_batches in batches.values():
         for batch in policy_batches:

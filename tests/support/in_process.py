@@ -79,10 +79,17 @@ class Group:
         self.updates.append(list(microbatches))
         return self.trainer.update(microbatches, at)
 
+    async def keep_version(self, version: int, count: int) -> None:
+        self.trainer.keep_version(version, count)
+
     async def score(
-        self, microbatches: Sequence[Microbatch], *, reference: bool = False
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        reference: bool = False,
+        version: int | None = None,
     ) -> list[Tensor]:
-        return self.trainer.score(microbatches, reference=reference)
+        return self.trainer.score(microbatches, reference=reference, version=version)
 
     async def send_weights(self, route: SyncRoute, version: int) -> WeightUpdate:
         return handed_over(version)

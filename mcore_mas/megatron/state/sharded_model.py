@@ -104,6 +104,9 @@ class ShardedModel:
         # Host copy of the reference model's weights, None until its first use. In `reference()` it
         # holds the trained weights instead.
         self._reference_memory: BlockMemory | None = None
+        # Host copies of the trained weights of earlier versions, the oldest first. In `at_version()`
+        # the copy of that version holds the present weights instead.
+        self._version_memory: dict[int, BlockMemory] = {}
         # Plans of `weights` and `adapter`, by these names.
         self._plans: dict[str, ExportPlan] = {}
         self._load(shared=base.frozen_names() if base is not None else set())
@@ -133,6 +136,37 @@ class ShardedModel:
             yield
         finally:
             self._swap_reference(trained, adapters_enabled=True)
+
+    def keep_version(self, version: int, count: int) -> None:
+        """Copy the trained weights of this rank to host memory, as those of `version`.
+
+        Args:
+            version: version that the engine serves these weights as.
+            count: number of copies to keep; older ones are dropped.
+        """
+        if version in self._version_memory:
+            return
+        memory = BlockMemory()
+        while len(self._version_memory) >= count:
+            memory = self._version_memory.pop(next(iter(self._version_memory)))
+        for part, slot in memory.slots(flat_storages(self.trained_parameters.values())):
+            slot.copy_(part, non_blocking=True)
+        self._version_memory[version] = memory
+
+    def drop_versions(self) -> None:
+        """Drop the copies of all earlier versions."""
+        self._version_memory.clear()
+
+    @contextmanager
+    def at_version(self, version: int) -> Iterator[None]:
+        """Make this the model of a kept version in a block; afterwards it has the same bits as before."""
+        trained = flat_storages(self.trained_parameters.values())
+        memory = self._version_memory[version]
+        memory.swap(trained)
+        try:
+            yield
+        finally:
+            memory.swap(trained)
 
     def _load_reference(self, trained: Sequence[Tensor]) -> BlockMemory:
         """Load the reference's weights to host memory.

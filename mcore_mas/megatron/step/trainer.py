@@ -120,7 +120,17 @@ class MegatronTrainer:
         self._gather_weights()
         return self._model
 
-    def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
+    def keep_version(self, version: int, count: int) -> None:
+        """Copy the present weights to host memory; see `ShardedModel.keep_version`."""
+        self.model.keep_version(version, count)
+
+    def score(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        reference: bool = False,
+        version: int | None = None,
+    ) -> list[Tensor]:
         """Compute the log-probabilities of all labels at their temperatures, or a critic's values.
 
         Args:
@@ -128,11 +138,15 @@ class MegatronTrainer:
             reference: True to compute them with the frozen weights of `spec.model`. These are read
                 on first use and kept as one copy of the shard in host memory; a policy with
                 adapters leaves its adapters out and needs no copy.
+            version: version whose weights `keep_version` has copied, to compute them with these.
 
         Returns:
             Scores [N] float32 of each micro-batch, on the CPU and the same on every rank.
         """
         self._check_not_offloaded()
+        if version is not None:
+            with self.model.at_version(version):
+                return self._pipeline.score(microbatches)
         if not reference:
             return self._pipeline.score(microbatches)
 
@@ -313,6 +327,7 @@ class MegatronTrainer:
             ModelError: they are of another model, or incomplete.
         """
         self._gather_weights()
+        self._model.drop_versions()
         record = self._checkpoint.restore(folder)
         self.updates = record["updates"]
         self._spikes = {

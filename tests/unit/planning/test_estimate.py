@@ -194,6 +194,11 @@ def test_host_memory_has_a_checkpoint_offloaded_state_and_the_reference() -> Non
     with_reference = one_policy("loss.kl.coef=0.1")
     assert estimate_host_memory(with_reference, models) == checkpoint + reference
 
+    versions = 2 * 3 * 2 * n  # of two ranks: the weights of the last three versions
+    correction = ("loss.correction={name: tis}", "+loss.old_policy=sampled")
+    with_versions = one_policy("trainer.staleness=3", *correction)
+    assert estimate_host_memory(with_versions, models) == checkpoint + versions
+
     moments = 8 * n
     on_host = one_policy("policies.shared.host_moments=true")
     assert estimate_host_memory(on_host, models) == checkpoint + moments

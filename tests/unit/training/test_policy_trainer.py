@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, schedule_length
@@ -17,6 +18,7 @@ from mcore_mas.packing.pack import pack
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer, schedule_positions
+from rollout.records.trajectory import VersionSpan
 from tests.support.simulated import SimulatedGang
 
 CRITIC = (
@@ -322,3 +324,84 @@ def test_the_effective_sample_size_is_measured_if_replies_may_be_older_or_it_sca
     assert settings() == (False, False)
     assert settings("trainer.staleness=1") == (True, False)
     assert settings("loss.lr_scale=effective_samples") == (True, True)
+
+
+class VersionedGroup(SimulatedGang):
+    """Simulated trainer whose log-probabilities are -10 minus the version of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 0.0)
+        self.kept: list[tuple[int, int]] = []
+
+    async def keep_version(self, version, count):
+        self.kept.append((version, count))
+
+    async def score(self, microbatches, reference=False, version=None):
+        assert version is None or version in dict(self.kept)
+        logprob = -1.0 if version is None else -10.0 - version
+        return [torch.full_like(batch.behaviour, logprob) for batch in microbatches]
+
+
+class TestOldPolicyOfTheSamplingWeights:
+    SAMPLED = ("trainer.staleness=2", "loss=tis", "+loss.old_policy=sampled")
+
+    def proximal(
+        self, *overrides: str, steps: int, versions: tuple[tuple[int, int, int], ...]
+    ) -> tuple[float, ...] | None:
+        """Return `proximal` of a reply of two tokens in the last of some steps.
+
+        Args:
+            overrides: of the config.
+            steps: number of steps; the version of the weights is the number of the step.
+            versions: version, start and end of the spans of tokens that one version sampled.
+        """
+        trainer = make_trainer(make_config(*overrides), VersionedGroup())
+        spans = tuple(
+            VersionSpan(version=version, start=start, end=end) for version, start, end in versions
+        )
+        sample = replace(make_sample(0), versions=spans, behaviour=(-0.5, -0.25))
+        for step in range(steps):
+            batches = trainer.make_batches([sample], step)
+            asyncio.run(trainer.score(batches, step))
+        return batches[0].samples[0].proximal
+
+    def test_each_token_is_scored_by_the_weights_that_sampled_it(self) -> None:
+        first, second = self.proximal(*self.SAMPLED, steps=3, versions=((1, 0, 1), (2, 1, 2)))
+        assert first == -11.0
+        assert math.isnan(second)  # the present weights, which the update scores
+
+    def test_two_versions_back_are_kept_with_a_staleness_of_two(self) -> None:
+        proximal = self.proximal(*self.SAMPLED, steps=3, versions=((0, 0, 1), (1, 1, 2)))
+        assert proximal == (-10.0, -11.0)
+
+    def test_after_a_restart_the_engines_logprobs_take_their_place(self) -> None:
+        trainer = make_trainer(make_config(*self.SAMPLED), VersionedGroup())
+        sample = replace(make_sample(0), version=4, behaviour=(-0.5, -0.25))
+        batches = trainer.make_batches([sample], 5)
+        asyncio.run(trainer.score(batches, 5))
+        assert batches[0].samples[0].proximal == (-0.5, -0.25)
+
+    def test_by_default_old_is_the_policy_at_the_start_of_the_step(self) -> None:
+        default = ("trainer.staleness=2", "loss=tis")
+        assert self.proximal(*default, steps=3, versions=((1, 0, 2),)) is None
+
+    def test_later_updates_of_a_step_keep_the_scores_of_the_sampling_weights(self) -> None:
+        group = VersionedGroup()
+        trainer = make_trainer(make_config(*self.SAMPLED, "+trainer.passes=2"), group)
+        spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+        sample = replace(make_sample(0), versions=spans)
+
+        async def take_steps() -> None:
+            for step in range(2):
+                batches = trainer.make_batches([sample], step)
+                await trainer.score(batches, step)
+            await trainer.update(batches, batches[0].samples, 1)
+
+        asyncio.run(take_steps())
+        assert group.kept == [(0, 2), (1, 2)]
+        for microbatches in group.updates:
+            assert microbatches[0].proximal.tolist() == [-10.0, -1.0]
+
+    def test_it_needs_a_correction(self) -> None:
+        with pytest.raises(ConfigError, match="old_policy 'sampled' needs a correction"):
+            make_config("+loss.old_policy=sampled")
