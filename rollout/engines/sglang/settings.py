@@ -187,7 +187,9 @@ class SGLangSettings:
     @property
     def seeded(self) -> bool:
         """True if SGLang samples by the seed of a request."""
-        return bool(self.arguments.get("enable-deterministic-inference"))
+        # SGLang turns deterministic inference on by itself for a target.
+        names = ("enable-deterministic-inference", "rl-on-policy-target")
+        return any(self.arguments.get(name) for name in names)
 
     def read_members(self) -> list[str]:
         """Return the URLs that the file `members` has now; none without a file.

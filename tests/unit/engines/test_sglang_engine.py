@@ -547,3 +547,17 @@ def test_a_failure_in_a_stream_is_an_engine_error() -> None:
     )
     with pytest.raises(EngineError, match="SGLang /generate: out of memory"):
         reply.result("/generate")
+
+
+@pytest.mark.parametrize(
+    ("options", "seeded"),
+    [
+        ({}, False),
+        ({"enable-deterministic-inference": True}, True),
+        ({"rl-on-policy-target": "fsdp"}, True),  # includes deterministic inference
+    ],
+)
+def test_seeds_are_sent_where_sglang_samples_by_them(
+    make: Make, options: dict[str, Any], seeded: bool
+) -> None:
+    assert make(options=options).settings.seeded is seeded
