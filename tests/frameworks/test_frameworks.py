@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from rollout.records.trajectory import Message, Sampling
 from tests.frameworks.__main__ import (
     BEGIN,
     END,
@@ -50,6 +51,20 @@ def test_an_unchanged_program_of_the_framework_is_played(name: str, tmp_path: Pa
     # The last agent's answer is the program's answer. It is right if every agent's reply is right.
     expected_accuracy = TEACHER_ACCURACY ** len(teachers)
     assert abs(fmean(accuracy_by_task(groups)) - expected_accuracy) < 0.34
+
+
+def test_the_teacher_of_a_coding_agent_ends_after_the_result_of_its_call() -> None:
+    (teacher,) = framework_teachers(FRAMEWORKS["Claude Code"]).values()
+    question = Message(role="user", content="What is 1+1?")
+    call = asyncio.run(teacher.say((question,), Sampling())).text
+    result = Message(role="tool", content="", answers="1")
+    messages = (question, Message(role="assistant", content="", raw=call), result)
+    last = asyncio.run(teacher.say(messages, Sampling())).text
+    assert re.fullmatch(
+        r'```tool\n{"name": "Bash", "arguments": {"command": "echo \'print\(\d\)\' > answer.py"}}\n```',
+        call,
+    )
+    assert last == "Done."
 
 
 def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:

@@ -147,7 +147,9 @@ class Framework:
         return dict(self.replies) or {"agent": self.reply}
 
 
-def _coding_agent(package: str, name: str, *, tool: str, argument: str, sandbox: bool) -> Framework:
+def _coding_agent(
+    package: str, name: str, *, tool: str, argument: str, sandbox: bool, schedule: Schedule
+) -> Framework:
     """Return a coding agent, which writes a program with its shell tool and then ends.
 
     Its prompts have tens of thousands of characters, most of them the same in all trajectories. A
@@ -160,6 +162,7 @@ def _coding_agent(package: str, name: str, *, tool: str, argument: str, sandbox:
         tool: name of the shell tool.
         argument: the tool's argument with the command.
         sandbox: True if the agent works in the sandbox.
+        schedule: length of the training.
     """
     command = "echo 'print({0})' > answer.py"
     call = f'{{{{"name": "{tool}", "arguments": {{{{"{argument}": "{command}"}}}}}}}}'
@@ -170,9 +173,10 @@ def _coding_agent(package: str, name: str, *, tool: str, argument: str, sandbox:
         sandbox=sandbox,
         reply=f"```tool\n{call}\n```",
         last_reply="Done.",
-        vocab=16384,
-        schedule=Schedule(demonstrated=8, evaluated=8, steps=10),
-        rules={"most_calls": 4, "crash": "wrong"},  # a reply may write no program, or a broken one
+        vocab=20480,
+        schedule=schedule,
+        # A reply may write no program, or a broken one.
+        rules={"most_calls": 4, "crash": "wrong", "at_once": 8},
     )
 
 
@@ -247,10 +251,20 @@ FRAMEWORKS = {
         replies={"planner": "What is {a}+{b}?", "worker": "\\boxed{{{0}}}"},
     ),
     "Codex": _coding_agent(
-        "@openai/codex", "codex-functions", tool="exec_command", argument="cmd", sandbox=False
+        "@openai/codex",
+        "codex-functions",
+        tool="exec_command",
+        argument="cmd",
+        sandbox=False,
+        schedule=Schedule(demonstrated=8, evaluated=8, steps=10),
     ),
     "Claude Code": _coding_agent(
-        "@anthropic-ai/claude-code", "claude", tool="Bash", argument="command", sandbox=True
+        "@anthropic-ai/claude-code",
+        "claude",
+        tool="Bash",
+        argument="command",
+        sandbox=True,
+        schedule=Schedule(demonstrated=4, evaluated=4, steps=8),
     ),
 }
 
