@@ -12,6 +12,7 @@ repository   an issue, a patch of files (patches, protected_files), hidden tests
 search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)
 mcp          tool calls to MCP servers, then an answer
 verifiers    episodes that the package verifiers plays (verifiers_worker)
+openenv      worlds at servers that speak OpenEnv's protocol (openenv_session)
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker,
              leduc_poker, tic_tac_toe: zero-sum games of two agents, whose strategies are measured
@@ -31,6 +32,7 @@ from rollout.environments.games.game import game_env
 from rollout.environments.games.zero_sum import zero_sum_env
 from rollout.environments.math import MathEnv
 from rollout.environments.mcp import McpEnv, mcp_tools
+from rollout.environments.openenv import OpenEnvEnv
 from rollout.environments.protocol import Env
 from rollout.environments.repository import RepositoryEnv
 from rollout.environments.search import SearchEnv
@@ -46,6 +48,7 @@ ENVS: dict[str, Callable[..., Env]] = {
     "gymnasium": GymnasiumEnv,
     "math": MathEnv,
     "mcp": McpEnv,
+    "openenv": OpenEnvEnv,
     "repository": RepositoryEnv,
     "search": SearchEnv,
     "verifiers": VerifiersEnv,

@@ -50,9 +50,8 @@ class Scene:
 class WorldEnv:
     """A game of a text world; the first of a task's `answers` is the key of the game.
 
-    Calls of the world block, and are made in one thread. A step is one action. A text that is no
-    action changes nothing, has the reward `malformed` and takes a turn. Metrics are `solved`,
-    `turns` and `malformed_actions`.
+    A step is one action. A text that is no action changes nothing, has the reward `malformed` and
+    takes a turn. Metrics are `solved`, `turns` and `malformed_actions`.
 
     Args:
         max_turns: maximum number of steps; after them the trajectory ends.
@@ -64,51 +63,40 @@ class WorldEnv:
     max_turns: PositiveInt = 30
     malformed: float = 0.0
     deadline_s: PositiveFloat = 60.0
-    # Environment of the library, which `start` sets.
-    _env: Any = field(default=None, init=False)
-    # Thread that makes the calls.
-    _thread: Executor = field(
-        default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False
-    )
     _scene: Scene | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _malformed_actions: int = field(default=0, init=False)
 
-    def start(self, key: str) -> Scene:
-        """Begin the game with this key, which is always the same; called in the thread.
+    async def begin(self, key: str) -> Scene:
+        """Begin the game with this key, which is always the same.
 
         Raises:
-            EnvError: there is no such game, or the library is missing.
+            EnvError: there is no such game, or the world is missing.
         """
         raise NotImplementedError
 
-    def act(self, action: str) -> Scene:
-        """Carry out an action; called in the thread.
+    async def carry_out(self, action: str) -> Scene:
+        """Carry out an action.
 
         Raises:
             AgentMistake: the text is not an action; nothing has changed.
+            EnvError: the world failed, or the deadline has passed.
         """
+        raise NotImplementedError
+
+    async def end(self) -> None:
+        """Free the resources of the game, also if it did not begin."""
         raise NotImplementedError
 
     async def open(self, task: Task) -> None:
         """Start the world."""
         if not task.answers:
             raise EnvError(f"task {task.id} has no answers; the first is the key of a game")
-        self._scene = await self._call(self.start, task.answers[0])
+        self._scene = await self.begin(task.answers[0])
 
     async def close(self) -> None:
-        env = self._env
-        self._env = None
         self._scene = None
-        try:
-            if env is not None:
-                # If closing fails, the world's resources are freed when this process ends.
-                with suppress(EnvError):
-                    await self._call(env.close)
-        finally:
-            # The shop's thread serves the other trajectories, too.
-            if self._thread is not _SHOP:
-                self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.end()
 
     def reset(self, task: Task) -> str:
         self._turns = 0
@@ -122,7 +110,7 @@ class WorldEnv:
             raise EnvError("WorldEnv.step after the end")
         self._turns += 1
         try:
-            scene = await self._call(self.act, action.strip())
+            scene = await self.carry_out(action.strip())
             reward = scene.reward
             observation = _render(scene)
         except AgentMistake as error:
@@ -149,6 +137,45 @@ class WorldEnv:
         if self._scene is None:
             raise EnvError("WorldEnv is used before open")
         return self._scene
+
+
+@dataclass(eq=False, kw_only=True)
+class ThreadWorldEnv(WorldEnv):
+    """World of a library whose calls block; they are made in one thread."""
+
+    # Environment of the library, which `start` sets.
+    _env: Any = field(default=None, init=False)
+    # Thread that makes the calls.
+    _thread: Executor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False
+    )
+
+    def start(self, key: str) -> Scene:
+        """Begin the game with this key, as `begin` does; called in the thread."""
+        raise NotImplementedError
+
+    def act(self, action: str) -> Scene:
+        """Carry out an action, as `carry_out` does; called in the thread."""
+        raise NotImplementedError
+
+    async def begin(self, key: str) -> Scene:
+        return await self._call(self.start, key)
+
+    async def carry_out(self, action: str) -> Scene:
+        return await self._call(self.act, action)
+
+    async def end(self) -> None:
+        env = self._env
+        self._env = None
+        try:
+            if env is not None:
+                # If closing fails, the world's resources are freed when this process ends.
+                with suppress(EnvError):
+                    await self._call(env.close)
+        finally:
+            # The shop's thread serves the other trajectories, too.
+            if self._thread is not _SHOP:
+                self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a function of the world in its thread, within the deadline.
@@ -177,7 +204,7 @@ def _render(scene: Scene) -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class GymnasiumEnv(WorldEnv):
+class GymnasiumEnv(ThreadWorldEnv):
     """A Gymnasium environment whose actions can be written; the key of a game is its seed.
 
     Args:
@@ -284,7 +311,7 @@ def _to_json(value: Any) -> Any:
 
 
 @dataclass(eq=False, kw_only=True)
-class AlfworldEnv(WorldEnv):
+class AlfworldEnv(ThreadWorldEnv):
     """ALFWorld: a household task in TextWorld (arXiv 2010.03768).
 
     The key of a game is the path of its `game.tw-pddl`.
@@ -346,7 +373,7 @@ _SHOP = ThreadPoolExecutor(1, thread_name_prefix="webshop")
 
 
 @dataclass(eq=False, kw_only=True)
-class WebshopEnv(WorldEnv):
+class WebshopEnv(ThreadWorldEnv):
     """WebShop: find and buy a product (arXiv 2207.01206); the key of a game is its goal's number.
 
     The first game of a process loads the shop, which can take minutes.

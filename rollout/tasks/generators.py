@@ -27,7 +27,12 @@ from rollout.tasks.puzzles import draw_puzzle_tasks, puzzle_demonstrations
 from rollout.tasks.repositories import repository_tasks
 from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
 from rollout.tasks.verifiers import verifiers_tasks
-from rollout.tasks.worlds import alfworld_tasks, gymnasium_tasks, webshop_tasks
+from rollout.tasks.worlds import (
+    alfworld_tasks,
+    gymnasium_tasks,
+    openenv_tasks,
+    webshop_tasks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,7 @@ GENERATORS: dict[str, Generator] = {
     "gymnasium": Generator(tasks=gymnasium_tasks),
     "alfworld": Generator(tasks=alfworld_tasks),
     "webshop": Generator(tasks=webshop_tasks),
+    "openenv": Generator(tasks=openenv_tasks),
     "verifiers": Generator(tasks=verifiers_tasks),
     **{game: puzzle_generator(source) for game, source in PUZZLES.items()},
     **{game: deal_generator(game) for game in ZERO_SUM_GAMES},

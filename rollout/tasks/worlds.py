@@ -1,10 +1,13 @@
-"""Text worlds as tasks: Gymnasium environments, ALFWorld and WebShop."""
+"""Text worlds as tasks: Gymnasium environments, ALFWorld, WebShop and OpenEnv."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TypeVar
+
+from pydantic import JsonValue
 
 from rollout.records.files import RecordError
 from rollout.records.seeds import derive_seed
@@ -45,21 +48,59 @@ def gymnasium_tasks(
         name: data source to report under.
         instructions: text that agents get before the first scene.
     """
+    return _seeded_games("gymnasium", seed, sizes, name, instructions, str)
 
-    def draw(random: Random, split: str) -> str | None:
-        key = str(random.randrange(2**31))
-        return key if split_of(f"{name} {key}") == split else None
+
+def openenv_tasks(
+    seed: int,
+    sizes: Mapping[str, int],
+    *,
+    name: str = "openenv",
+    instructions: str = "",
+    reset: Mapping[str, JsonValue] | None = None,
+) -> list[Task]:
+    """Draw sizes[split] games of an environment of OpenEnv for each split.
+
+    A game is the seed of a reset, which belongs to one split for every seed of the run.
+
+    Args:
+        seed: seed of the run.
+        sizes: number of tasks by split.
+        name: data source to report under.
+        instructions: text that agents get before the first observation.
+        reset: further arguments of every reset.
+    """
+
+    def key_of(number: int) -> str:
+        return json.dumps({**(reset or {}), "seed": number})
+
+    return _seeded_games("openenv", seed, sizes, name, instructions, key_of)
+
+
+def _seeded_games(
+    env: str,
+    seed: int,
+    sizes: Mapping[str, int],
+    name: str,
+    instructions: str,
+    key_of: Callable[[int], str],
+) -> list[Task]:
+    """Draw games that are seeds of a reset; `key_of` returns the key of a seed's game."""
+
+    def draw(random: Random, split: str) -> int | None:
+        number = random.randrange(2**31)
+        return number if split_of(f"{name} {number}") == split else None
 
     tasks = []
     for split, size in sizes.items():
-        random = Random(derive_seed(seed, "gymnasium", name, split))
-        for key in draw_different(name, split, size, partial(draw, random, split)):
+        random = Random(derive_seed(seed, env, name, split))
+        for number in draw_different(name, split, size, partial(draw, random, split)):
             tasks.append(
                 Task(
-                    id=f"{name}/{key}",
+                    id=f"{name}/{number}",
                     prompt=instructions,
-                    answers=(key,),
-                    env="gymnasium",
+                    answers=(key_of(number),),
+                    env=env,
                     source=name,
                     split=split,
                 )

@@ -80,6 +80,7 @@ ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "alfworld": ("Do what the task says.", (str(_HERE / "near.tw-pddl"),)),
     "webshop": ("Buy it.", ("2",)),
     "mcp": ("How much is 40 + 2?", ("42",)),
+    "openenv": ("Play.", ('{"secret": 1}',)),
     "verifiers": (
         "What is 3+4?",
         (
@@ -104,6 +105,12 @@ WORLDS: dict[str, dict[str, Any]] = {
         }
     },
     "alfworld": {"config": str(_HERE / "alfworld.yaml")},
+    "openenv": {
+        "command": [sys.executable, str(_HERE / "openenv_server.py"), "{port}", "8"],
+        "sessions": 8,
+        "action": {"guess": "{json}"},
+        "observation": "{question}",
+    },
     "verifiers": {"python": str(_HERE / "stand_in_verifiers" / "python")},
 }
 
@@ -179,6 +186,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
     "world_player@gymnasium": _tagged("action", "right", "down"),
     "world_player@alfworld": _tagged("action", "take apple 1 from fridge 1", "look"),
     "world_player@webshop": _tagged("action", "click[buy now]", "search[more]"),
+    "world_player@openenv": _tagged("action", "1", "0"),
     "duelist": ("bet", "pass"),
     "game_planner": ("#### R R", "#### D"),
     "player": ("#### R R", "#### D"),

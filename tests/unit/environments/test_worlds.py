@@ -19,7 +19,13 @@ from gymnasium import spaces
 from rollout.base.errors import EnvError
 from rollout.environments import text_world
 from rollout.environments.protocol import AgentMistake, Step
-from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
+from rollout.environments.text_world import (
+    AlfworldEnv,
+    GymnasiumEnv,
+    Scene,
+    ThreadWorldEnv,
+    WebshopEnv,
+)
 from rollout.records.files import RecordError
 from rollout.records.trajectory import Status, Task
 from rollout.tasks.generators import GENERATORS
@@ -249,7 +255,7 @@ def test_a_game_may_be_played_as_a_tree() -> None:
     assert trajectory.leaf == "0.0.0"
 
 
-class SlowWorld(WorldEnv):
+class SlowWorld(ThreadWorldEnv):
     """World that takes 0.3 s to start."""
 
     def start(self, key: str) -> Scene:

@@ -54,6 +54,7 @@ from tests.support.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
+OPENENV_SERVER = SERVER.with_name("openenv_server.py")
 
 
 def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> None:
@@ -381,6 +382,7 @@ class Library:
 GENERATED = {
     "code": "programs",
     "data_science": "tabular",
+    "openenv": "openenv",
     "repository": "repositories",
     "search": "encyclopedia",
 }
@@ -397,6 +399,11 @@ def task_and_env(name: str, source: random.Random) -> tuple[Task, Any]:
             "id": "FrozenLake-v1",
             "actions": ["left", "down", "right", "up"],
             "make": {"render_mode": "ansi"},
+        },
+        "openenv": {
+            "command": [sys.executable, str(OPENENV_SERVER), "{port}", "2"],
+            "sessions": 2,
+            "action": {"guess": "{json}"},
         },
         "search": {"retriever": Library(source)},
     }.get(name, {})
