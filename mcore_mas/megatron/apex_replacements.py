@@ -14,13 +14,14 @@ from mcore_mas.megatron.main_grad import add_product
 
 
 def patch_fallbacks() -> None:
-    """Replace three of Megatron's fallbacks on a GPU.
+    """Replace four of Megatron's fallbacks on a GPU.
 
     The first two also replace the kernels of Transformer Engine and Apex, so that installing one of
     these changes no result.
 
     - Norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
     - Scaling of gradients: the fallback launches one kernel per parameter.
+    - Copies of master weights to weights in bfloat16: Megatron launches one kernel per parameter.
     - Gradient of a weight: the fallback computes it in bfloat16, and then adds it to the float32
       buffer.
     """
@@ -32,6 +33,7 @@ def patch_fallbacks() -> None:
     clip_grads.l2_norm_impl = _multi_tensor_l2_norm
     clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
     optimizer.multi_tensor_scale_impl = _multi_tensor_scale
+    optimizer._multi_tensor_copy_this_to_that = _multi_tensor_copy
 
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
@@ -53,6 +55,14 @@ def _multi_tensor_l2_norm(
     """Return the norm [1] of all tensors of the first list, with the signature of Apex's function."""
     norms = torch._foreach_norm(tensors[0])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def _multi_tensor_copy(
+    this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None
+) -> None:
+    """Copy the tensors of one list to those of another, with the signature of Megatron's function."""
+    if this:
+        torch._foreach_copy_(list(that), list(this))
 
 
 def _multi_tensor_scale(

@@ -7,6 +7,7 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from mcore_mas.megatron.spec import TrainerSpec
@@ -41,6 +42,24 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
     for group in optimizer.param_groups:
         group["fused"] = True  # one loop or launch for all parameters
     return optimizer
+
+
+def step_optimizer(optimizer: Any, norm: float) -> None:
+    """Clip the gradients, and step.
+
+    Megatron's own `step` computes the norm of the gradients again, for which the host waits.
+
+    Args:
+        optimizer: result of `make_optimizer`, after `prepare_grads`.
+        norm: norm of the gradients, as `get_grad_norm` returns it.
+    """
+    with torch.no_grad():
+        for chained in optimizer.chained_optimizers:
+            parameters = chained.get_parameters()
+            max_norm = chained.config.clip_grad
+            if parameters and max_norm > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=norm)
+    optimizer.step_with_ready_grads()
 
 
 def gathers_late(spec: TrainerSpec) -> bool:

@@ -27,7 +27,12 @@ from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.host_moments import keep_moments_on_host
 from mcore_mas.megatron.state.offload import Offload
-from mcore_mas.megatron.state.optimizer import OptimizerState, gathers_late, make_optimizer
+from mcore_mas.megatron.state.optimizer import (
+    OptimizerState,
+    gathers_late,
+    make_optimizer,
+    step_optimizer,
+)
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
 from mcore_mas.megatron.step.pipeline import Pipeline, reports_outputs
@@ -265,7 +270,7 @@ class MegatronTrainer:
         is_spike = self._observe_norm(_WHOLE_GRADIENT, norm)
         is_skipped = not math.isfinite(norm) or (is_spike and self.spec.skip_spikes)
         if not is_skipped:
-            self._optimizer.step()
+            step_optimizer(self._optimizer, norm)
             self._has_old_parts = self._gathers_late
             self.updates += 1
         return {

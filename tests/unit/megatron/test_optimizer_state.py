@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_mas.megatron.apex_replacements import _multi_tensor_copy
 from mcore_mas.megatron.state import host_moments
 from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
 from mcore_mas.megatron.state.optimizer import OptimizerState
+from mcore_mas.megatron.step import trainer as trainer_module
 from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
 
@@ -106,3 +109,36 @@ def test_an_installed_transformer_engine_does_not_change_the_optimizer(
     reference.make_model("qwen2", tmp_path)
     MegatronTrainer(ranks.make_spec(str(tmp_path)))
     assert calls == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("clip_grad", [0.0, 0.01, 1e9])
+def test_a_step_with_the_known_norm_has_the_bits_of_megatrons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, clip_grad: float
+) -> None:
+    reference.make_model("qwen2", tmp_path)
+    batches = pack(reference.make_samples(), 1000)
+
+    def train() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+        trainer = MegatronTrainer(
+            ranks.make_spec(str(tmp_path), bf16=bf16, clip_grad=clip_grad, weight_decay=0.1)
+        )
+        metrics = [trainer.update(batches) for _ in range(3)]
+        return metrics, ranks.copy_weights(trainer)
+
+    metrics, weights = train()
+    monkeypatch.setattr(trainer_module, "step_optimizer", lambda optimizer, _: optimizer.step())
+    expected_metrics, expected_weights = train()
+    assert metrics == expected_metrics
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def test_lists_of_weights_are_copied_with_the_bits_of_single_copies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sources = [torch.randn(shape, generator=generator) for shape in ((3, 5), (7,), (64, 64))]
+    targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
+    _multi_tensor_copy(sources, targets)
+    assert all(map(torch.equal, targets, [source.bfloat16() for source in sources]))
+    _multi_tensor_copy([], [])
