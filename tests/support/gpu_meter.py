@@ -1,8 +1,11 @@
 """Meter of the operations that a GPU would run: launches, floating-point operations, bytes and time.
 
-An operation's time on an H200 is estimated as the largest of: operations / 0.9 of the rate that its
-kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs. A copy to or from the host takes
-bytes / (0.8 · 64 GB/s).
+The rates are those that an H100 reached (`benchmarks/gpu/results.jsonl`). An operation takes the
+largest of: operations / rate of its kernel, bytes / rate of the memory, and 2.5 µs a launch. A copy to
+or from the host takes bytes / (0.8 · 64 GB/s).
+
+Host and device have a clock each. A kernel starts when the device has ended the one before it and the
+host has launched it; the time between is idle. When the host waits, its clock is set to the device's.
 
 An operation belongs to a region: the one of the module that was called. In a backward pass it is the
 region of the call that made the autograd node.
@@ -11,6 +14,7 @@ region of the call that made the autograd node.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -21,23 +25,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tests.support.gpu_streams import HOST_WAITS, META, Stream, calling_function
+from tests.support.gpu_streams import CLOCK, HOST_WAITS, META, Stream, calling_function, count_wait
 
 OTHER = "other"  # region of operations outside all others
 
-BF16_FLOPS = 0.9 * 790e12  # operations a second
+# Measured on an H100: AdamW and copies, a launch
+MEMORY_BANDWIDTH = 2.76e12  # bytes a second
+HOST_LAUNCH_S = 9.54e-6  # seconds that the host needs to launch a kernel
+# Triton's tree attention with heads of 128, with the masked pairs of its tiles
+TREE_FORWARD_FLOPS = 257e12
+TREE_BACKWARD_FLOPS = 213e12
+# Products: the best rate of large ones was 798 TFLOP/s, and all of an update of 1.7b had 735. A product is
+# computed in waves of one tile for each multiprocessor, and a tile takes as long as its columns and
+# a start of `_TILE_START` columns.
+BF16_FLOPS = 817e12
+_MULTIPROCESSORS = 132
+_TILE_START = 192
+_TILES = ((128, 256), (256, 128), (192, 192), (128, 128))
+_SPLITS = (1, 2, 4, 8)  # parts of the columns that are summed, if there are few tiles
+# Not measured
 FLOAT32_FLOPS = 0.9 * 55e12
-MEMORY_BANDWIDTH = 0.8 * 4.8e12  # bytes a second
 LAUNCH_S = 2.5e-6
 LINK_BANDWIDTH = 0.8 * 64e9  # bytes a second between device and host
 BF16_ATTENTION_FLOPS = 0.9 * 545e12
 FLOAT32_ATTENTION_FLOPS = 0.9 * 30e12
-# Triton's flash attention on an H100
-TREE_FORWARD_FLOPS = 380e12
-TREE_BACKWARD_FLOPS = 350e12
 # torch's grouped product on an H100, and Triton's of transposed rows
 GROUPED_FLOPS = 600e12
 GROUPED_GRADIENT_FLOPS = 450e12
+
+# Elements and tensors that a launch of an operator of many tensors takes at most
+_ELEMENTS_PER_LAUNCH = 320 * 65_536
+_TENSORS_PER_LAUNCH = 36
 
 # Operators that launch no kernel
 _FREE_OPERATORS = frozenset(
@@ -90,6 +108,7 @@ class Meter(TorchDispatchMode):
         peak: largest number of bytes on the device since `clear`.
         launches: kernels by region.
         seconds: estimated seconds by region.
+        moved_bytes: bytes that kernels read from and write to the device's memory.
         model_operations: floating-point operations of products and attention; of attention, for
             pairs of tokens that see each other only.
         waits: waits of the host for the device, by calling function.
@@ -124,6 +143,8 @@ class Meter(TorchDispatchMode):
         self.peak = self.bytes
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
+        self.moved_bytes = 0
+        CLOCK.reset()
         self.model_operations = 0.0
         HOST_WAITS.clear()
         self.copies: Counter[str] = Counter()
@@ -185,8 +206,7 @@ class Meter(TorchDispatchMode):
     def copy_storage(self, storage: Any, copy: Any, source: Any) -> Any:
         """Copy a storage by `copy`, and count one launch on the device."""
         if storage.device.type == "meta":
-            self.launches[self.region] += 1
-            self.seconds[self.region] += max(2 * storage.nbytes() / MEMORY_BANDWIDTH, LAUNCH_S)
+            self._add_kernels(self.region, 1, 2 * storage.nbytes() / MEMORY_BANDWIDTH)
         return copy(storage, source)
 
     def in_region(self, region: str | None, function: Any) -> Any:
@@ -278,15 +298,15 @@ class Meter(TorchDispatchMode):
         """
         x = inputs[0]
         if name == "_local_scalar_dense":
-            HOST_WAITS[calling_function()] += 1
+            count_wait()
             if x.dtype == torch.bool:
                 return True, False
             return True, 0.5 if x.dtype.is_floating_point else 0
         if name == "equal":
-            HOST_WAITS[calling_function()] += 1
+            count_wait()
             return True, True
         if name in ("nonzero", "masked_select"):
-            HOST_WAITS[calling_function()] += 1
+            count_wait()
             shape = [x.numel(), x.dim()] if name == "nonzero" else [x.numel()]
             return True, torch.empty(*shape, dtype=torch.int64, device=META)
         target = kwargs.get("device")
@@ -301,10 +321,10 @@ class Meter(TorchDispatchMode):
         masks = [index for index in indices if index is not None and index.dtype == torch.bool]
         if masks and name != "index" and args[2].numel() == 1:
             # torch calls masked_fill for it, which does not wait
-            self.launches[self._current_region()] += 1
+            self._add_kernels(self._current_region(), 1, args[0].nbytes / MEMORY_BANDWIDTH)
             return True, args[0]
         if masks and name in ("index", "index_put_", "_index_put_impl_"):
-            HOST_WAITS[calling_function()] += 1
+            count_wait()
             every_row = torch.zeros(masks[0].numel(), dtype=torch.int64, device=META)
             row_indices = []
             for index in indices:
@@ -321,10 +341,12 @@ class Meter(TorchDispatchMode):
         is_pinned = self.is_pinned(target if to_host else source)
         self.crossed["down" if to_host else "up"] += source.nbytes
         if to_host or Stream.current is Stream.default:
-            self.seconds["copies"] += source.nbytes / LINK_BANDWIDTH
+            copy_s = source.nbytes / LINK_BANDWIDTH
+            self.seconds["copies"] += copy_s
+            CLOCK.launch(HOST_LAUNCH_S, copy_s)
         if to_host:
             if waits or not is_pinned:
-                HOST_WAITS[calling_function()] += 1
+                count_wait()
             return
 
         if not is_pinned or waits:
@@ -380,23 +402,33 @@ class Meter(TorchDispatchMode):
         operations = 0.0
         launches = 1
         rate = BF16_FLOPS if any(x.dtype == torch.bfloat16 for x in inputs) else FLOAT32_FLOPS
-        moved_bytes = sum(x.nbytes for x in (*inputs, *outputs))
+        moved_bytes: int = sum(x.nbytes for x in (*inputs, *outputs))
         if name in ("embedding", "index", "index_select", "gather"):
             moved_bytes = 2 * sum(x.nbytes for x in outputs)
         elif name in ("zeros", "zeros_like", "ones", "full", "zero_", "fill_"):
             moved_bytes = sum(x.nbytes for x in outputs or inputs[:1])
+        elif name == "copy_":
+            moved_bytes = sum(x.nbytes for x in inputs)  # the target is written only
+        elif name.startswith(("_foreach", "_fused_adam")):
+            lists = [find_tensors((argument,)) for argument in args if isinstance(argument, list)]
+            moved_bytes = _bytes_of_lists(name, lists)
+            elements = sum(x.numel() for x in lists[0])
+            launches = max(
+                math.ceil(elements / _ELEMENTS_PER_LAUNCH),
+                math.ceil(len(lists[0]) / _TENSORS_PER_LAUNCH),
+            )
 
         model_operations = None  # equal to `operations`
         if name == "tree_attention":
             operations = 4.0 * _tile_operations(args[1], plan=args[3], sizes=args[4])
-            rate = TREE_FORWARD_FLOPS
+            rate = _attention_rate(TREE_FORWARD_FLOPS, args[1].shape[-1])
             # two products
             model_operations = 4.0 * self._attention_elements(queries=args[0], ends=args[3][0])
         elif name == "tree_attention_backward":
             # three products for the gradient of queries, and four for those of keys and values
             operations = 14.0 * _tile_operations(args[1][1], plan=args[2], sizes=args[3])
             launches = 2
-            rate = TREE_BACKWARD_FLOPS
+            rate = _attention_rate(TREE_BACKWARD_FLOPS, args[1][1].shape[-1])
             model_operations = 8.0 * self._attention_elements(queries=args[1][0], ends=args[2][0])
         elif name == "_grouped_mm":
             operations = 2.0 * inputs[0].numel() * outputs[0].shape[1]
@@ -416,19 +448,59 @@ class Meter(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
             operations = flop_registry[func._overloadpacket](*tensors, out_val=result)
+            if name in ("mm", "addmm") and rate == BF16_FLOPS:
+                rate *= _product_efficiency(*tensors[-2:])
 
         region = self._current_region()
         if name == "embedding" and region == "embedding":
             self.order.append("compute")
+        self.moved_bytes += moved_bytes
         self.model_operations += operations if model_operations is None else model_operations
+        self._add_kernels(region, launches, max(operations / rate, moved_bytes / MEMORY_BANDWIDTH))
+
+    def _add_kernels(self, region: str, launches: int, seconds: float) -> None:
+        """Count kernels that need `seconds` for their operations and bytes."""
+        seconds = max(seconds, LAUNCH_S * launches)
         self.launches[region] += launches
-        self.seconds[region] += max(
-            operations / rate, moved_bytes / MEMORY_BANDWIDTH, LAUNCH_S * launches
-        )
+        self.seconds[region] += seconds
+        CLOCK.launch(HOST_LAUNCH_S * launches, seconds)
 
     def _attention_elements(self, *, queries: torch.Tensor, ends: torch.Tensor) -> int:
         """Return visible pairs · heads · head dimension."""
         return self._visible_pairs(ends) * queries.shape[1] * queries.shape[2]
+
+
+def _attention_rate(rate: float, head_dim: int) -> float:
+    """Return the rate for a width of heads, from that of 128: only products take less time with narrower heads."""
+    width = head_dim / 128
+    share_of_products = rate / BF16_FLOPS
+    return rate * width / (share_of_products * width + 1 - share_of_products)
+
+
+def _product_efficiency(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the share of `BF16_FLOPS` at which a product of matrices is computed, with the best tiles."""
+    rows, columns = a.shape
+    best = 0.0
+    for tile_rows, tile_columns in _TILES:
+        tiles = math.ceil(rows / tile_rows) * math.ceil(b.shape[1] / tile_columns)
+        for parts in _SPLITS:
+            waves = math.ceil(tiles * parts / _MULTIPROCESSORS)
+            computed = waves * _MULTIPROCESSORS * tile_rows * tile_columns
+            computed *= math.ceil(columns / parts) + _TILE_START
+            best = max(best, rows * b.shape[1] * columns / computed)
+    return best
+
+
+def _bytes_of_lists(name: str, lists: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Return the bytes that an operator on lists of tensors reads and writes."""
+    sizes = [sum(x.nbytes for x in tensors) for tensors in lists]
+    if name.startswith("_fused_adam"):
+        # It reads weights, gradients and both moments, and writes all but the gradients.
+        weights, gradients, first_moments, second_moments, *_ = sizes
+        return 2 * (weights + first_moments + second_moments) + gradients
+    if name.endswith("_") and name != "_foreach_copy_":
+        return sum(sizes) + sizes[0]  # the first list is read and written
+    return sum(sizes)
 
 
 def _tile_operations(keys: torch.Tensor, *, plan: Sequence[Any], sizes: Sequence[int]) -> int:

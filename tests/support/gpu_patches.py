@@ -137,13 +137,13 @@ def prepare() -> None:
 
 
 def _patch_cuda() -> None:
-    """Make torch report one H200."""
+    """Make torch report one H100 with the memory of an H200."""
     cuda = torch.cuda
     properties = SimpleNamespace(
         major=9,
         minor=0,
         multi_processor_count=132,
-        name="H200",
+        name="H100",
         total_memory=141 << 30,
         shared_memory_per_block_optin=227 << 10,
     )
@@ -154,7 +154,7 @@ def _patch_cuda() -> None:
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "is_initialized": False,
-        "get_device_name": "H200",
+        "get_device_name": "H100",
         "mem_get_info": (140 << 30, 141 << 30),
         "max_memory_allocated": 0,
         "set_device": None,

@@ -1,4 +1,4 @@
-"""Simulated CUDA streams and events, which show whether work on one stream waits for another.
+"""Simulated CUDA streams and events, which show whether work on one stream waits for another, and a clock.
 
 A stream counts the operations that it was given. For each other stream it knows how many of that
 stream's operations must end before its next operation begins.
@@ -26,6 +26,45 @@ def calling_function() -> str:
         if any(part in frame.filename for part in ("/mcore_mas/", "/rollout/", "/megatron/core/")):
             return f"{Path(frame.filename).name} {frame.name}"
     return "?"
+
+
+class Clock:
+    """Time of an update, of the host and of the device's stream that computes.
+
+    Attributes:
+        host_s: seconds on the host's clock.
+        device_s: end of the last kernel, on the same clock.
+        idle_s: seconds in which no kernel runs between two others.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set both clocks to 0."""
+        self.host_s = 0.0
+        self.device_s = 0.0
+        self.idle_s = 0.0
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        """Let the host launch kernels in `host_s` seconds that take `device_s` seconds."""
+        self.host_s += host_s
+        gap_s = max(0.0, self.host_s - self.device_s)
+        self.idle_s += gap_s
+        self.device_s += gap_s + device_s
+
+    def wait(self) -> None:
+        """Let the host wait for the device."""
+        self.host_s = max(self.host_s, self.device_s)
+
+
+CLOCK = Clock()
+
+
+def count_wait() -> None:
+    """Count a wait of the host for the device, by calling function."""
+    HOST_WAITS[calling_function()] += 1
+    CLOCK.wait()
 
 
 class Stream:
@@ -65,7 +104,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        HOST_WAITS[calling_function()] += 1
+        count_wait()
         # Everything that the host launches from now on comes after this stream.
         for stream in _STREAMS:
             stream.wait_stream(self)
@@ -100,7 +139,7 @@ class Event:
         (stream or Stream.current).wait_event(self)
 
     def synchronize(self) -> None:
-        HOST_WAITS[calling_function()] += 1
+        count_wait()
         for stream in _STREAMS:
             stream.wait_event(self)
 
@@ -114,7 +153,7 @@ Stream.current = Stream.default
 
 def synchronize(*_: Any) -> None:
     """Let the host wait for all streams of the device; replaces `torch.cuda.synchronize`."""
-    HOST_WAITS[calling_function()] += 1
+    count_wait()
     for stream in list(_STREAMS):
         for other in list(_STREAMS):
             stream.wait_stream(other)
