@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.shapes import CASES, line_of_case
+from benchmarks.gpu.shapes import CASES, TE_CASES, line_of_case
 from mcore_mas.planning.memory import count_parameters
 from rollout.models.published_shapes import planned_architecture
 from rollout.sync.push import PUSHED_BUCKET_BYTES
@@ -46,6 +46,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         headline = "**No GPU was at hand: nothing is measured.**"
         measured = []  # results of a CPU are not shown
     parts = [_HEAD, headline, "", "## Updates", "", *_updates(lines, measured)]
+    parts += ["", "## With Transformer Engine", "", *_transformer_engine(measured)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
     parts += ["", "## The embedded engine", "", *_generation(measured)]
@@ -94,6 +95,24 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
             update.get("gib", reason),
             update.get("tokens_per_s", reason),
         ]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return rows
+
+
+def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        "MFU of the same updates with `layers: local` and with `layers: te`, whose linear layers contain the norms",
+        "before them. Transformer Engine's products in FP8 are not used. Without Transformer Engine, `layers: te` is",
+        "refused before a run starts.",
+        "",
+        "| model | recompute | layout | local | te |",
+        "|---|---|---|---:|---:|",
+    ]
+    for case in TE_CASES:
+        local = line_of_case(measured, "updates", case) or {}
+        te = line_of_case(measured, "transformer_engine", case) or {}
+        cells = [case["model"], case.get("recompute", "none"), case["layout"]]
+        cells += [line.get("mfu", line.get("failed", _NOT_MEASURED)) for line in (local, te)]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from benchmarks.gpu.machine import (
     stop_trainer,
     synchronize,
 )
-from benchmarks.gpu.shapes import CASES, LAYOUTS, TINY, line_of_case, operations
+from benchmarks.gpu.shapes import CASES, LAYOUTS, TE_CASES, TINY, line_of_case, operations
 
 PEAK_FLOPS = 989e12  # advertised operations per second in bfloat16, the denominator of MFU
 USABLE_SHARE = 0.96  # usable share of a GPU's free memory, because the allocator leaves gaps
@@ -110,7 +111,11 @@ def measure_updates(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _measure_update(folder: Path, case: dict[str, Any]) -> None:
-    spec = {"bf16": device().type == "cuda", "recompute": case.get("recompute", "none")}
+    spec = {
+        "bf16": device().type == "cuda",
+        "recompute": case.get("recompute", "none"),
+        "layers": case.get("layers", "local"),
+    }
     trainer, batches = start_trainer(folder, case["model"], case["layout"], **spec)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -127,6 +132,14 @@ def _measure_update(folder: Path, case: dict[str, Any]) -> None:
         mfu=round(flops / update_s / PEAK_FLOPS, 5),
         gib=peak_gib,
     )
+
+
+def transformer_engine(tiny: bool) -> None:
+    """Measure updates with the layers of Transformer Engine; `updates` measures them with Megatron's."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        say(skipped="no Transformer Engine here (requirements/transformer_engine.sh)")
+        return
+    measure_updates([{**case, "layers": "te"} for case in (TINY if tiny else TE_CASES)])
 
 
 def attention(tiny: bool) -> None:
@@ -230,7 +243,18 @@ def meter(tiny: bool) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
-_ALL = (probe, correctness, updates, attention, head, hand_over, engine, profile, meter)
+_ALL = (
+    probe,
+    correctness,
+    updates,
+    transformer_engine,
+    attention,
+    head,
+    hand_over,
+    engine,
+    profile,
+    meter,
+)
 SECTIONS = {section.__name__: section for section in _ALL}
 
 

@@ -210,6 +210,13 @@ CASES: list[dict[str, Any]] = [
     {"model": "30b-a3b", "layout": "groups", "recompute": "selective"},
     {"model": "0.5b", "layout": "groups"},
 ]
+# Those that are also measured with `layers: te`, on a GPU of 80 GB.
+TE_CASES: list[dict[str, Any]] = [
+    {"model": "1.7b", "layout": "groups"},
+    {"model": "1.7b", "layout": "turns"},
+    {"model": "4b", "layout": "groups", "recompute": "full"},
+    {"model": "0.5b", "layout": "groups"},
+]
 
 
 def line_of_case(
