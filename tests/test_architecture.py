@@ -76,7 +76,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/base_model.py": "tokenizers reads its number of threads only from a variable",
     "mcore_mas/planning/machine.py": "the GPUs and threads of a process are given only by variables",
     "mcore_mas/tracking/mlflow_store.py": "MLflow's telemetry is switched off only by a variable",
-    "mcore_mas/runtime/trainer_rank.py": "Gloo and NCCL read their settings only from variables",
+    "mcore_mas/runtime/trainer_rank.py": "Gloo, NCCL and CUDA read their settings only from variables",
     "mcore_mas/runtime/cluster.py": "only a variable tells whether Ray requires a token",
     "mcore_mas/runtime/local_ray.py": "Ray and glibc read settings of processes only from variables",
     "mcore_mas/runtime/slurm.py": "Slurm gives a job's number and its nodes in variables",

@@ -98,6 +98,7 @@ class TrainerRank:
         with self._phase("join"):
             first_spec = next(iter(specs.values()))
             _set_network_environment(first_spec.cumem)
+            _set_launch_order(first_spec.tp)
             store = self._store or TCPStore(*store_address, is_master=False)
             init_process_groups(
                 first_spec,
@@ -215,6 +216,17 @@ def _set_network_environment(cumem: str | None) -> None:
         os.environ.setdefault(name, interface)
     if cumem is not None:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", cumem)
+
+
+def _set_launch_order(tp: int) -> None:
+    """Let a GPU start kernels in the order in which they are launched, if tensor-parallel ranks exchange data.
+
+    Megatron launches an exchange before the product that hides it. With several hardware queues, the
+    product may start first and leave no multiprocessor to the exchange. A setting of the user is kept.
+    It must be set before this process uses CUDA.
+    """
+    if tp > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 # `wait_written` waits in a separate thread, so that later calls need not wait for files.

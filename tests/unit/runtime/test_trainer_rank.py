@@ -12,6 +12,7 @@ from mcore_mas.runtime.trainer_rank import TrainerRank
 from tests.support import ranks, reference
 
 CUMEM = "NCCL_CUMEM_ENABLE"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,15 @@ def test_nccl_is_configured_before_ranks_meet_unless_the_user_has(
     monkeypatch.setattr(os, "environ", dict(environment))
     rank.join(0, ("127.0.0.1", 1), {"p": spec})
     assert values == [value]
+
+
+@pytest.mark.parametrize(
+    ("tp", "environment", "value"),
+    [(2, {}, "1"), (2, {CONNECTIONS: "8"}, "8"), (1, {}, None)],
+)
+def test_tensor_parallel_ranks_start_kernels_in_order_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tp: int, environment: dict[str, str], value: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(environment))
+    trainer_rank._set_launch_order(tp)
+    assert os.environ.get(CONNECTIONS) == value
