@@ -160,14 +160,15 @@ def _describe_shortage(
 
 
 def gpus_per_engine(config: RunConfig) -> dict[str, int]:
-    """Return the number of GPUs of one engine, by policy; only policies whose engine is on GPUs of this run.
+    """Return the number of GPUs of one engine of an evaluation, by policy.
 
-    An evaluation needs at least one engine of each of these policies.
+    Every policy that an agent plays has an engine of its own there, also if its adapter shares one
+    in training. Policies whose engine needs no GPU of this run are left out.
     """
     sizes = {}
-    for policy in config.models:
+    for policy in config.played:
         engine = for_policy(config, policy).engine
-        if engine.urls:
+        if config.policies[policy].remote is not None or engine.urls:
             continue
         if engine.name == "sglang":
             sizes[policy] = engine.tp

@@ -17,7 +17,7 @@ from mcore_mas.planning.jobs import (
     tasks_mb,
 )
 from mcore_mas.planning.memory import count_parameters
-from mcore_mas.planning.worker_groups import list_worker_groups
+from mcore_mas.planning.worker_groups import gpus_per_engine, list_worker_groups
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
@@ -183,6 +183,21 @@ def test_servers_of_an_evaluation_are_on_all_nodes_of_the_training() -> None:
 def test_an_evaluation_of_embedded_engines_on_gpus() -> None:
     run = config("demo_math", "+engine.device=cuda", "cluster.device=auto")
     assert job_needs(run, "evaluate", 8).gpus == 4
+
+
+def test_a_teacher_has_no_engine_in_an_evaluation() -> None:
+    run = config(
+        "demo_math",
+        "+engine.device=cuda",
+        "cluster.device=auto",
+        "+policies.teacher={model: big}",
+        "+policies.solver.teacher={policy: teacher}",
+    )
+    engines = [
+        workers.policy for workers in list_worker_groups(run, "GPU") if workers.part == "engine"
+    ]
+    assert engines == ["solver", "verifier", "teacher"]  # of the training
+    assert gpus_per_engine(run) == {"solver": 1, "verifier": 1}
 
 
 @pytest.mark.parametrize(("node_gpus", "nodes"), [(8, 5), (4, 9)])
