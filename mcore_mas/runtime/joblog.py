@@ -15,7 +15,7 @@ from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.processes import die_with_parent
 from rollout.base.text import escape_line, escape_logs, escape_text
 
-CAUSE = "error: "  # begins the line with the cause of a failure
+CAUSE_PREFIX = "error: "  # begins the line with the cause of a failure
 STARTED_AGAIN = "----- started again -----\n"  # separates the starts of a job in its log
 
 
@@ -24,7 +24,7 @@ def logged(path: Path | str) -> Iterator[None]:
     """Redirect stdout and stderr, also those of child processes, to the file `path` until the process ends.
 
     An exception in the block ends the process with status 1, and a second Ctrl-C with status 130. The
-    log then ends with its traceback, if it is an error, and with one line, `error: CAUSE`. SIGTERM,
+    log then ends with its traceback, if it is an error, and with a line `error: …` that names the cause. SIGTERM,
     SIGINT and SIGUSR1 raise `Stopped` where nothing else handles them. When the process that started
     this one is killed, this one ends too.
     """
@@ -37,15 +37,15 @@ def logged(path: Path | str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         message = "ended by a second Ctrl-C; the same command continues from what is saved"
-        print(f"{CAUSE}{message}", file=sys.stderr)
+        print(f"{CAUSE_PREFIX}{message}", file=sys.stderr)
         sys.exit(130)
     except Stopped as stop:
         ignore_stop_signals()
-        print(f"{CAUSE}{describe_error(stop)}", file=sys.stderr)
+        print(f"{CAUSE_PREFIX}{describe_error(stop)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         print(escape_text(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"{CAUSE}{describe_error(error)}", file=sys.stderr)
+        print(f"{CAUSE_PREFIX}{describe_error(error)}", file=sys.stderr)
         sys.exit(1)
     ignore_stop_signals()  # the work is done
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_mas.runtime.joblog import CAUSE, STARTED_AGAIN
+from mcore_mas.runtime.joblog import CAUSE_PREFIX, STARTED_AGAIN
 from rollout.base.text import escape_line
 
 _CONTINUES = "the same command continues from what is saved"
@@ -119,7 +119,7 @@ def failure_message(
 
     logs_by_cause = _group_by_cause(failed)
     if not logs_by_cause:
-        return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, workflow_paths))}"
+        return f"\n{CAUSE_PREFIX}no job wrote a log; see {', '.join(map(str, workflow_paths))}"
     message = "\n".join(
         f"\n{cause}\n  logs: {', '.join(failed_logs)}"
         for cause, failed_logs in logs_by_cause.items()
@@ -153,7 +153,7 @@ def _slurm_cause_in(event: str) -> str | None:
     refused = _NOT_SUBMITTED.search(event)
     if refused:
         reason = " ".join((refused[1] or refused[2]).split())
-        return f"{CAUSE}Slurm does not take the job: {reason}"
+        return f"{CAUSE_PREFIX}Slurm does not take the job: {reason}"
 
     ended = _ENDED.search(event)
     if ended is None:
@@ -161,32 +161,32 @@ def _slurm_cause_in(event: str) -> str | None:
     number, state = ended.groups()
     slurm_log = re.search(rf"[^\s,]*/{number}\.log", event)
     if slurm_log is None:
-        return f"{CAUSE}Slurm job {number}: {state}"
+        return f"{CAUSE_PREFIX}Slurm job {number}: {state}"
 
     path = Path(slurm_log[0])
     if not path.is_file():
         if state == "CANCELLED":  # it may never have run
-            return f"{CAUSE}Slurm job {number}: {state}"
+            return f"{CAUSE_PREFIX}Slurm job {number}: {state}"
         return (
-            f"{CAUSE}Slurm job {number}: {state}, and its log is not here; "
+            f"{CAUSE_PREFIX}Slurm job {number}: {state}, and its log is not here; "
             "do all machines share this folder?"
         )
     killed = _KILLED.search(_read(path))
     reason = f"{state}, {killed[1]}" if killed else state
-    return f"{CAUSE}Slurm job {number}: {reason}; see {path}"
+    return f"{CAUSE_PREFIX}Slurm job {number}: {reason}; see {path}"
 
 
 def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool) -> str:
     """Return the last cause in the job's log, else Slurm's cause, else the end of the log."""
-    logged_causes = [line for line in last_lines if line.startswith(CAUSE)]
+    logged_causes = [line for line in last_lines if line.startswith(CAUSE_PREFIX)]
     if logged_causes:
         return logged_causes[-1]
     if slurm_cause:
         return slurm_cause
     if stopped:
-        return f"{CAUSE}{_STOPPED}"
+        return f"{CAUSE_PREFIX}{_STOPPED}"
     shown = "\n".join(f"  | {escape_line(line)}" for line in last_lines) or "  | (empty)"
-    return f"{CAUSE}{_SILENT}\n{shown}"
+    return f"{CAUSE_PREFIX}{_SILENT}\n{shown}"
 
 
 def _group_by_cause(failed: Sequence[_FailedJob]) -> Mapping[str, list[str]]:
