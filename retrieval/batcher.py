@@ -257,7 +257,7 @@ class Batcher:
         return keys
 
     def _is_wanted(self, key: QueryKey) -> bool:
-        """Return True if a request still waits for the pair; drop the pair otherwise."""
+        """Return True if a request still waits for this query with its k; drop the query otherwise."""
         if self._waiting[key] > 0:
             return True
         self.counts.dropped += 1

@@ -267,7 +267,8 @@ class Run:
 
         Raises:
             ArgumentError: no such step was taken, or its trajectories were not kept.
-            CreditError: the estimator is unknown, lacks what it needs, or has no such option.
+            CreditError: the estimator is unknown, lacks what it needs, or has no such option; or no
+                completed turn of the step is of `task`.
         """
         from mcore_mas.reports.credit_terminal import print_credit
 

@@ -399,7 +399,10 @@ class GatewaySession:
     def _open_chat(
         self, request: ChatRequest, agent: Agent, match: _Match, chat_id: str
     ) -> tuple[Chat, list[Message]]:
-        """Return a chat that continues from the known reply, and the messages that follow it."""
+        """Return a chat and its new messages.
+
+        It continues from the known reply, if there is one, and the new messages are those after it.
+        """
         sampling: dict[str, Any] = dict(request.sampling) if self.honor_sampling else {}
         if request.max_tokens is not None:
             sampling["max_tokens"] = min(request.max_tokens, agent.sampling.max_tokens)

@@ -156,6 +156,7 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
 
 
 def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajectory:
+    """Count the undecided turns of these agents as wrong, and an undecided outcome if one of them spoke last."""
     turns = tuple(
         _with_local_zero(turn) if turn.agent in agents else turn for turn in trajectory.turns
     )

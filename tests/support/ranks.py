@@ -249,7 +249,7 @@ def find_pending_gathers(rank: int, spec: TrainerSpec, out: Path, samples: list[
 def train_critic(
     rank: int, spec: TrainerSpec, policy: str, out: Path, samples: list[Sample], steps: int
 ) -> None:
-    """Train a critic from a folder with a value head, and score; start another from a policy."""
+    """Train a critic from a folder with a value head; score with an untrained one, and export one from a policy."""
     critic_spec = replace(spec, head="value", objective=ValueObjective())
     train(rank, critic_spec, out, samples, steps, 12)
     trainer = MegatronTrainer(critic_spec)

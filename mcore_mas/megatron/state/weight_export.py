@@ -53,7 +53,8 @@ def plan_export(
     Args:
         local: this rank's tensors by Megatron parameter name: parameters, or tensors of their shapes.
         architecture: architecture of the model.
-        bucket_bytes: upper bound of the bytes of a bucket, unless it has a single larger shard.
+        bucket_bytes: upper bound of the bytes of one rank's shards in a bucket, unless it has a
+            single larger shard.
     """
     types_and_shapes = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]

@@ -234,7 +234,7 @@ class PlanPathSource(_GridSource):
     name_format = "plan_path_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw obstacles and two free cells; return None if there is no way between the two."""
+        """Draw obstacles and two free cells with a way between them."""
         cells: list[Cell] = list(product(range(self.size), range(self.size)))
         free = [cell for cell in cells if random.random() >= self.obstacles]
         if len(free) < 2 or not owns(f"plan_path{self.size}{free}"):
@@ -420,10 +420,7 @@ class SokobanSource(_GridSource):
     name_format = "sokoban_{0.size}x{0.size}_{0.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw a solvable room in which no box is on a goal.
-
-        Return None if none of `tries` placements in the room is solvable.
-        """
+        """Draw a solvable room in which no box is on a goal, with up to `tries` placements in it."""
         floor = self._carve(random)
         if len(floor) < 2 * self.boxes + 1 or not owns(f"sokoban{self.size}{floor}"):
             return None
