@@ -1,5 +1,6 @@
 """Patch megatron-core for this machine; import this module before any module of Megatron."""
 
+import logging
 import warnings
 
 from mcore_mas.megatron.apex_replacements import patch_fallbacks
@@ -8,6 +9,10 @@ from mcore_mas.megatron.versions import patch_version
 
 # Training works without Transformer Engine and Apex, so Megatron's warnings about them mislead.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+# 0.20 logs for every pipeline stage that its class of models is deprecated.
+logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+    lambda record: "DEPRECATED" not in record.getMessage()
+)
 # Megatron warns of its own default each time that a model is built.
 warnings.filterwarnings("ignore", message="full scope is deprecated")
 
