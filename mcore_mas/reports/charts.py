@@ -34,6 +34,13 @@ _FIRST_PANELS = {
     "outcome/mean": "mean outcome of a trajectory",
     "validation/accuracy": "validation accuracy",
 }
+_GAME_SECTION = "strategy in the game"
+# Titles of the panels of a team that plays a zero-sum game, by metric.
+_GAME_PANELS = {
+    "validation/exploitability": "exploitability, in points per game",
+    "validation/value": "expected payoff of the first player",
+    "validation/legal_probability": "probability of a legal reply",
+}
 # Group and name of a metric with one panel for each agent or data source, by section. Other metrics
 # of agents are in MLflow and in the studio.
 _GROUPED_SECTIONS = {
@@ -127,12 +134,10 @@ def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
     """Return the panels of each section of the page; the first section is never left out."""
-    first: Panels = {}
-    for key, title in _FIRST_PANELS.items():
-        curves = {run: curve(rows, key) for run, rows in metrics.items()}
-        first[title] = {run: values for run, values in curves.items() if len(values)}
-
-    panels_by_section = {_FIRST_SECTION: first}
+    panels_by_section = {_FIRST_SECTION: _panels_of(metrics, _FIRST_PANELS)}
+    game_panels = _panels_of(metrics, _GAME_PANELS)
+    if any(game_panels.values()):
+        panels_by_section[_GAME_SECTION] = game_panels
     for section, (group, name) in _GROUPED_SECTIONS.items():
         panels: Panels = {}
         for run, rows in metrics.items():
@@ -142,6 +147,15 @@ def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
         if panels:
             panels_by_section[section] = dict(sorted(panels.items()))
     return panels_by_section
+
+
+def _panels_of(metrics: Mapping[str, Metrics], titles: Mapping[str, str]) -> Panels:
+    """Return a panel for each metric in `titles`, with the runs that have it."""
+    panels: Panels = {}
+    for key, title in titles.items():
+        curves = {run: curve(rows, key) for run, rows in metrics.items()}
+        panels[title] = {run: values for run, values in curves.items() if len(values)}
+    return panels
 
 
 def _accuracy_bands(metrics: Mapping[str, Metrics]) -> Bands:

@@ -162,3 +162,11 @@ def test_the_picture_of_the_report_has_the_runs_that_can_be_read(tmp_path: Path)
     assert 'xmlns="http://www.w3.org/2000/svg"' in picture
     assert ">good<" in picture and ">missing<" not in picture
     assert picture_of_key_curves({"missing": tmp_path / "metrics.jsonl"}) == ""
+
+
+def test_the_strategy_in_a_game_has_a_section() -> None:
+    assert "strategy in the game" not in sections({"run": ROWS})
+    rows = [{"step": -1, "validation/exploitability": 0.4}, {"step": 9, "reward/mean": 0.0}]
+    panels = sections({"run": rows})["strategy in the game"]
+    assert panels["exploitability, in points per game"]["run"].to_dict() == {0: 0.4}
+    assert panels["probability of a legal reply"] == {}
