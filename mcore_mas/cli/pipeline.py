@@ -217,6 +217,8 @@ def evaluate_run(
     scores = evaluate(run, state, file, seats)
     for line in describe_scores(scores["rows"]):
         print(line)
+    for name, value in scores["strategy"].items():
+        print(f"{name}: {value:.4f}")
     print(file)
     publish_evaluation(run, lambda line: print(line, file=sys.stderr))
 

@@ -21,6 +21,7 @@ from mcore_mas.evaluation.identity import evaluation_identity
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats, player_names
+from mcore_mas.evaluation.strategies import game_of, strategy_metrics
 from mcore_mas.evaluation.trajectory_shards import TrajectoryShards
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
@@ -86,7 +87,7 @@ def evaluate(
     commit = code_commit()
     log = config.folder / "logs" / f"evaluate_{out_path.stem}.log"
     with owned(folder), stage_record(log):
-        _play_missing(config, folder, board, stop, address or "local")
+        strategy = _play_missing(config, folder, board, stop, address or "local")
 
     _check_failures(board, config.evaluation.max_failed, folder)
     task_rows = board.task_rows()
@@ -98,6 +99,7 @@ def evaluate(
         "overlong_prompts": config.engine.overlong_prompts,
         **board.counts(),
         "commit": commit,
+        "strategy": strategy,
         "rows": score_rows(task_rows),
         "tasks": task_rows,
     }
@@ -133,17 +135,21 @@ def _quarantine_folder(folder: Path) -> Path:
 
 def _play_missing(
     config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal, address: str
-) -> None:
+) -> dict[str, float]:
     """Fill a scoreboard with the trajectories in a folder, and play those that are missing.
 
     Logs of servers are written beside the folder.
+
+    Returns:
+        Metrics of the team's strategy, if it plays a zero-sum game; see `strategy_metrics`.
     """
     shards = TrajectoryShards(folder, evaluation_identity(config))
     for trajectory in shards.read():
         board.add(trajectory)
     missing = len(board.missing())
-    if not missing:
-        return
+    game = game_of(config)
+    if not missing and game is None:
+        return {}
 
     total = board.expected_replies
     finished = total - missing
@@ -173,19 +179,22 @@ def _play_missing(
                 reporter.step(min(number, total), {})
             await shards.add(trajectory)
 
-        async def play() -> None:
-            stop.listen()
-            measuring = measure(
+        async def measure_all() -> dict[str, float]:
+            await measure(
                 board,
                 collector,
                 in_flight=config.trajectories_in_flight(team.servers),
                 retries=config.evaluation.retries,
                 on_trajectory=write_and_report,
             )
+            return {} if game is None else await strategy_metrics(collector.team, game)
+
+        async def play() -> dict[str, float]:
+            stop.listen()
             message = "; the same command continues from what was played"
             try:
-                await stop.run_until_stopped(measuring, message)
+                return await stop.run_until_stopped(measure_all(), message)
             finally:
                 stop.finish()
 
-        team.runner.run(play())
+        return team.runner.run(play())
