@@ -20,6 +20,7 @@ from mcore_mas.config.credit import (
 )
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.evaluation import EvaluationConfig
+from mcore_mas.config.opponents import OpponentsConfig
 from mcore_mas.config.policy import (
     PolicyConfig,
     TeacherConfig,
@@ -87,6 +88,8 @@ class RunConfig(Section):
     orchestra: OrchestraConfig
     agents: dict[FolderName, CreditedAgentConfig] = Field(min_length=1)
     policies: dict[FolderName, PolicyConfig] = Field(min_length=1)
+    # None: every agent is always played by its own policy.
+    opponents: OpponentsConfig | None = None
     reward: RewardConfig
     advantage: AdvantageConfig
     filter: FilterConfig | None = None
@@ -146,7 +149,9 @@ class RunConfig(Section):
                 raise ConfigError(f"{origin}: {removed}")
         try:
             if isinstance(values, dict):
-                _check_policy_names(values.get("agents"), values.get("policies"))
+                _check_policy_names(
+                    values.get("agents"), values.get("policies"), values.get("opponents")
+                )
             json = to_json(values, inf_nan_mode="constants")
             return _with_default_correction(cls.model_validate_json(json, strict=True))
         except ValidationError as error:
@@ -167,6 +172,7 @@ class RunConfig(Section):
         _check_engines(self)
         _check_teachers(self)
         _check_collection_ahead(self)
+        _check_opponents(self)
         return self
 
     @property
@@ -392,7 +398,7 @@ def _with_default_correction(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"loss": loss})
 
 
-def _check_policy_names(agents: Any, policies: Any) -> None:
+def _check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
     """Refuse agents and policies that do not belong together.
 
     This comes before the validation of the sections: the section of a misspelt policy would lack all of its keys.
@@ -417,7 +423,8 @@ def _check_policy_names(agents: Any, policies: Any) -> None:
                 f"define policies.{policy}, or "
                 "take an experiment of this team (`mcore-mas list experiments`)"
             )
-    unplayed = sorted(policies.keys() - played.values() - _teacher_names(policies))
+    opponent = opponents.get("policy") if isinstance(opponents, Mapping) else None
+    unplayed = sorted(policies.keys() - {*played.values(), opponent} - _teacher_names(policies))
     if unplayed and len(played) == len(agents):
         nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
@@ -721,3 +728,45 @@ def _check_collection_ahead(config: RunConfig) -> None:
                 f"policy '{name}': offload frees the trainer's memory while the team acts, and with a "
                 f"staleness of {staleness} the team acts while it trains; choose one of them"
             )
+
+
+def _check_opponents(config: RunConfig) -> None:
+    """Check that the opponent is a frozen policy, and can play with the weights of another one."""
+    opponents = config.opponents
+    if opponents is None:
+        return
+    if config.orchestra.name != "duel":
+        raise ValueError(
+            f"opponents play an agent of the team 'duel', and this is '{config.orchestra.name}'; leave them out"
+        )
+    policy = opponents.policy
+    if policy not in config.policies:
+        raise ValueError(
+            f"opponents.policy is '{policy}', which is not defined; policies: {', '.join(config.policies)}; "
+            f"define policies.{policy}"
+        )
+    if policy in config.trained:
+        raise ValueError(
+            f"opponents.policy is '{policy}', which is trained; define another policy for the opponent"
+        )
+    past = opponents.past
+    if past is None:
+        return
+    if past.of not in config.trained:
+        raise ValueError(
+            f"opponents.past.of is '{past.of}'; expected a trained policy: {', '.join(config.trained)}"
+        )
+    if config.policies[policy].model != config.policies[past.of].model:
+        raise ValueError(
+            f"policies.{policy} plays with earlier weights of '{past.of}', and starts from another model; "
+            f"set policies.{policy}.model to {config.policies[past.of].model}"
+        )
+    if config.policies[past.of].lora is not None:
+        raise ValueError(
+            f"opponents.past keeps whole weights, and '{past.of}' trains adapters; leave past or lora out"
+        )
+    if config.collects_ahead or config.engine.sleep:
+        raise ValueError(
+            "opponents.past gives the opponent's engine new weights before each step; "
+            "use trainer.staleness: 0 and engine.sleep: false"
+        )

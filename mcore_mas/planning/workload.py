@@ -38,6 +38,8 @@ def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
 
 def _policy_workload(config: RunConfig, policy: str) -> Workload:
     names = [name for name, agent in config.agents.items() if agent.policy == policy]
+    # An opponent or a teacher has no agent of its own, and may answer for each of them.
+    names = names or list(config.agents)
     agents = [config.agents[name] for name in names]
     prompt_budgets = [max(0, config.engine.max_length - agent.max_tokens) for agent in agents]
     turns_per_round = sum(1 + _alternatives(config, name) for name in names)

@@ -23,6 +23,7 @@ from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.greedy_baseline import append_greedy, use_greedy_as_baseline
 from mcore_mas.training.metrics import StepMetrics, all_trajectories
+from mcore_mas.training.opponents import Opponents
 from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.error_location import describe_with_location
@@ -78,6 +79,7 @@ class AsyncRollouts:
         validation: validation tasks.
         collected: files of the steps that were collected so far.
         remotes: clients of policies without a model, by policy.
+        opponents: opponents of the trained policy, if the run has some.
         coach: scores turns before rewards are allocated, if there is one.
         watchdog: reports collections that do not make progress.
         under_way: collections that have begun and were not taken, by step. The owner cancels them
@@ -91,6 +93,7 @@ class AsyncRollouts:
     validation: tuple[Task, ...]
     collected: CollectedSteps
     remotes: Mapping[str, RemoteClient] = field(default_factory=dict)
+    opponents: Opponents | None = None
     coach: Coach | None = None
     watchdog: Watchdog | None = None
     under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)
@@ -156,6 +159,8 @@ class AsyncRollouts:
         sample_filter = self.config.filter
         tasks_per_step = self.config.trainer.tasks_per_step
         started = asyncio.get_running_loop().time()
+        if self.opponents is not None:
+            await self.opponents.prepare(step)
         resumed = self.collected.read(step)
         log = self.collected.log(step)
 
@@ -348,6 +353,9 @@ class AsyncRollouts:
             quarantine=self.collected.quarantine,
             env=config.env.name,
         )
+        policies_of = None
+        if self.opponents is not None and step != VALIDATION_STEP:
+            policies_of = partial(self.opponents.policies_of, step)
         return Collector(
             team=self.team,
             make_env=self.make_env,
@@ -355,6 +363,7 @@ class AsyncRollouts:
             seed=config.seed,
             step=step,
             options=options,
+            policies_of=policies_of,
         )
 
     def _batch_problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:

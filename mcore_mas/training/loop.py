@@ -88,6 +88,7 @@ async def _take_step(session: TrainingSession, number: int) -> None:
         metrics = await step(session, number)
     except Abandoned:
         await _save_and_stop(session, number)
+    await _keep_for_opponents(session, number + 1)
     await _validate_and_report(session, number, metrics)
 
     if session.after_step is not None:
@@ -109,6 +110,23 @@ async def _take_step(session: TrainingSession, number: int) -> None:
         # A restart reads the trajectories of all steps since its checkpoint.
         oldest = min(steps - trainer.keep_trajectories, session.checkpoints.newest_step)
         session.rollouts.collected.prune(oldest)
+
+
+async def _keep_for_opponents(session: TrainingSession, steps: int) -> None:
+    """Keep the weights after `steps` steps, if later opponents play with them.
+
+    This comes before the step's checkpoint, so that a restart finds the weights of all steps before it.
+    """
+    settings = session.config.opponents
+    opponents = session.rollouts.opponents
+    if opponents is None or settings is None or settings.past is None:
+        return
+    policy = settings.past.of
+    await opponents.keep(
+        steps,
+        session.trainers[policy].groups[policy],
+        oldest_restart=session.checkpoints.newest_step,
+    )
 
 
 async def _validate_and_report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
@@ -177,6 +195,7 @@ async def _save(
     """
     for policy, sync in session.weight_sync.items():
         sync.forget_versions(session.config.staleness_of(policy))
+    opponents = session.rollouts.opponents
     state = {
         "kl": {
             policy: asdict(trainer.kl)
@@ -184,6 +203,7 @@ async def _save(
             if trainer.kl is not None
         },
         "unreported": unreported,
+        "opponents": opponents.ratings if opponents is not None else None,
         "versions": {policy: list(sync.versions) for policy, sync in session.weight_sync.items()},
     }
     await session.checkpoints.save(steps, state, _checkpoint_writer(session), accuracy)

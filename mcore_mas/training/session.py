@@ -9,7 +9,7 @@ from mcore_mas.runtime.checkpoint import Checkpoint
 from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
-from mcore_mas.training.weight_sync import resend_lost_weights
+from mcore_mas.training.weight_sync import Resender, resend_lost_weights
 
 
 def model_folder(config: RunConfig, policy: str) -> Path:
@@ -36,7 +36,11 @@ async def train_session(
         load_weights(session, checkpoint, engines_may_be_newer=engines_may_be_newer),
         " while it was loading; the same command continues",
     )
-    async with resend_lost_weights(session.weight_sync.values()):
+    opponents = session.rollouts.opponents
+    resent: list[Resender] = list(session.weight_sync.values())
+    if opponents is not None and opponents.has_past:
+        resent.append(opponents)
+    async with resend_lost_weights(resent):
         if checkpoint is None:
             await train_steps(session, 0)
         else:

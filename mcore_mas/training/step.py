@@ -148,6 +148,8 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     finished = time.perf_counter()
     metrics = _step_metrics(session, rollouts, credited, updates)
+    if session.rollouts.opponents is not None:
+        metrics |= session.rollouts.opponents.record(number, rollouts.groups)
     _note_large_shares(session, number, metrics)
     metrics["time/collect_s"] = collected - started
     metrics["time/update_s"] = finished - collected

@@ -38,6 +38,7 @@ from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.fork import fork_if_changed
+from mcore_mas.training.opponents import Opponents
 from mcore_mas.training.session import model_folder, train_session
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.task_schedule import TaskSchedule
@@ -280,6 +281,7 @@ class _TrainingRun:
             validation=tuple(self.tasks["validation"]),
             collected=collected,
             remotes=self.remotes,
+            opponents=self._make_opponents(checkpoint),
             coach=self.coach,
             watchdog=Watchdog(stall_s, logbook.note) if stall_s else None,
         )
@@ -310,6 +312,14 @@ class _TrainingRun:
             stop=self.stop,
             after_step=self.after_step,
         )
+
+    def _make_opponents(self, checkpoint: Checkpoint | None) -> Opponents | None:
+        """Return the opponents of the run, with the ratings of a checkpoint; None without opponents."""
+        settings = self.config.opponents
+        if settings is None:
+            return None
+        ratings = checkpoint.state.get("opponents") if checkpoint else None
+        return Opponents(self.config, self.workers.engines.get(settings.policy), ratings)
 
 
 def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:

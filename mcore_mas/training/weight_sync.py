@@ -5,12 +5,20 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
 from rollout.engines.protocol import TrainedEngine
 from rollout.sync.transport import WeightUpdate
+
+
+class Resender(Protocol):
+    """Sender of weights that an engine has lost."""
+
+    async def resend_when_lost(self) -> None:
+        """Send the present weights again whenever the engine has lost them; never return."""
 
 
 class WeightSync:
@@ -112,7 +120,7 @@ class WeightSync:
 
 
 @asynccontextmanager
-async def resend_lost_weights(syncs: Iterable[WeightSync]) -> AsyncIterator[None]:
+async def resend_lost_weights(syncs: Iterable[Resender]) -> AsyncIterator[None]:
     """Send weights again, for this block, to engines that have lost them."""
     tasks = [asyncio.create_task(sync.resend_when_lost()) for sync in syncs]
     try:

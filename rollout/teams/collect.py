@@ -63,7 +63,12 @@ class CollectOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Collector of one step's trajectories, with a team, an environment and an orchestra."""
+    """Collector of one step's trajectories, with a team, an environment and an orchestra.
+
+    Attributes:
+        policies_of: returns the policy of each agent that does not play its own one in the
+            trajectories of a task, by the task's id; None: all play their own.
+    """
 
     team: Team
     make_env: Callable[[Task], Env]
@@ -71,6 +76,7 @@ class Collector:
     seed: int
     step: int
     options: CollectOptions = field(default_factory=CollectOptions)
+    policies_of: Callable[[str], Mapping[str, str]] | None = None
 
     async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
         """Play each task `group_size` times, and `surplus` times more, all at once.
@@ -156,6 +162,8 @@ class Collector:
         team = replace(
             self.team.with_sampling(**options.sampling), max_turns=options.deadlines.max_turns
         )
+        if self.policies_of is not None:
+            team = team.with_policies(self.policies_of(task.id))
         seed_path = (self.seed, self.step, task.id, sample)
         branched_settings: dict[str, Any] = {
             "task": task,

@@ -78,6 +78,13 @@ class Team:
         }
         return replace(self, agents=agents)
 
+    def with_policies(self, policies: Mapping[str, str]) -> Team:
+        """Return the team with other policies for these agents."""
+        agents = dict(self.agents)
+        for name, policy in policies.items():
+            agents[name] = replace(agents[name], policy=policy)
+        return replace(self, agents=agents)
+
 
 class TeamSession:
     """The session of one trajectory with its team, which records every turn.

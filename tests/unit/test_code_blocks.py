@@ -160,6 +160,7 @@ OVERRIDES = {  # by the name of the block that needs them
     "configuration-6": ["cold_start=null"],
     "configuration-7": ["cold_start=null", "data.generator=null"],
     "configuration-9": ["~experiment", *REQUIRED_SECTIONS, "+run=x", "team=duel"],
+    "configuration-10": ["experiment=demo_poker"],
     "credit-4": ["experiment=demo_search"],
     "credit-8": [
         "~experiment",

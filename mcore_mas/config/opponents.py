@@ -1,0 +1,32 @@
+"""Section of a config about opponents: a frozen policy that plays one agent of a game now and then."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollout.base.section import Section
+
+
+class PastConfig(Section):
+    """Earlier weights of a trained policy, with which an opponent plays; its own model is the first of them."""
+
+    # Trained policy whose weights are kept.
+    of: str
+    # Training steps between two weights that are kept.
+    every: int = Field(ge=1)
+    # Number of newest weights among which those of a step are chosen.
+    size: int = Field(8, ge=1)
+    # "uniform": all with the same probability; "newest": the last ones; "rating": in proportion to the score that
+    # their Elo rating expects against the trained policy.
+    choose: Literal["uniform", "newest", "rating"] = "uniform"
+
+
+class OpponentsConfig(Section):
+    """Games of a trained policy against a frozen one, beside its games against itself."""
+
+    # Frozen policy: a model folder, such as the base or an exported checkpoint, or a remote model.
+    policy: str
+    # Probability that the opponent plays one of the trained agents in the games of a task; each is as likely.
+    share: float = Field(0.5, gt=0, le=1)
+    # None: the opponent plays with the weights of its own model in all steps.
+    past: PastConfig | None = None
