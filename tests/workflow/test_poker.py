@@ -1,0 +1,59 @@
+"""Self-play in Kuhn poker from a cold start: the strategy approaches an equilibrium."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.evaluation.evaluate import evaluate
+from mcore_mas.pipeline.base_model import make_base_model
+from mcore_mas.pipeline.cold_start import bootstrap
+from mcore_mas.pipeline.prepare import prepare_tasks
+from mcore_mas.reports.charts import write_charts
+from mcore_mas.training.train import train
+from tests.support.in_process import training_here
+from tests.support.run_folder import metrics_of
+
+# Always betting, where policies end that do not read their card, is exploited by 1/3.
+BOUND = 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_self_play_is_exploited_less_and_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "demo_poker"
+    run.mkdir()
+    config = run / "config.yaml"
+    config.write_text(yaml.safe_dump(resolve(["experiment=demo_poker", f"results={tmp_path}"])))
+    prepare_tasks(config, run / "tasks")
+    make_base_model(config, run / "tasks", run / "base")
+    bootstrap(config, run / "base", run / "bootstrap")
+    with training_here(monkeypatch):
+        train(config)
+
+    rows = [row for row in metrics_of(run) if "validation/exploitability" in row]
+    exploitabilities = [row["validation/exploitability"] for row in rows]
+    print(exploitabilities)
+    assert exploitabilities[0] > 2 * BOUND
+    assert exploitabilities[-1] < BOUND
+    assert min(row["validation/legal_probability"] for row in rows) > 0.95
+
+    scores_file = run / "evaluation" / "trained.json"
+    evaluate(config, "trained", scores_file)
+    scores = json.loads(scores_file.read_text())
+    assert scores["strategy"]["exploitability"] == pytest.approx(exploitabilities[-1], abs=1e-3)
+    assert scores["strategy"]["legal_probability"] > 0.95
+    # A second evaluation plays no game, and measures the strategy again.
+    assert evaluate(config, "trained", scores_file)["strategy"] == pytest.approx(
+        scores["strategy"], abs=1e-3
+    )
+
+    page = tmp_path / "charts.html"
+    write_charts({"demo_poker": run / "train" / "metrics.jsonl"}, page)
+    assert "exploitability, in points per game" in page.read_text()
