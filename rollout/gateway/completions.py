@@ -115,7 +115,7 @@ class _CompletionsBody(RequestBody):
     seed: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=dialects.MAX_TOP_LOGPROBS)
-    functions: None = None  # deprecated by OpenAI in favour of `tools`
+    functions: list[Any] | None = None  # deprecated by OpenAI in favour of `tools`
     tool_choice: str | OpenAIToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
@@ -129,6 +129,8 @@ def _parse(body: bytes) -> ChatRequest:
     choices = parsed.n or 1
     if choices > 1 and parsed.stream:
         raise GatewayError(400, "n: a stream has one choice; send the call without `stream`")
+    if parsed.functions:
+        raise GatewayError(400, "functions: this older field is not read; send them as `tools`")
 
     unheeded: list[str] = []
     top_logprobs = parsed.top_logprobs or 0

@@ -233,7 +233,11 @@ def test_a_stop_ends_the_turn_and_the_program_gets_the_text_before_it(tmp_path: 
         ),
         ({"n": 0}, openai.BadRequestError, "n: "),
         ({"n": 2, "stream": True}, openai.BadRequestError, "n: a stream has one choice"),
-        ({"functions": [{"name": "f", "parameters": {}}]}, openai.BadRequestError, "functions: "),
+        (
+            {"functions": [{"name": "f", "parameters": {}}]},
+            openai.BadRequestError,
+            "functions: this older field is not read; send them as `tools`",
+        ),
         (
             {"messages": [{"role": "system", "content": ""}]},
             openai.BadRequestError,
