@@ -15,10 +15,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mcore_mas.tracking.mlflow_store import open_store
+from mcore_mas.tracking.mlflow_training import start_training_record
 from mcore_mas.tracking.publish import LOCAL_PAGES, publish
+from mcore_mas.tracking.traces import TracedTrajectory, TraceSender
 from rollout.base.processes import free_port
 from tests.support.browser import browse, needs_chromium
 from tests.support.finished import finished
+from tests.support.played import TASK, trajectory, turn
+from tests.support.tracked_run import config_path_of, write_run
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 SEEDS = {"duo": 1, "duo_s2": 2}
@@ -28,13 +33,16 @@ PICTURE_WIDTH = 1255
 
 
 @pytest.fixture(scope="module")
-def pages(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, str]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("mlflow")
+    return folder / "results"
+
+
+@pytest.fixture(scope="module")
+def pages(request: pytest.FixtureRequest, results: Path) -> Iterator[tuple[str, str]]:
     """Yield the address that `mcore-mas ui` prints, and the address of the comparison of two runs."""
     if not request.config.getoption("--mlflow"):
         pytest.skip("takes a minute and a half; `make test-mlflow` runs it")
-    results = tmp_path_factory.mktemp("mlflow") / "results"
     for run, seed in SEEDS.items():
         finished(results, run, seed)
     comparison = publish(results, SEEDS, [], pytest.fail)
@@ -61,6 +69,27 @@ def pages(
         server.wait(60)
 
 
+@pytest.fixture(scope="module")
+def traces_page(results: Path, pages: tuple[str, str]) -> str:
+    """Send a trajectory of two agents as a trace; return the address of its experiment's traces."""
+    config = write_run(results, f"sqlite:///{results}/mlflow.db")
+    record = start_training_record(config, config_path_of(config), 0)
+    played = trajectory(
+        turn(0, "solver", text="\\boxed{3}", reward=0.75, started_s=time.time(), took_s=1.0),
+        turn(1, "verifier", text="APPROVE", reward=0.25, started_s=time.time(), took_s=1.0),
+        answer="3",
+    )
+    advantages = {("0/t/0", "", 0): 1.5, ("0/t/0", "", 1): -0.5}
+    warnings: list[str] = []
+    sender = TraceSender(config, record, warnings.append)
+    sender.send([TracedTrajectory(trajectory=played, task=TASK, advantages=advantages)])
+    sender.close()
+    sender.join(120)
+    assert not warnings
+    server = pages[0].partition("/#")[0]
+    return f"{server}/#/experiments/{open_store(config).experiment_id}/traces?startTimeLabel=ALL"
+
+
 def wait_for_server(server: subprocess.Popen[str], url: str) -> None:
     deadline = time.monotonic() + 120
     while True:
@@ -81,6 +110,11 @@ def page_text(url: str, folder: Path, name: str, request: pytest.FixtureRequest)
     picture = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
     pictures = Path(request.config.getoption("--mlflow"))
     picture.save(pictures / f"mlflow_{name}.png", optimize=True)
+    return text_of(document)
+
+
+def text_of(document: str) -> str:
+    """Return the text of an HTML document."""
     text = html.unescape(re.sub(r"<[^>]+>", " ", document))
     return re.sub(r"\s+", " ", text)
 
@@ -119,3 +153,13 @@ def test_two_runs_are_compared_agent_by_agent(
     values = "0.68 0.78 0.825 0.875 0.67 0.77 0.48 0.58 0.667 0.667"
     metrics = text[text.index("Metrics Show diff only") :]
     assert metrics.index(names) < metrics.index(values)
+
+
+def test_a_trajectory_is_listed_with_the_rewards_and_advantages_of_its_agents(
+    traces_page: str, tmp_path: Path
+) -> None:
+    window = f"--window-size={WIDTH},{HEIGHT}"
+    text = text_of(browse(traces_page, tmp_path / "profile", window, seconds=45))
+    assert "0/t/0" in text  # the session
+    for name in ("outcome", "reward/solver", "advantage/verifier"):
+        assert name in text
