@@ -20,7 +20,7 @@ from signal import SIGKILL
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, PositiveInt
 
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EnvError
@@ -50,6 +50,7 @@ class VerifiersEnv:
             Python of this run.
         args: arguments of the environment's `load_environment` or, since verifiers 0.4, its
             configuration.
+        workers: number of processes that play episodes, each with an environment of its own.
     """
 
     def __init__(
@@ -59,8 +60,14 @@ class VerifiersEnv:
         id: str,
         python: str = "",
         args: Mapping[str, JsonValue] | None = None,
+        workers: PositiveInt = 1,
     ) -> None:
-        self._settings = {"id": id, "python": python, "args": dict(args or {})}
+        self._settings = {
+            "id": id,
+            "python": python,
+            "args": dict(args or {}),
+            "workers": workers,
+        }
 
     def reset(self, task: Task) -> str:
         """Return the settings as JSON, with which `run_episode` plays the task."""
@@ -101,7 +108,10 @@ async def run_episode(settings: str, row: str, *, url: str, key: str) -> str:
     Raises:
         EnvError: the environment cannot be loaded, or its episode failed.
     """
-    worker = per_loop(("verifiers", settings), partial(_Worker, settings))
+    # Episodes take turns, so that one that blocks its process delays only every n-th.
+    turn = next(per_loop(("verifiers turns", settings), count))
+    number = turn % json.loads(settings)["workers"]
+    worker = per_loop(("verifiers", settings, number), partial(_Worker, settings))
     async with worker.running():
         reply = await worker.request(row=json.loads(row), url=url, key=key)
     return json.dumps({"reward": reply["reward"], "metrics": reply["metrics"]})
@@ -142,7 +152,7 @@ def _last_line(output: bytes) -> str:
 
 
 class _Worker:
-    """A process that plays the episodes of one environment while trajectories use it."""
+    """A process that plays episodes of one environment while trajectories use it."""
 
     def __init__(self, settings: str) -> None:
         self._settings = json.loads(settings)

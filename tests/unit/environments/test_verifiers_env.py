@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments.verifiers import PROGRAM, VerifiersEnv
+from rollout.environments.verifiers import PROGRAM, VerifiersEnv, run_episode
 from rollout.orchestras.program import ProgramRules
 from rollout.records.trajectory import Status, Task, Trajectory
 from rollout.tasks.generators import GENERATORS
@@ -71,6 +71,25 @@ def test_a_process_that_ends_fails_its_episodes_with_its_last_line() -> None:
     trajectory, _ = play_episode("sums", "exit", rules=ProgramRules(crash="fail"))
     assert trajectory.status is Status.FAILED
     assert "the worker process ended: the environment exits" in trajectory.error
+
+
+@pytest.mark.slow
+def test_an_episode_that_hangs_ends_at_the_deadline() -> None:
+    rules = ProgramRules(crash="fail", deadline_s=8.0)
+    trajectory, _ = play_episode("sums", "hang", rules=rules)
+    assert trajectory.status is Status.LATE
+    assert trajectory.error == "LateTool: program: nothing came within 8 s"
+
+
+def test_episodes_take_turns_among_the_workers() -> None:
+    settings = json.dumps({"id": "without-calls", "python": PYTHON, "args": {}, "workers": 2})
+
+    async def play_three() -> list[str]:
+        episode = partial(run_episode, settings, "{}", url="http://127.0.0.1:1", key="k")
+        return await asyncio.gather(episode(), episode(), episode())
+
+    processes = [json.loads(result)["metrics"]["process"] for result in asyncio.run(play_three())]
+    assert processes[0] == processes[2] != processes[1]
 
 
 def test_rows_are_split_by_their_content() -> None:
