@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import SubprocessError
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ from rollout.base.event_loop import per_loop
 from rollout.base.lookup import lookup
 from rollout.base.processes import run_command
 from rollout.base.signatures import check_call
+from rollout.base.temporary_folders import numbered_folder
 from rollout.base.text import valid_text
 from rollout.base.urls import without_proxy
 from rollout.environments.protocol import Env, ToolCall
@@ -308,7 +308,8 @@ async def _run_command(
     run = partial(run_command, command, job.problem.encode(), max_output_bytes=_MAX_OUTPUT_BYTES)
     try:
         async with slots:
-            with TemporaryDirectory() as folder:
+            with numbered_folder("agent-program") as numbered:
+                folder = str(numbered)
                 for name in _CACHE_VARIABLES:
                     environment[name] = f"{folder}/{name.lower()}"
                 if sandbox is not None:
