@@ -69,10 +69,11 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
         "per update. *Selective* recomputes the outputs of norms and the products of SwiGLU, *full* every layer.",
         "A case is not run if it is predicted to need more than 96 % of the GPU's free memory. 30b-a3b is a mixture of",
         "experts: two of the 48 layers of Qwen3-30B-A3B and its head, which has most of the arithmetic of this model.",
+        "HFU also counts the operations that are computed again: those of layers, and logits in the backward pass.",
         "",
         "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
-        "| GiB | tokens/s |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| HFU | GiB | tokens/s |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
         predicted = line_of_case(lines, "meter", case) or {}
@@ -92,11 +93,20 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
             predicted.get("mfu", _NOT_MEASURED),
             predicted_gib,
             update.get("mfu", reason),
+            _hardware_share(update, predicted) or reason,
             update.get("gib", reason),
             update.get("tokens_per_s", reason),
         ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
+
+
+def _hardware_share(update: dict[str, Any], predicted: dict[str, Any]) -> float | None:
+    """Return the share of the GPU's peak of all operations of a measured update, or None without a measurement."""
+    if "mfu" not in update or "operations" not in predicted:
+        return None
+    operations = predicted["operations"]
+    return round(update["mfu"] * operations["counted"] / operations["model"], 3)
 
 
 def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:

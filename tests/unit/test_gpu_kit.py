@@ -150,6 +150,7 @@ def test_the_page_shows_measurements_beside_predictions() -> None:
         "tokens": 16384,
         "launches": 9322,
         "mfu": 0.301,
+        "operations": {"counted": 6e14, "model": 5e14},
         "waits": {"a": 1, "b": 3},
         "copies": {},
     }
@@ -170,9 +171,11 @@ def test_the_page_shows_measurements_beside_predictions() -> None:
     }
     text = page([probe, prediction, update, attention])
     assert "Measured on NVIDIA H200, 2026-11-22." in text
-    update_row = "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 91.5 | 9000 |"
+    update_row = (
+        "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 0.3 | 91.5 | 9000 |"
+    )
     assert update_row in text
-    mixture_row = f"| 30b-a3b | selective | groups |{9 * ' not measured |'}\n"
+    mixture_row = f"| 30b-a3b | selective | groups |{10 * ' not measured |'}\n"
     assert mixture_row in text
     assert "| turns | 2.4 | not measured | 48.0 |" in text
     assert "| groups | not measured | not measured | not measured |" in text
