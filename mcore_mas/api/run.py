@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -27,7 +28,7 @@ from mcore_mas.api.arguments import (
 from mcore_mas.api.conversation import Conversation
 from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.tasks import split_tasks
-from mcore_mas.api.training_thread import StepRow, TrainingThread
+from mcore_mas.api.training_thread import StepRow, TrainingThread, wait_for_stop
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import MAX_NAME_CHARS, RunConfig
 from mcore_mas.pipeline.check import (
@@ -39,6 +40,7 @@ from mcore_mas.pipeline.check import (
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.pipeline.prompt_check import prompt_problems
 from mcore_mas.reports.turn_advantages import find_turn_advantages
+from mcore_mas.runtime.stop_signal import StopSignal
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
@@ -177,6 +179,9 @@ class Run:
         try:
             while (row := training.next()) is not None:
                 yield row
+        except KeyboardInterrupt:
+            training.interrupt()
+            raise
         finally:
             training.close()
 
@@ -201,6 +206,7 @@ class Run:
         if self._training is not None:
             # A `break` out of `async for` does not wait until the generator is closed.
             self._training.close()
+            self._training.join()
         config_file = self._write_inputs()
         self._check_prompts()
         self._training = TrainingThread(config_file)
@@ -296,7 +302,6 @@ class Run:
             EvaluationError: too many trajectories failed.
         """
         from mcore_mas.evaluation.evaluate import evaluate
-        from mcore_mas.runtime.stop_signal import StopSignal
 
         if k < 1:
             raise ArgumentError(f"k is {k}; expected a number of samples of each task, at least 1")
@@ -305,10 +310,7 @@ class Run:
         config = self.config.model_copy(update={"evaluation": evaluation})
         out = self.folder / "evaluation" / f"{state}.json"
         stop = StopSignal(signals=False)
-        result = _call_in_thread(
-            lambda: evaluate(config, state, out, stop=stop),
-            on_interrupt=stop.request_threadsafe,
-        )
+        result = _call_in_thread(lambda: evaluate(config, state, out, stop=stop), stop)
         rows = result["rows"]
         all_tasks = rows[-1]["dataset"]  # the rows of single data sources come first
         return {row["metric"]: row["value"] for row in rows if row["dataset"] == all_tasks}
@@ -410,20 +412,29 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
             raise ArgumentError(str(error)) from error
 
 
-def _call_in_thread(
-    function: Callable[[], _T], on_interrupt: Callable[[], None] = lambda: None
-) -> _T:
+def _call_in_thread(function: Callable[[], _T], stop: StopSignal | None = None) -> _T:
     """Call a function in a thread, where no event loop runs, and return its result.
 
-    On Ctrl-C, `on_interrupt` is called, and KeyboardInterrupt is raised after the function has ended.
+    On Ctrl-C, KeyboardInterrupt is raised; with `stop`, after the function has been stopped.
     """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(function)
+    future: Future[_T] = Future()
+
+    def call() -> None:
         try:
-            return future.result()
-        except KeyboardInterrupt:
-            on_interrupt()
-            raise
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon, so that the program can end while code of the team blocks the thread.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if stop is not None:
+            stop.request_threadsafe(urgent=True)
+            wait_for_stop(thread, stop)
+        raise
 
 
 def _converse_in_thread(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from mcore_mas.runtime.stop_signal import ENDING_S, Stopped, StopSignal
 from rollout.base.processes import say
 
 StepRow = dict[str, float]  # metrics of a step by name, with the number of the step
+
+_POLL_S = 0.2
+# Seconds without a turn of the event loop after which Ctrl-C does not wait for the training.
+_BLOCKED_S = 2.0
 
 
 class TrainingThread:
@@ -18,8 +24,6 @@ class TrainingThread:
 
     def __init__(self, config: Path) -> None:
         """Start the training of the run with this resolved config."""
-        from mcore_mas.runtime.stop_signal import StopSignal
-
         self._folder = config.parent
         self._stop = StopSignal(signals=False)
         # Rows of metrics; then the error that ended the training, or None if there was none.
@@ -31,7 +35,8 @@ class TrainingThread:
         self._thread = threading.Thread(
             target=self._train, args=(config,), name="training", daemon=True
         )
-        self._interrupted = False  # True once Ctrl-C has ended the wait for the thread
+        self._interrupted = False  # True once the thread is not waited for
+        self._has_reported_stop = False
         self._thread.start()
         # A program may end in the middle of its loop. Then the checkpoint must be saved before
         # asyncio's executors shut down; callbacks of `atexit` would run after that.
@@ -58,8 +63,6 @@ class TrainingThread:
         A rollout under way is cancelled, and an update is finished. Ctrl-C ends the wait, and the
         program then ends without the checkpoint. An error that kept it from saving is printed.
         """
-        from mcore_mas.runtime.joblog import describe_error
-
         if self._interrupted:
             return
         self._stop.request_threadsafe()
@@ -69,13 +72,46 @@ class TrainingThread:
         except KeyboardInterrupt:
             self._interrupted = True
             raise
+        self._print_errors()
+
+    def interrupt(self) -> None:
+        """Stop the training at Ctrl-C, and wait until it has saved a checkpoint.
+
+        An update that takes long is broken off, and code of the team that blocks the training is left
+        behind. Another Ctrl-C ends the wait.
+        """
+        self._interrupted = True
+        self._stop.request_threadsafe(urgent=True)
+        self._continue.put(False)
+        blocking = wait_for_stop(self._thread, self._stop)
+        if self._stop.last_line:
+            self._report_stop(self._stop.last_line)
+        if blocking:
+            say(
+                f"{self._folder}: stopped without a checkpoint, because code of the team blocks the "
+                f"training at {blocking}; the same program continues from what is saved"
+            )
+        self._print_errors()
+
+    def join(self) -> None:
+        """Wait for the end of a training that was left behind."""
+        self._thread.join()
+
+    def _report_stop(self, line: str) -> None:
+        """Print once where the training has stopped."""
+        if not self._has_reported_stop:
+            self._has_reported_stop = True
+            say(f"{self._folder}: {line}")
+
+    def _print_errors(self) -> None:
+        from mcore_mas.runtime.joblog import describe_error
+
         while not self._rows.empty():
             row = self._rows.get()
             if isinstance(row, BaseException):
                 say(f"{self._folder}: {describe_error(row)}")
 
     def _train(self, config: Path) -> None:
-        from mcore_mas.runtime.stop_signal import Stopped
         from mcore_mas.training.train import train
 
         async def after_step(number: int, metrics: Mapping[str, float]) -> bool:
@@ -91,9 +127,31 @@ class TrainingThread:
                 # error hides the one that ended the training, which is its context.
                 cause = error.__context__
             if isinstance(cause, Stopped):
-                say(f"{self._folder}: {cause}")
+                self._report_stop(str(cause))
                 self._rows.put(None)
             else:
                 self._rows.put(error)
         else:
             self._rows.put(None)
+
+
+def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
+    """Wait for a thread with an event loop that was told to stop, but not for code that blocks the loop.
+
+    Returns:
+        The line at which the loop is blocked; "" if the thread has stopped and saved its state.
+    """
+    while thread.is_alive() and not stop.is_settled.is_set():
+        thread.join(_POLL_S)
+        if not stop.responds(_BLOCKED_S):
+            return _place_of(thread)
+    thread.join(ENDING_S)  # trackers and Ray
+    return ""
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Return the line that a thread is at, as "file:line (function)"."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "its end"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

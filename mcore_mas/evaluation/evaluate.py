@@ -23,7 +23,7 @@ from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats, player_names
 from mcore_mas.evaluation.strategies import game_of, strategy_metrics
 from mcore_mas.evaluation.trajectory_shards import TrajectoryShards
-from mcore_mas.runtime.stop_signal import StopSignal
+from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
 from rollout.base.files import ensure_writable
@@ -194,6 +194,10 @@ def _play_missing(
             message = "; the same command continues from what was played"
             try:
                 return await stop.run_until_stopped(measure_all(), message)
+            except Stopped as stopped:
+                shards.flush()
+                stop.end_soon(stopped)
+                raise
             finally:
                 stop.finish()
 

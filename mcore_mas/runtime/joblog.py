@@ -10,7 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_mas import PACKAGES
-from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
+from mcore_mas.runtime.stop_signal import (
+    Stopped,
+    ignore_stop_signals,
+    set_ending,
+    stop_at_start,
+)
 from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.processes import die_with_parent
 from rollout.base.text import escape_line, escape_logs, escape_text
@@ -33,12 +38,9 @@ def logged(path: Path | str) -> Iterator[None]:
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     keep_terminal()
     _redirect_output(Path(path))
+    set_ending(CAUSE_PREFIX, status=1)
     try:
         yield
-    except KeyboardInterrupt:
-        message = "ended by a second Ctrl-C; the same command continues from what is saved"
-        print(f"{CAUSE_PREFIX}{message}", file=sys.stderr)
-        sys.exit(130)
     except Stopped as stop:
         ignore_stop_signals()
         print(f"{CAUSE_PREFIX}{describe_error(stop)}", file=sys.stderr)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from mcore_mas.runtime.stop_signal import called_before_end
 from rollout.sync.memory import clear_memory
 
 _SUCCESS = b"success"
 _FAILURE = b"failure"
+_STOPPED = b"stopped"  # at once, which the process itself has reported
 
 
 @contextmanager
@@ -36,16 +38,22 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
         arguments.append(str(logs))
     command = [sys.executable, "-m", "mcore_mas.runtime.ray_cleanup", *arguments]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert reaper.stdin is not None
+    stdin = reaper.stdin
+    assert stdin is not None
+
+    def report(outcome: bytes) -> None:
+        with suppress(OSError, ValueError):  # somebody has killed it, or it has been told
+            stdin.write(outcome)
+            stdin.close()
+
     outcome = _FAILURE
-    try:
-        yield
-        outcome = _SUCCESS
-    finally:
-        with suppress(BrokenPipeError):  # somebody has killed it
-            reaper.stdin.write(outcome)
-            reaper.stdin.close()
-        reaper.wait()
+    with called_before_end(lambda: report(_STOPPED)):
+        try:
+            yield
+            outcome = _SUCCESS
+        finally:
+            report(outcome)
+            reaper.wait()
 
 
 def kill_processes_of(session: Path) -> None:
@@ -88,6 +96,7 @@ def main(pid: int, session: Path, logs: Path | None) -> None:
     if not outcome:
         message = "a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
         print(f"error: {message}", file=sys.stderr)
+    if outcome in (b"", _STOPPED):
         clear_memory(pid)
     remove_session(session, logs, keep_logs=outcome != _SUCCESS)
 

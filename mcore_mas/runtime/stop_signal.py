@@ -1,19 +1,32 @@
-"""Stop signals: handled from process start; training state is saved before the process exits."""
+"""Stop signals: handled from process start; training state is saved before the process exits.
+
+The first Ctrl-C is urgent: within about `GRACE_S` the run gives up what it is doing, then saves its
+state, and the process ends `ENDING_S` later at the latest. The second one ends the process at once.
+"""
 
 import asyncio
 import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 from mcore_mas.runtime.user_terminal import user_terminal
-from rollout.base.async_tasks import cancel_tasks
-from rollout.base.processes import say
+from rollout.base.async_tasks import CLEANUP_S, cancel_tasks
+from rollout.base.text import escape_line
 
 _T = TypeVar("_T")
+
+# Seconds after Ctrl-C: for the update under way, for cancelled tasks, and for code that blocks the event loop.
+GRACE_S = 1.0
+# Seconds from the saved state to the end of the process: for trackers, Ray, and threads of a team's code.
+ENDING_S = 2.0
+# Seconds between two interruptions of code that blocks the event loop.
+_AGAIN_S = 0.25
 
 # SIGURG can be sent to every process of a Slurm job, because processes without a handler ignore it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT)
@@ -31,6 +44,55 @@ class Stopped(BaseException):
 
 class Abandoned(Exception):
     """Cancellation of work by a request to stop; the next start does the work again."""
+
+
+@dataclass(slots=True)
+class _Ending:
+    """The way in which this process ends at once, without unwinding its stack."""
+
+    prefix: str = ""  # of its last line
+    status: int = 143  # if its state is saved
+    callbacks: list[Callable[[], None]] = field(default_factory=list)  # called before the end
+
+
+_ending = _Ending()
+
+
+def set_ending(prefix: str, status: int) -> None:
+    """Set the beginning of this process's last line, and its exit status if it is stopped."""
+    _ending.prefix = prefix
+    _ending.status = status
+
+
+@contextmanager
+def called_before_end(callback: Callable[[], None]) -> Iterator[None]:
+    """Have a function called if this process ends at once during the block."""
+    _ending.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _ending.callbacks.remove(callback)
+
+
+def _end_process(line: str, status: int) -> NoReturn:
+    """End this process with a last line, without waiting for its tasks and threads."""
+    for callback in list(_ending.callbacks):
+        callback()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # this may interrupt a write to the stream
+            stream.flush()
+    _write_line(2, f"{_ending.prefix}{line}")
+    os._exit(status)
+
+
+def _end_at_second_interrupt() -> NoReturn:
+    _end_process("ended by a second Ctrl-C; the same command continues from what is saved", 130)
+
+
+def _write_line(descriptor: int, line: str) -> None:
+    """Write a line from a signal handler, which may interrupt a write to a stream of Python."""
+    with suppress(OSError):
+        os.write(descriptor, f"{escape_line(line)}\n".encode())
 
 
 def stop_at_start(*signals: signal.Signals) -> None:
@@ -81,6 +143,8 @@ def sigterm_handler_kept() -> Iterator[None]:
 
 
 def _raise_stopped(number: int, _frame: object) -> None:
+    if number == signal.SIGINT and _early_signals:
+        _end_at_second_interrupt()
     _early_signals.append(number)  # a library may catch the exception and continue
     raise Stopped(
         f"stopped by {signal.Signals(number).name}; the same command continues from what is saved"
@@ -105,8 +169,15 @@ def _send_early_signal_again() -> None:
 class StopSignal:
     """A request to stop a run, by one of `STOP_SIGNALS` or by a call.
 
-    The run abandons work that can be done again, and finishes and saves everything else. A Ctrl-C after an
-    earlier request to stop ends the process where it stands.
+    The run abandons work that can be done again, and finishes and saves everything else. After an
+    urgent request, such as Ctrl-C, it also breaks off an update that takes longer than `GRACE_S`. A
+    Ctrl-C after an earlier request to stop ends the process where it stands.
+
+    Attributes:
+        sender: name of the signal, or "its caller".
+        is_urgent: True if Ctrl-C or a program's caller has asked to stop.
+        is_settled: set when the run has stopped, and its state is saved if it can be.
+        last_line: the run's last line, which says where it has stopped; "" until then.
     """
 
     def __init__(self, *, signals: bool = True) -> None:
@@ -115,53 +186,86 @@ class StopSignal:
         Args:
             signals: False: only `request` stops the run, and the process keeps its signal handlers.
         """
-        self.sender = "its caller"  # or the name of the signal
+        self.sender = "its caller"
+        self.is_urgent = False
+        self.is_settled = threading.Event()
+        self.last_line = ""
         self._event = asyncio.Event()
         self._signals = signals
+        self._has_signal = False  # True once a signal has asked to stop
+        self._is_finished = False
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it listens
+        self._listener: asyncio.Task[Any] | None = None  # the task that takes the steps
+        self._working: asyncio.Future[Any] | None = None  # work that may be cancelled
+        self._interrupts = False  # True while the next SIGURG is one to interrupt blocking code
+        self._has_interrupted = False
 
     @property
     def requested(self) -> bool:
         """True once the run was told to stop."""
         return self._event.is_set()
 
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for tasks that were cancelled."""
+        return GRACE_S if self.is_urgent else CLEANUP_S
+
     def listen(self) -> None:
         """Handle all stop signals in the running event loop, also one that was blocked or came before."""
         self._loop = asyncio.get_running_loop()
+        self._listener = asyncio.current_task()
         if not self._signals:
             return
         for number in STOP_SIGNALS:
-            self._loop.add_signal_handler(number, self.request, number)
+            self._loop.add_signal_handler(number, self._event.set)
+            # The event loop is woken nevertheless. This handler runs also while code blocks the loop.
+            signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if _early_signals:
             early_signal = _early_signals[0]
             _early_signals.clear()
-            self.request(early_signal)
+            self._handle(early_signal, None)
+            self._event.set()
 
-    def request(self, number: int | None = None) -> None:
+    def request(self, *, urgent: bool = False) -> None:
         """Tell the run to stop.
 
         Args:
-            number: the signal that asks for it; None: the caller does.
-
-        Raises:
-            KeyboardInterrupt: this is Ctrl-C, and the run was told to stop before.
+            urgent: break off an update under way.
         """
-        if number == signal.SIGINT and self.requested:
-            raise KeyboardInterrupt
-        if number is not None:
-            self.sender = signal.Signals(number).name
-            if not self.requested:
-                self._announce()
+        self.is_urgent = self.is_urgent or urgent
         self._event.set()
 
-    def request_threadsafe(self) -> None:
-        """Tell the run to stop, from another thread than that of its event loop."""
+    def request_threadsafe(self, *, urgent: bool = False) -> None:
+        """Tell the run to stop, from another thread than that of its event loop; see `request`."""
         if self._loop is None:
-            self.request()
+            self.request(urgent=urgent)
             return
         with suppress(RuntimeError):  # the loop is closed, so the run has ended
-            self._loop.call_soon_threadsafe(self.request)
+            self._loop.call_soon_threadsafe(lambda: self.request(urgent=urgent))
+
+    def responds(self, patience_s: float) -> bool:
+        """Return False if the run's event loop takes no turn for some seconds; for other threads."""
+        turned = threading.Event()
+        if self._loop is None:
+            return True
+        try:
+            self._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # the loop is closed
+            return True
+        return turned.wait(patience_s)
+
+    def end_soon(self, stopped: Stopped) -> None:
+        """Note that the run has stopped; after an urgent signal, bound the time until the process ends.
+
+        Tasks that ignore their cancellation, threads and trackers would keep a process alive.
+        """
+        self.last_line = str(stopped)
+        self.is_settled.set()
+        if self.is_urgent and self._signals:
+            timer = threading.Timer(ENDING_S, _end_process, (self.last_line, _ending.status))
+            timer.daemon = True
+            timer.start()
 
     def finish(self) -> None:
         """Stop listening in the event loop, because the run has ended or is about to.
@@ -169,6 +273,7 @@ class StopSignal:
         From now on a signal is only noted, because the process is about to end. Only a Ctrl-C after an earlier stop
         ends the process at once.
         """
+        self._is_finished = True
         if self._loop is None or not self._signals:
             return
         for number in STOP_SIGNALS:
@@ -177,7 +282,7 @@ class StopSignal:
 
     def _note_late_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT and self.requested:
-            raise KeyboardInterrupt
+            _end_at_second_interrupt()
         self._event.set()
 
     async def run_until_stopped(self, work: Coroutine[Any, Any, _T], message: str = "") -> _T:
@@ -191,23 +296,99 @@ class StopSignal:
             Abandoned: the run was told to stop, and there is no message.
             Stopped: the run was told to stop, and there is one.
         """
+        try:
+            return await self._run_until(self._event.wait(), work)
+        except Abandoned:
+            if message:
+                raise Stopped(f"stopped by {self.sender}{message}") from None
+            raise
+
+    async def run_until_urgent(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, or cancel it if it takes longer than `GRACE_S` after an urgent request.
+
+        Raises:
+            Abandoned: it was cancelled.
+        """
+
+        async def wait_for_deadline() -> None:
+            await self._event.wait()
+            if not self.is_urgent:
+                await asyncio.Event().wait()
+            await asyncio.sleep(GRACE_S)
+
+        return await self._run_until(wait_for_deadline(), work)
+
+    async def _run_until(
+        self, deadline: Coroutine[Any, Any, object], work: Coroutine[Any, Any, _T]
+    ) -> _T:
+        """Return the result of `work`; cancel it and raise Abandoned if `deadline` ends first."""
         working = asyncio.ensure_future(work)
-        waiting = asyncio.ensure_future(self._event.wait())
+        waiting = asyncio.ensure_future(deadline)
+        outer_work = self._working
+        self._working = working
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
+            # Work that was interrupted ends in any way.
+            if working.done() and not self._has_interrupted:
                 return working.result()
-            if message:
-                raise Stopped(f"stopped by {self.sender}{message}")
             raise Abandoned
         finally:
-            await cancel_tasks([working, waiting])
+            self._working = outer_work
+            await cancel_tasks([working, waiting], self.patience_s)
 
-    def _announce(self) -> None:
-        """Print that the run stops, to its log and to the terminal."""
-        line = (
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread, in the middle of whatever it does."""
+        if number == signal.SIGURG and self._interrupts:
+            self._interrupts = False
+            self._interrupt(frame)
+            return
+        if self._has_signal or self.requested:
+            if number == signal.SIGINT:
+                _end_at_second_interrupt()
+            return
+        self._has_signal = True
+        self.sender = signal.Signals(number).name
+        self.is_urgent = number == signal.SIGINT
+        self._announce(
             f"{self.sender}: stopping after the state of the run is saved; "
             "a Ctrl-C from now on ends it at once"
         )
-        for stream in {sys.stderr, user_terminal()} - {None}:
-            say(line, stream)
+        if self.is_urgent:
+            threading.Thread(target=self._interrupt_while_blocked, daemon=True).start()
+
+    def _interrupt_while_blocked(self) -> None:
+        """Interrupt the main thread as long as code in it, such as a user's, blocks the event loop."""
+        patience_s = GRACE_S
+        while not (self._is_finished or self.is_settled.is_set()):
+            if self._loop is None or self._loop.is_closed():
+                return
+            if self.responds(patience_s):
+                self.is_settled.wait(_AGAIN_S)
+                continue
+            self._interrupts = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            patience_s = _AGAIN_S
+
+    def _interrupt(self, frame: FrameType | None) -> None:
+        """Cancel the work under way from within the task that blocks the event loop.
+
+        The task that takes the steps is not interrupted: it runs code of this project only, and it
+        saves the state.
+        """
+        task = asyncio.current_task(self._loop)
+        if task is None or task is self._listener:
+            return
+        if frame is not None and not self._has_interrupted:
+            code = frame.f_code
+            place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+            self._announce(f"{self.sender}: interrupted {place}, which blocks the event loop")
+        self._has_interrupted = True
+        if self._working is not None:
+            self._working.cancel()  # also the tasks that it waits for, before they run again
+        raise asyncio.CancelledError
+
+    def _announce(self, line: str) -> None:
+        """Print a line to the log of the run and to the terminal."""
+        for stream in {sys.stderr, user_terminal() or sys.stderr}:
+            with suppress(OSError, ValueError):  # a stream without a file
+                _write_line(stream.fileno(), line)

@@ -10,10 +10,11 @@ from typing import NoReturn
 from mcore_mas.runtime.checkpoint import CheckpointError, WaitWritten, Write
 from mcore_mas.runtime.stop_signal import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
-from mcore_mas.training.step import TrainingSession, step
+from mcore_mas.training.step import TrainingSession, UpdateBrokenOff, step
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.digests import Digest
 from rollout.base.processes import ProcessLost
+from rollout.records.trajectory import step_label
 
 # The metric that the best checkpoints are chosen by.
 _BEST_BY = "validation/accuracy"
@@ -28,7 +29,8 @@ async def train_steps(
     the best, and after the last step.
 
     A request to stop cancels a rollout or a validation, because both can be done again, but waits
-    for an update. The state after the last finished update is then saved.
+    for an update. The state after the last finished update is then saved. An urgent request breaks
+    off an update that takes too long; then nothing more is saved.
 
     Args:
         session: parts of the run.
@@ -51,7 +53,7 @@ async def train_steps(
             if warning:
                 session.logbook.note(warning)
         finally:
-            await cancel_tasks(session.rollouts.under_way.values())
+            await cancel_tasks(session.rollouts.under_way.values(), session.stop.patience_s)
     except ProcessLost:
         # The checkpoint that is being written may wait for the lost process forever.
         await session.checkpoints.abandon()
@@ -88,6 +90,13 @@ async def _take_step(session: TrainingSession, number: int) -> None:
         metrics = await step(session, number)
     except Abandoned:
         await _save_and_stop(session, number)
+    except UpdateBrokenOff:
+        await session.checkpoints.finish()
+        raise Stopped(
+            f"stopped by {session.stop.sender} in the update of {step_label(number)}, which is not "
+            f"saved; the same command continues after step {session.checkpoints.newest_step}, and "
+            "repeats updates without sampling again"
+        ) from None
     await _keep_for_opponents(session, number + 1)
     await _validate_and_report(session, number, metrics)
 

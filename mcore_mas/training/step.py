@@ -12,7 +12,7 @@ from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.equations.advantages import AGENT_LOCAL_ESTIMATORS
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.errors import TrainingError
-from mcore_mas.runtime.stop_signal import StopSignal
+from mcore_mas.runtime.stop_signal import Abandoned, StopSignal
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.tracking.logbook import Logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
@@ -37,6 +37,10 @@ from rollout.records.trajectory import step_label
 
 # Callback with the number and the metrics of each step; training stops if it returns False.
 AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]
+
+
+class UpdateBrokenOff(Exception):
+    """An update was broken off by an urgent request to stop; the trainers' state is not whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +97,54 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     Raises:
         Abandoned: the run was told to stop during the rollout.
+        UpdateBrokenOff: the run was told to stop urgently, and the update took too long.
         Stopped: the run was told to stop while new weights waited (see `_wait_for_one_version`).
         TrainingError, CreditError: raised by a part of the step.
     """
     started = time.perf_counter()
     config = session.config
-    trainers = session.trainers
     trained_policies = config.in_turn(number)
 
     # 1. Roll out, and let teachers score: engines are awake, colocated trainers are offloaded.
     async with session.memory.rollout(trained_policies):
         rollouts = await session.stop.run_until_stopped(session.rollouts.take(number))
         samples = _samples_to_compare(config, rollouts, trained_policies)
-        samples = await session.teachers.score(samples, trained_policies)
+        scoring = session.teachers.score(samples, trained_policies)
+        samples = await session.stop.run_until_stopped(scoring)
     collected = time.perf_counter()
+
+    try:
+        metrics = await session.stop.run_until_urgent(
+            _learn(session, number, rollouts, samples, trained_policies)
+        )
+    except Abandoned:
+        raise UpdateBrokenOff from None
+
+    finished = time.perf_counter()
+    metrics["time/collect_s"] = collected - started
+    metrics["time/update_s"] = finished - collected
+    metrics["time/tokens_per_s"] = metrics.get("rollout/tokens", 0.0) / (finished - started)
+    return metrics
+
+
+async def _learn(
+    session: TrainingSession,
+    number: int,
+    rollouts: RolloutBatch,
+    samples: Sequence[Sample],
+    trained_policies: Sequence[str],
+) -> StepMetrics:
+    """Take the rest of a step: score, assign credit, update policies, sync their weights.
+
+    Args:
+        session: parts of the run.
+        number: number of the step.
+        rollouts: all trajectories of the step.
+        samples: samples to train or to compare with.
+        trained_policies: policies that the step trains.
+    """
+    config = session.config
+    trainers = session.trainers
 
     # 2. Score: pack once per policy, then compute reference log-probabilities and values.
     samples = _with_ages(session, samples)
@@ -146,16 +184,11 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     results = await gather_or_cancel(map(learn, trained_policies))
     updates = dict(zip(trained_policies, results, strict=True))
 
-    finished = time.perf_counter()
     metrics = _step_metrics(session, rollouts, credited, updates)
     if session.rollouts.opponents is not None:
         metrics |= session.rollouts.opponents.record(number, rollouts.groups)
     _note_large_shares(session, number, metrics)
-    metrics["time/collect_s"] = collected - started
-    metrics["time/update_s"] = finished - collected
-    metrics |= speed_metrics(updates)
-    metrics["time/tokens_per_s"] = metrics.get("rollout/tokens", 0.0) / (finished - started)
-    return metrics
+    return metrics | speed_metrics(updates)
 
 
 def _samples_to_compare(

@@ -32,7 +32,7 @@ from mcore_mas.runtime.players import (
 )
 from mcore_mas.runtime.recipe import identity_digest, identity_of
 from mcore_mas.runtime.run_environments import open_environments
-from mcore_mas.runtime.stop_signal import StopSignal
+from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
@@ -220,6 +220,9 @@ class _TrainingRun:
                     try:
                         best = await self.workers.run(training)
                         return _done_record(session, best)
+                    except Stopped as stopped:
+                        self.stop.end_soon(stopped)
+                        raise
                     except ProcessLost as lost:
                         if not restarts.take():
                             raise TrainingError(

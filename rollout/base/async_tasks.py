@@ -24,8 +24,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> lis
         raise
 
 
-async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> bool:
-    """Cancel tasks and wait for their end, at most `CLEANUP_S`; drop the exceptions that they raise.
+async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]], patience_s: float = CLEANUP_S) -> bool:
+    """Cancel tasks and wait for their end, at most `patience_s`; drop the exceptions that they raise.
 
     A task that ignores the cancellation is cancelled again every `CLEANUP_S` until it ends.
 
@@ -39,12 +39,12 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> bool:
         task.cancel()
         task.add_done_callback(retrieve_exception)
     try:
-        await asyncio.wait(tasks, timeout=CLEANUP_S)
+        await asyncio.wait(tasks, timeout=patience_s)
     except asyncio.CancelledError:
         # The caller of this function is cancelled again, and so are its tasks.
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=CLEANUP_S)
+        await asyncio.wait(tasks, timeout=patience_s)
         raise
     finally:
         for task in tasks:

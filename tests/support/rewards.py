@@ -1,7 +1,9 @@
 """Rewards that a random model gets by chance."""
 
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from rollout.records.trajectory import Group, Status
 
@@ -17,6 +19,20 @@ def by_first_token(group: Group) -> Group:
             trajectory = replace(trajectory, turns=tuple(turns))
         trajectories.append(trajectory)
     return replace(group, trajectories=tuple(trajectories))
+
+
+# Environment variable: a file that lets the reward `waiting` wait as long as it exists
+WAIT_FILE = "MCORE_MAS_TEST_WAIT"
+
+
+def waiting(group: Group) -> Group:
+    """Reward as `by_first_token`; first block the event loop while the file of `WAIT_FILE` exists."""
+    file = Path(os.environ.get(WAIT_FILE, "/nowhere"))
+    if file.exists():
+        file.with_suffix(".reached").touch()
+    while file.exists():
+        time.sleep(0.05)
+    return by_first_token(group)
 
 
 def by_number(group: Group) -> Group:

@@ -23,6 +23,7 @@ from rollout.records.files import read_trajectories
 from rollout.sync.memory import MEMORY
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.in_process import training_here
+from tests.support.rewards import WAIT_FILE
 from tests.support.run_folder import make_run, metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -116,10 +117,12 @@ def comparable_metrics(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def start(run: Path) -> subprocess.Popen[str]:
+def start(run: Path, **options: Any) -> subprocess.Popen[str]:
     """Start the training of a run."""
     command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, **options
+    )
 
 
 def finished_steps(run: Path) -> list[int]:
@@ -245,6 +248,90 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     _, output = third.communicate(timeout=900)
     assert third.returncode == 0, output
     assert f"continuing from {checkpoint}" in output
+    assert_ended(run, unbroken)
+
+
+def press_ctrl_c(process: subprocess.Popen[str], seconds: float) -> list[str]:
+    """Send SIGINT to a training's process group, as a terminal does; return its lines after its end.
+
+    Args:
+        process: the training.
+        seconds: time within which it must end; on a quiet machine it takes two.
+    """
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        _, output = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return output.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ctrl_c_breaks_off_a_collection_code_that_blocks_and_an_update(
+    tmp_path: Path, unbroken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward that waits blocks the training; stopped processes make a collection and an update endless."""
+    run = make_run(
+        tmp_path, *ONE_POLICY[:5], "reward.name=tests.support.rewards:waiting", *ONE_POLICY[6:]
+    )
+    wait_file = tmp_path / "wait"
+    reached = wait_file.with_suffix(".reached")
+    monkeypatch.setenv(WAIT_FILE, str(wait_file))
+    train_folder = run / "train"
+    announcement = (
+        "SIGINT: stopping after the state of the run is saved; a Ctrl-C from now on ends it at once"
+    )
+
+    # The reward of a step blocks the event loop.
+    process = start(run, process_group=0)
+    wait_for_step(0, process, run)
+    wait_file.touch()
+    wait_until(reached.exists, 120)
+    lines = press_ctrl_c(process, 30)
+    assert process.returncode == 143, lines
+    assert announcement in lines
+    (place,) = [line for line in lines if "interrupted" in line]
+    assert re.search(r"rewards\.py:\d+ \(waiting\), which blocks the event loop$", place)
+    saved = max(finished_steps(run)) + 1
+    message = (
+        f"stopped by SIGINT after step {saved}; the same command continues from its checkpoint"
+    )
+    assert lines[-1] == message
+
+    # A rank is stopped before an update, which then has no end. The second Ctrl-C is not needed.
+    reached.unlink()
+    process = start(run, process_group=0)
+    wait_until(reached.exists, 120)
+    rank_of(run, process, "solver-0", None).send_signal(signal.SIGSTOP)
+    step = max(finished_steps(run)) + 1
+    wait_file.unlink()
+    wait_until((train_folder / "advantages" / f"step_{step:06d}.parquet").is_file, 120)
+    lines = press_ctrl_c(process, 30)
+    assert process.returncode == 143, lines
+    newest = max((train_folder / "checkpoints").glob("step_*/manifest.json")).parent.name
+    assert lines[-1] == (
+        f"stopped by SIGINT in the update of step {step + 1}, which is not saved; the same command "
+        f"continues after step {int(newest.removeprefix('step_'))}, and repeats updates without "
+        "sampling again"
+    )
+
+    # The engine is stopped, so that a collection has no end; the second Ctrl-C ends all at once.
+    process = start(run, process_group=0)
+    wait_for_step(step, process, run)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "EngineActor" in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGSTOP)
+    log = train_folder / "collection"
+    wait_until(lambda: process.poll() is None and log.is_dir(), 120)
+    lines = press_ctrl_c(process, 30)
+    assert process.returncode == 143, lines
+    assert re.search(r"^stopped by SIGINT after step \d+; the same command continues", lines[-1])
+
+    process = start(run)
+    _, output = process.communicate(timeout=900)
+    assert process.returncode == 0, output
     assert_ended(run, unbroken)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from mcore_mas.runtime.stop_signal import STOP_SIGNALS
+from mcore_mas.runtime.stop_signal import GRACE_S, STOP_SIGNALS, Abandoned, StopSignal
 
 # A process that starts Ray, works in an event loop, shuts down, and ends. At each of these moments
 # it calls `reach`, which sends a signal if this is the moment of the test.
@@ -150,3 +152,144 @@ def test_a_signal_whose_exception_python_drops_is_sent_again(number: signal.Sign
     line = f"stopped by {number.name}; the same command continues from what is saved\n"
     assert result.stdout == "the callback has dropped the exception\n"
     assert (result.returncode, result.stderr) == (143, line)
+
+
+# Tasks of a team that do not end, which a Ctrl-C interrupts; the process then saves its state and ends.
+_TEAM = """
+import asyncio, os, signal, sys, time
+from mcore_mas.runtime.stop_signal import StopSignal, Stopped, stop_at_start
+from rollout.base.async_tasks import gather_or_cancel
+
+async def blocks():
+    time.sleep(600)
+
+async def spins():
+    while True:
+        pass
+
+async def ignores_its_cancellation():
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
+async def waits_for_a_thread():
+    await asyncio.to_thread(time.sleep, 600)
+
+async def play(number):
+    if number == 0:
+        print("at work", flush=True)
+    await globals()[sys.argv[1]]()
+
+async def work(stop):
+    stop.listen()
+    try:
+        await stop.run_until_stopped(gather_or_cancel(map(play, range(20))), " at work")
+    except Stopped as stopped:
+        print("saved", flush=True)
+        stop.end_soon(stopped)
+        raise
+    finally:
+        stop.finish()
+
+stop_at_start()
+try:
+    asyncio.run(work(StopSignal()))
+except Stopped as stopped:
+    print(stopped, file=sys.stderr)
+    sys.exit(143)
+"""
+
+
+@pytest.mark.parametrize(
+    "code", ["blocks", "spins", "ignores_its_cancellation", "waits_for_a_thread"]
+)
+def test_ctrl_c_ends_code_of_a_team_that_does_not_end(code: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TEAM, code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "at work\n"
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=50)
+    assert (process.returncode, stdout) == (143, "saved\n")
+    lines = stderr.splitlines()
+    assert lines[0].startswith("SIGINT: stopping after the state of the run is saved;")
+    # Code that blocks the event loop is interrupted once, although twenty tasks would run it.
+    interrupted = [f"({code}), which blocks the event loop" in line for line in lines[1:-1]]
+    assert interrupted == [True] * (code in ("blocks", "spins"))
+    assert lines[-1] == "stopped by SIGINT at work"
+
+
+# A team whose code catches every interruption
+_DEAF_TEAM = _TEAM.replace(
+    "    time.sleep(600)\n",
+    """
+    while True:
+        try:
+            print("at work", flush=True)
+            time.sleep(600)
+        except BaseException:
+            pass
+""",
+    1,
+)
+
+
+def test_the_second_ctrl_c_ends_a_process_whose_code_catches_every_exception() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DEAF_TEAM, "blocks"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "at work\n"
+    assert process.stdout.readline() == "at work\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "at work\n"  # it was interrupted, and goes on
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=50)
+    assert process.returncode == 130
+    message = "ended by a second Ctrl-C; the same command continues from what is saved"
+    assert stderr.splitlines()[-1] == message
+
+
+@pytest.mark.parametrize(
+    ("number", "result"), [(signal.SIGTERM, "finished"), (signal.SIGINT, "cancelled")]
+)
+def test_ctrl_c_breaks_off_an_update_and_other_signals_wait_for_it(
+    number: signal.Signals, result: str
+) -> None:
+    async def update() -> str:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(GRACE_S + 2)
+        return "finished"
+
+    async def run_update() -> str:
+        stop = StopSignal()
+        stop.listen()
+        try:
+            return await stop.run_until_urgent(update())
+        except Abandoned:
+            return "cancelled"
+
+    assert asyncio.run(run_update()) == result
+
+
+def test_an_update_that_ends_soon_after_ctrl_c_is_kept() -> None:
+    async def update() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.05)
+        return "finished"
+
+    async def run_update() -> str:
+        stop = StopSignal()
+        stop.listen()
+        return await stop.run_until_urgent(update())
+
+    assert asyncio.run(run_update()) == "finished"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def make_interrupted_session(
     signal_number: int = signal.SIGTERM,
     rows: Rows | None = None,
     validation: int = 0,
+    update_s: Callable[[int], float] = lambda _: 0.0,
+    script: Callable[[tuple[int, ...], int], bytes] = correct_answer,
 ) -> TrainingSession:
     """Make a run of four steps.
 
@@ -62,11 +65,13 @@ def make_interrupted_session(
         signal_number: the signal.
         rows: collects what is reported.
         validation: number of validation tasks.
+        update_s: returns the seconds of an update, by its number.
+        script: returns the reply to a prompt, by the number of the call.
     """
-    session = make_run(folder, correct_answer, "trainer.steps=4", *overrides)
-    engine = InterruptingEngine(correct_answer, at_call=at_call, signal_number=signal_number)
+    session = make_run(folder, script, "trainer.steps=4", *overrides)
+    engine = InterruptingEngine(script, at_call=at_call, signal_number=signal_number)
     engines = dict.fromkeys(session.config.policies, engine)
-    groups: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in engines}
+    groups: Any = {policy: SimulatedGang(update_s) for policy in engines}
     tasks = [task for step in range(4) for task in session.rollouts.schedule.batch(step)]
     reported = rows if rows is not None else []
     log = Log(lambda step, metrics: reported.append((step, dict(metrics))))
@@ -168,3 +173,39 @@ def test_trajectories_of_the_newest_steps_and_since_the_checkpoint_are_kept(
     session = make_interrupted_session(tmp_path, *overrides)
     asyncio.run(train_steps(session, 0))
     assert trajectory_files(session) == [f"step_{step:06d}.parquet" for step in steps]
+
+
+def test_an_update_that_is_broken_off_is_not_saved_and_its_trajectories_are_used_again(
+    tmp_path: Path,
+) -> None:
+    interrupted: list[int] = []  # numbers of updates; the second Ctrl-C would end the process
+
+    def interrupt_first_update(number: int) -> float:
+        """Press Ctrl-C in the first update; all updates take an hour."""
+        if not interrupted:
+            interrupted.append(number)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 3600.0
+
+    def mixed_answer(prompt: tuple[int, ...], call: int) -> bytes:
+        """Answer every third call wrongly, so that rewards differ and each step has an update."""
+        return b"\\boxed{none}" if call % 3 == 0 else correct_answer(prompt, call)
+
+    rows: Rows = []
+    session = make_interrupted_session(
+        tmp_path,
+        "trainer.checkpoint_every=1",
+        rows=rows,
+        update_s=interrupt_first_update,
+        script=mixed_answer,
+    )
+    message = (
+        "stopped by SIGINT in the update of step 1, which is not saved; the same command continues "
+        "after step 0, and repeats updates without sampling again"
+    )
+    with pytest.raises(Stopped, match=message):
+        asyncio.run(train_steps(session, 0))
+    assert rows == []
+    assert session.checkpoints.newest_step == 0
+    assert trajectory_files(session) == ["step_000000.parquet"]
+    assert session.rollouts.collected.read(0).complete
