@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -247,6 +248,54 @@ def restored_roles() -> Iterator[None]:
     yield
     ROLES.clear()
     ROLES.update(roles)
+
+
+REWARDS = """
+
+import time
+calls = []
+
+def counting(group):
+    calls.append(group)
+    return brief(group)
+
+def failing(group):
+    return group.trajectories[0].turns[0].no_such_field
+
+def slow(group):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("restored_roles")
+def test_the_reward_of_a_user_is_called_once_before_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = new_project("judges", tmp_path)
+    with (project / "judges" / "reward.py").open("a") as file:
+        file.write(REWARDS)
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setattr("mcore_mas.pipeline.prompt_check._REWARD_S", 0.1)
+
+    def problems(reward: str) -> list[str]:
+        suite = load_suite("judges.yaml", [f"reward.name='judges.reward:{reward}'"])
+        return suite_problems(suite)
+
+    assert problems("counting") == []
+    (group,) = importlib.import_module("judges.reward").calls
+    assert group.task.id == "train-0"
+    assert [trajectory.id for trajectory in group.trajectories] == [
+        f"check/train-0/{sample}" for sample in range(8)
+    ]
+    assert [turn.text for turn in group.trajectories[0].turns] == ["", ""]
+
+    (problem,) = problems("failing")
+    assert problem.startswith(
+        "run 'judges': reward 'judges.reward:failing', called with an empty reply to task 'train-0': "
+        "AttributeError: 'Turn' object has no attribute 'no_such_field' (reward.py:"
+    )
+    assert problems("slow") == []  # it is not waited for
 
 
 @pytest.mark.usefixtures("restored_roles")
