@@ -277,5 +277,7 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     prompt = "you: " if sys.stdin.isatty() else ""
     lines = iter(lambda: input(prompt).strip(), "")
     with suppress(EOFError):
-        for trajectory in converse(RunConfig.load(run / "config.yaml"), state, lines):
-            print_trajectory(trajectory, console, {}, head=False)
+        config = RunConfig.load(run / "config.yaml")
+        tools = {name: list(agent.tools) for name, agent in config.agents.items()}
+        for trajectory in converse(config, state, lines):
+            print_trajectory(trajectory, console, {}, head=False, tools=tools)

@@ -92,7 +92,7 @@ def show_trajectory(
     ] = None,
 ) -> None:
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
-    from mcore_mas.reports.trajectory_files import select_trajectory
+    from mcore_mas.reports.trajectory_files import find_agent_tools, select_trajectory
     from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
     from mcore_mas.reports.turn_advantages import find_turn_advantages
     from rollout.base.files import write_text
@@ -125,7 +125,8 @@ def show_trajectory(
         print(html)
         return
     with _paged(console):
-        print_trajectory(chosen, console, advantages, branches=branches)
+        tools = find_agent_tools(file)
+        print_trajectory(chosen, console, advantages, branches=branches, tools=tools)
 
 
 def _paged(console: Console) -> AbstractContextManager[object]:

@@ -1,10 +1,27 @@
 """Files of trajectories: one of a file's trajectories, and the tasks of its run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
+from rollout.base.yaml_files import read_yaml
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task, Trajectory
+
+AgentTools = Mapping[str, Sequence[str]]  # names of each agent's tools
+
+
+def find_agent_tools(file: Path) -> AgentTools:
+    """Return the tools of the agents of the run that a file of trajectories lies in; {} if that is not known."""
+    for folder in file.resolve().parents:
+        if (folder / "config.yaml").is_file():
+            try:
+                agents = read_yaml(folder / "config.yaml")["agents"]
+                return {name: list(agent["tools"]) for name, agent in agents.items()}
+            except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+                return {}  # a trajectory without its tools is better than none
+    return {}
 
 
 def select_trajectory(

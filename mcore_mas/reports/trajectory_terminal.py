@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from mcore_mas.credit.advantage_files import TurnAdvantages
 from mcore_mas.reports.task_texts import TaskText, find_task_texts
+from mcore_mas.reports.trajectory_files import AgentTools
 from rollout.base.text import escape_text
 from rollout.records.trajectory import (
     REPLAY_OUTCOME,
@@ -38,6 +40,7 @@ def print_trajectory(
     *,
     branches: bool = False,
     head: bool = True,
+    tools: AgentTools = MappingProxyType({}),
 ) -> None:
     """Print the turns of a trajectory with messages, tools, scores and advantages.
 
@@ -48,6 +51,7 @@ def print_trajectory(
         branches: True to print also the branches of a tree that did not lead to the outcome, and
             the alternatives of turns.
         head: begin with ids, status and outcome.
+        tools: names of the tools that are printed where an agent first speaks.
     """
     if head:
         _print_head(trajectory, console)
@@ -56,7 +60,13 @@ def print_trajectory(
 
     path = {(turn.node, turn.index) for turn in trajectory.path}
     shown_turns: set[int] = set()
+    shown_agents: set[str] = set()
     for turn in trajectory.turns if branches else trajectory.path:
+        if turn.agent not in shown_agents and tools.get(turn.agent):
+            console.print(
+                plain_text(f"tools of {turn.agent}: {', '.join(tools[turn.agent])}", "dim")
+            )
+        shown_agents.add(turn.agent)
         if turn.index not in shown_turns:  # all branches at a turn read the same messages
             for message in turn.new_messages:
                 console.print(_message_panel(message, turn.agent))

@@ -202,3 +202,17 @@ def test_branches_shows_the_alternatives_of_a_turn(tmp_path, capsys, monkeypatch
     text = show(capsys, monkeypatch, path, "--branches")
     assert "1 turns, and 1 alternatives to them" in text
     assert "alternative 1 · 1 tokens, log p 0.00 · replay_outcome 7" in text
+
+
+def test_the_tools_of_an_agent_are_named_where_it_first_speaks(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    file = tmp_path / "run" / "train" / "trajectories" / "step_000000.parquet"
+    file.parent.mkdir(parents=True)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text("agents: {a: {tools: {python: {}, search: {}}}, b: {tools: {}}}")
+    text = show(capsys, monkeypatch, record(file, None))
+    assert text.count("tools of a: python, search") == 1
+    assert "tools of b" not in text
+    config.write_text("- not a config")
+    assert "tools of" not in show(capsys, monkeypatch, file)
