@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_mas import PACKAGES
+from mcore_mas.runtime.slurm import slurm_job_id
 from mcore_mas.runtime.stop_signal import (
     Stopped,
     ignore_stop_signals,
@@ -36,7 +37,8 @@ def logged(path: Path | str) -> Iterator[None]:
     die_with_parent()
     escape_logs()
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    keep_terminal()
+    # The log of a Slurm job says less than those of its stages, so that nothing is repeated in it.
+    keep_terminal(files=slurm_job_id() is None)
     _redirect_output(Path(path))
     set_ending(CAUSE_PREFIX, status=1)
     try:

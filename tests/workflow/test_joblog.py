@@ -120,7 +120,7 @@ def test_a_job_with_a_log_can_still_write_to_the_terminal(tmp_path: Path) -> Non
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_pipe_gets_messages_behind_the_log_and_a_file_does_not(tmp_path: Path) -> None:
+def test_a_pipe_and_a_file_get_messages_behind_the_log(tmp_path: Path) -> None:
     code = (
         "from mcore_mas.runtime.joblog import logged\n"
         "from mcore_mas.tracking.progress import ProgressReporter\n"
@@ -129,15 +129,18 @@ def test_a_pipe_gets_messages_behind_the_log_and_a_file_does_not(tmp_path: Path)
         "    reporter.step(1, {'reward': 0.5, 'accuracy': 0.25})\n"
         "    reporter.step(2, {'reward': 0.75})"
     )
+    line = "r train: 2/2  reward 0.75  accuracy 0.25  left 0:00\n"
     piped = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=True)
-    assert piped.stderr == b"r train: 2/2  reward 0.75  accuracy 0.25  left 0:00\n"
+    assert piped.stderr == line.encode()
     assert (tmp_path / "job.log").read_text().splitlines() == [
         "r train: 1/2  reward 0.5  accuracy 0.25",
         "r train: 2/2  reward 0.75  left 0:00",
     ]
-    with (tmp_path / "stderr").open("w") as file:
-        subprocess.run([sys.executable, "-c", code], stderr=file, check=True)
-    assert (tmp_path / "stderr").read_text() == ""
+    for variables, expected in (({}, line), ({"SLURM_JOB_ID": "7"}, "")):
+        with (tmp_path / "stderr").open("w") as file:
+            environment = {**os.environ, **variables}
+            subprocess.run([sys.executable, "-c", code], stderr=file, env=environment, check=True)
+        assert (tmp_path / "stderr").read_text() == expected
 
 
 def test_a_job_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
