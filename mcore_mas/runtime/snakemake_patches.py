@@ -6,6 +6,7 @@ show what each job asks for, `report_silent_failures` lets Snakemake report ever
 """
 
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -72,7 +73,12 @@ def show_requests() -> None:
         is_local = job.rule.name in job.dag.workflow._localrules
         if text is None or is_local or "\nAsks for " in text:
             return text
-        return f"{text}\nAsks for {describe_request(job.resources)}"
+        request = describe_request(job.resources)
+        cpus = job.resources.get("cpus_per_task", 1)
+        machine_cpus = len(os.sched_getaffinity(0))
+        if job.dag.workflow.local_exec and cpus > machine_cpus:
+            request += f" (under Slurm; here its processes share {machine_cpus} CPUs)"
+        return f"{text}\nAsks for {request}"
 
     job_class: Any = Job
     job_class.message = property(message_with_request)
