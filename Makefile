@@ -96,6 +96,7 @@ DIST ?= dist
 package: .venv-package/.stamp ## build a wheel and an sdist in dist/, and check them as an index does (twine upload dist/* publishes)
 	rm -rf $(DIST)
 	.venv-package/bin/python -m build --outdir $(DIST) . >.venv-package/build.log 2>&1 || { tail -20 .venv-package/build.log; exit 1; }
+	rm -rf mcore_mas.egg-info # setuptools writes it beside the sources
 	.venv-package/bin/python -m twine check --strict $(DIST)/*
 
 .venv-package/.stamp: # the tools that build a package

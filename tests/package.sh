@@ -37,7 +37,7 @@ mkdir "$work/folder"
 cd "$work/folder"
 "$work/empty/bin/mcore-mas" --version
 "$work/empty/bin/python" -c "import mcore_mas; assert mcore_mas.__file__.startswith('$work'), mcore_mas.__file__"
-"$work/empty/bin/python" -c "from mcore_mas.reports.paper_results import read_published; assert read_published()['rows']"
+"$work/empty/bin/python" -c "from mcore_mas.reports.published_values import read_published; assert read_published()['rows']"
 "$work/empty/bin/mcore-mas" check demo_math
 "$work/empty/bin/mcore-mas" new my_team
 (cd my_team && "$work/empty/bin/mcore-mas" check my_team.yaml)
