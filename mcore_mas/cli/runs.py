@@ -21,6 +21,7 @@ from mcore_mas.cli.arguments import (
     TokenFile,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
+from rollout.base.processes import end_at_second_interrupt
 from rollout.base.text import escape_line
 
 run_commands = typer.Typer()
@@ -273,6 +274,8 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     from mcore_mas.evaluation.converse import converse
     from mcore_mas.reports.trajectory_terminal import print_trajectory
 
+    # The first Ctrl-C also interrupts code of the team that blocks, and the second one waits for nothing.
+    end_at_second_interrupt("stopped by Ctrl-C")
     console = Console(highlight=False)
     prompt = "you: " if sys.stdin.isatty() else ""
     lines = iter(lambda: input(prompt).strip(), "")
