@@ -53,8 +53,12 @@ def export(
     if not (run / "train" / "done.json").is_file():
         checkpoint = _checkpoint_to_export(config, run, note)
 
-    # A killed export leaves no folder with a name that looks finished.
-    with atomic_folder(to.absolute()) as partial:
+    # A killed export leaves no folder with a name that looks finished. A folder that is there stays, because
+    # it may be the current one of a shell, which would otherwise be in a folder that is removed.
+    target = to.absolute()
+    is_there = target.is_dir()
+    written = target / "export" if is_there else target
+    with atomic_folder(written) as partial:
         if checkpoint is None:
             _copy_finished_model(run, policy, partial, note, adapter=adapter)
         else:
@@ -63,6 +67,10 @@ def export(
         if not adapter:
             check_export(partial, config.policies[policy], _recorded_turns(run, policy), note)
         _share_by_umask(partial)
+    if is_there:
+        for path in written.iterdir():
+            path.rename(target / path.name)
+        written.rmdir()
 
 
 def _checkpoint_to_export(config: RunConfig, run: Path, note: Callable[[str], None]) -> Path:

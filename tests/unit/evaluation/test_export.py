@@ -149,3 +149,19 @@ def test_an_export_has_the_permissions_of_the_umask(
     paths = (exported, exported / weights.name)
     assert tuple(path.stat().st_mode & 0o777 for path in paths) == modes
     assert weights.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_export_to_the_current_folder_leaves_it_the_current_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = run / "train" / "models" / "solver" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").touch()
+    (run / "train" / "done.json").write_text("{}")
+    current = run / "current"
+    current.mkdir()
+    monkeypatch.chdir(current)
+    number = current.stat().st_ino
+    export(run, "solver", Path(), print, adapter=True)
+    assert current.stat().st_ino == number
+    assert [path.name for path in Path().iterdir()] == ["adapter_config.json"]
