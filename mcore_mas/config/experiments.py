@@ -228,7 +228,13 @@ def _row_settings(grid: Mapping[str, Any], name: str) -> list[Any]:
     return row_settings
 
 
-def _expand_settings(value: Any, row: str, settings: Mapping[str, Any], file: Path) -> Expansion:
+def _expand_settings(
+    value: Any,
+    row: str,
+    settings: Mapping[str, Any],
+    file: Path,
+    included_by: Sequence[str] = (),
+) -> Expansion:
     """Expand the settings of a row of a grid.
 
     Args:
@@ -236,9 +242,11 @@ def _expand_settings(value: Any, row: str, settings: Mapping[str, Any], file: Pa
         row: name of the row, for errors.
         settings: the file's `settings`.
         file: the file, for errors.
+        included_by: keys of `settings` that lead to this value.
 
     Raises:
-        ConfigError: the file has no settings of this name, or a `defaults` list is malformed.
+        ConfigError: the file has no settings of this name, settings include themselves, or a `defaults` list is
+            malformed.
     """
     if isinstance(value, str):
         if value not in settings:
@@ -247,13 +255,18 @@ def _expand_settings(value: Any, row: str, settings: Mapping[str, Any], file: Pa
                 f"{file}: grid row '{row}' names settings '{value}', which the file does not have; it "
                 f"has: {names}"
             )
-        return _expand_settings(settings[value], row, settings, file)
+        if value in included_by:
+            chain = " -> ".join((*included_by, value))
+            raise ConfigError(
+                f"{file}: settings cannot include themselves: {chain}; remove one of them"
+            )
+        return _expand_settings(settings[value], row, settings, file, (*included_by, value))
     if not isinstance(value, list):
         return _expand_mapping(value or {}, file)
 
     expansion = Expansion()
     for entry in value:
-        expansion = expansion.then(_expand_settings(entry, row, settings, file))
+        expansion = expansion.then(_expand_settings(entry, row, settings, file, included_by))
     return expansion
 
 

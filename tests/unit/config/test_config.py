@@ -698,6 +698,15 @@ def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> Non
         resolve(["experiment=demo_math"], tmp_path)
 
 
+def test_settings_of_a_grid_that_include_themselves_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "loop.yaml").write_text(
+        "grid: {mine: [short]}\nsettings: {short: [long], long: short}\n"
+    )
+    with pytest.raises(ConfigError, match="cannot include themselves: short -> long -> short"):
+        resolve(["experiment=mine"], tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../up", ".", "", "a b", "x" * 101])
 def test_names_of_runs_policies_and_agents_are_names_of_folders(name: str) -> None:
     values = resolve(["experiment=demo_math"])
