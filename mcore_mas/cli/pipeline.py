@@ -76,7 +76,7 @@ def check_runs(
     if problems:
         raise typer.Exit(1)
     print(f"ok: {', '.join(loaded.runs)}")
-    # The settings are right for a run that has not been trained yet.
+    # These are no errors, because a run without checkpoints can be trained with the settings.
     for problem in recipe_problems(loaded):
         print(
             "note: the settings are valid, but not for the checkpoints here, so `mcore-mas run` "

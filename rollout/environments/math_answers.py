@@ -37,10 +37,11 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     (`is_refused`). UNDECIDED is the result for a truth over a limit, for an answer of which
     math-verify read only a part, and if the comparison reached a limit of its process.
 
-    Five rules are stricter than math-verify's. Every side of a given equation that is a number must
-    equal the truth. If both answers have units (math.yaml), these must be the same. If both are times
-    with am or pm, they must be the same time of the day. A set does not equal a tuple. A decimal with
-    fewer than six digits is exact.
+    Six rules are stricter than math-verify's. Every side of a given equation that is a number must
+    equal the truth. If both answers name values and one has several names, the names must be the
+    same. If both have units (math.yaml), these must be the same. If both are times with am or pm, they
+    must be the same time of the day. A set does not equal a tuple. A decimal with fewer than six
+    digits is exact.
 
     Args:
         given: LaTeX of an answer.

@@ -73,7 +73,11 @@ class ReplyText:
         return self._text
 
     def _has_stop(self, new_chars: int) -> bool:
-        """Return True if the text has a stop that its last `new_chars` characters complete."""
+        """Return True if the text has a stop outside thoughts and tool calls.
+
+        The text is not split and searched unless its end has a stop: the `new_chars` characters since
+        the last call, and some before them.
+        """
         tail = self._text[-(new_chars + self._searched_chars) :]
         if not any(stop in tail for stop in self._stops):
             return False

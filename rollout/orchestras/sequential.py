@@ -1,8 +1,9 @@
 """Orchestras whose agents speak one after the other.
 
 `solver_verifier` is Dr.MAS's, `chain` MARTI's, `math_refine` UnityMAS-O's and `mathchat` MAPPA's.
-In all but the first, agents see the others' replies, including malformed ones, without the thoughts,
-and a malformed last reply leaves the team without an answer.
+In all but the first, agents see the others' replies without the thoughts, and a malformed last reply
+leaves the team without an answer. Malformed replies are shown as they are, except a review in
+`math_refine` and a program in `mathchat`.
 """
 
 from collections.abc import Sequence
@@ -118,8 +119,9 @@ async def mathchat(
     """Ask `solver`, `coder` and `verifier` in this order; the verifier's answer is final.
 
     The coder is asked again if its program failed or its reply had none. Templates may use the slot
-    `problem`; those of coder and verifier also `solution`, and `history`, every program with its
-    output. There are no local scores, because a coach scores the turns.
+    `problem`; those of coder and verifier also `solution`, and `history`: for each reply of the coder
+    the program with its output, or "There was no program." There are no local scores, because a coach
+    scores the turns.
 
     Args:
         max_programs: maximum number of replies of the coder.

@@ -262,7 +262,7 @@ def _add_key_gradients(
 
     Args:
         state: gradients of the keys and of the values so far; those of the keys lack the factor `scale`.
-        key_tile: keys, values, the token of each key, and the end of each token.
+        key_tile: keys, values, the token of each key, and its `end` (see the module).
         tensors: queries, gradient of the output, log-sum-exps and deltas.
     """
     grad_k, grad_v = state
