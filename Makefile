@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup setup-sglang demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-environments test-coding-agents test-nodes test-slurm test-mlflow kills chaos notebooks lint format package site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,6 +138,15 @@ notebooks: $(STAMP) ## execute docs/notebooks and store their outputs, in two mi
 test-frameworks: $(STAMP) .venv-frameworks/.stamp .venv-frameworks-2/.stamp .venv-frameworks-3/.stamp .npm-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
+
+test-environments: $(STAMP) .venv-verifiers/.stamp .venv-openenv/.stamp .venv-openenv-2/.stamp ## play and train published environments of verifiers and OpenEnv
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.environments
+
+.venv-verifiers/.stamp .venv-openenv/.stamp .venv-openenv-2/.stamp: .venv-%/.stamp: requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement $<
+	@if [ $* = openenv ]; then rm -rf .venv-$*/my_env && .venv-$*/bin/openenv init my_env --output-dir .venv-$*; fi
+	@touch $@
 
 test-coding-agents: $(STAMP) .npm-frameworks/.stamp ## play Codex and Claude Code, as npm installs them, at the gateway
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks/test_coding_agents.py

@@ -86,7 +86,7 @@ def test_episodes_take_turns_among_the_workers() -> None:
 
     async def play_three() -> list[str]:
         episode = partial(run_episode, settings, "{}", url="http://127.0.0.1:1", key="k")
-        return await asyncio.gather(episode(), episode(), episode())
+        return list(await asyncio.gather(episode(), episode(), episode()))
 
     processes = [json.loads(result)["metrics"]["process"] for result in asyncio.run(play_three())]
     assert processes[0] == processes[2] != processes[1]

@@ -1,0 +1,1 @@
+"""Published environments of verifiers and OpenEnv, played and trained unchanged: `make test-environments`."""
