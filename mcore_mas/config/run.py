@@ -204,8 +204,10 @@ class RunConfig(Section):
 
     @property
     def played(self) -> tuple[str, ...]:
-        """Policies that an agent plays; the others are teachers."""
+        """Policies that an agent or the opponent plays; the others are teachers."""
         played = {agent.policy for agent in self.agents.values()}
+        if self.opponents is not None:
+            played.add(self.opponents.policy)
         return tuple(name for name in self.policies if name in played)
 
     @property

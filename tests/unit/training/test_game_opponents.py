@@ -16,6 +16,7 @@ from mcore_mas.training.train import train
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.models.tensors import read_tensors
 from rollout.records.files import read_trajectories
+from tests.support.chat_server import chat_server, says
 from tests.support.in_process import training_here
 from tests.support.replay import sample_again
 from tests.support.run_folder import make_run, metrics_of
@@ -164,3 +165,25 @@ def test_a_policy_trains_against_its_earlier_weights(
             )
             assert tokens == turn.completion_ids
             assert logprobs == pytest.approx(turn.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_policy_trains_against_a_remote_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with chat_server(says("bet")) as server, training_here(monkeypatch):
+        run = make_run(
+            tmp_path,
+            "data.train=6",
+            "trainer.tasks_per_step=6",
+            "trainer.steps=1",
+            "policies.shared.warmup_steps=0",
+            f"+policies.rival={{remote: {{model: big, url: '{server.url}'}}}}",
+            "opponents={policy: rival, share: 1}",
+            experiment="demo_poker",
+        )
+        train(run / "config.yaml")
+    file = run / "train" / "trajectories" / "step_000000.parquet"
+    turns = [turn for played in read_trajectories(file) for turn in played.turns]
+    assert {turn.text for turn in turns if turn.policy == "rival"} == {"bet"}
+    assert metrics_of(run)[-1]["opponent/member"] == 0
