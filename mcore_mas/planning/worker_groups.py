@@ -162,8 +162,8 @@ def _describe_shortage(
 def gpus_per_engine(config: RunConfig) -> dict[str, int]:
     """Return the number of GPUs of one engine of an evaluation, by policy.
 
-    Every policy that an agent plays has an engine of its own there, also if its adapter shares one
-    in training. Policies whose engine needs no GPU of this run are left out.
+    Every policy that an agent or the opponent plays counts with an engine of its own, also if its
+    adapter shares one in training. Policies whose engine needs no GPU of this run are left out.
     """
     sizes = {}
     for policy in config.played:

@@ -31,7 +31,7 @@ def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
     orchestra allows. The number of tokens is not, because it assumes a mean length of a turn.
 
     Returns:
-        Workload of each policy that an agent plays, by name.
+        Workload of each policy that an agent or the opponent plays, by name.
     """
     return {policy: _policy_workload(config, policy) for policy in config.played}
 
