@@ -42,8 +42,8 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
 
     Raises:
         ArgumentError: an item is not a task, an id is given twice or is not valid, a split has an
-            unknown name, a task of train is also in a split that is taken from train, or train has
-            fewer than three tasks and a split would be taken from it.
+            unknown name, there is no train, a task of train is also in a split that is taken from
+            train, or train has fewer than three tasks and a split would be taken from it.
     """
     items = _items_by_split(tasks)
     train = items["train"]

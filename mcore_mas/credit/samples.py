@@ -179,9 +179,8 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
     """Return the rewards of the environment's steps of a trajectory, by round, with penalties.
 
-    To the reward of a step are added the `penalty` scores of the turns of its round, which are at
-    most 0. Dr. MAS's GiGPO also subtracts penalties from step rewards. The result ends before the
-    first round without a step.
+    The `penalty` scores of the turns of a round are added to the reward of its step, as in Dr. MAS's
+    GiGPO. The result ends before the first round without a step.
     """
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
     for turn in turns:

@@ -21,7 +21,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Parent folders are created. The file and its name are on disk when the block has ended.
 
     Raises:
-        OSError: the file cannot be written; the error names `path`.
+        OSError: the file cannot be written; the error names `path`, its folder or the temporary path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}-"

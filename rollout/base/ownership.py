@@ -53,7 +53,7 @@ def owned(folder: Path) -> Iterator[None]:
     Files that a killed owner was writing (`.*.partial`) are removed.
 
     Raises:
-        FolderError: another process owns the folder, or its file system has no locks.
+        FolderError: another process owns the folder, its file system has no locks, or lock.json cannot be written.
     """
     lock = folder / "lock.json"
     with lock.open("ab", buffering=0) as file:

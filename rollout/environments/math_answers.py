@@ -34,8 +34,9 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     """Compare an answer with the truth.
 
     DIFFERENT is also the result for a given answer that cannot be read, or that is over a limit
-    (`is_refused`). UNDECIDED is the result for a truth over a limit, for an answer of which
-    math-verify read only a part, and if the comparison reached a limit of its process.
+    (`is_refused`). UNDECIDED is the result for a truth over a limit, for two words with the same
+    letters in another order (which may be products of variables), for an answer of which math-verify
+    read only a part, and if the comparison reached a limit of its process.
 
     Six rules are stricter than math-verify's. Every side of a given equation that is a number must
     equal the truth. If both answers name values and one has several names, the names must be the

@@ -126,9 +126,9 @@ def encyclopedia_demonstrations(
     """Yield `n` turns of a search team on training questions.
 
     They are in the order in which they were spoken, and easy turns are thinned out. The real
-    orchestra and environment are played, so that every prompt is the prompt of a rollout. If the
-    verifier slips, it gives the wrong verdict; the searcher asks by surname only, or asks again for
-    the person; the answerer tells the other fact of the passage. A policy that imitates this team
+    orchestra and environment are played, so that every prompt is the prompt of a rollout. A verifier
+    that slips gives the wrong verdict; a searcher that slips asks by surname only, or asks again for
+    the person; an answerer that slips tells the other fact of the passage. A policy that imitates this team
     perfectly writes well-formed replies, but is far from always right: by default it answers a
     one-hop question with probability 0.55 and a two-hop question with 0.3. The rest is for
     reinforcement learning.
@@ -176,8 +176,8 @@ def memory_demonstrations(
     """Yield `n` chats of the team `memory_search` on training questions.
 
     The lead asks for the person and then, for a two-hop question, for the town. The scout searches
-    for the person or town, and reports the passage. If the lead slips, it answers too early or with
-    the other fact of the passage; the scout searches for the surname only.
+    for the person or town, and reports the passage. A lead that slips answers too early or with the
+    other fact of the passage; a scout that slips searches for the surname only.
 
     Args:
         seed: seed of the run.

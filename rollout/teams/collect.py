@@ -106,9 +106,9 @@ class Collector:
     async def play(self, task: Task, sample: int, quota: _Quota | None = None) -> Trajectory:
         """Play a task as member `sample` of its group; the same arguments give the same seeds.
 
-        The trajectory has status FAILED if its engine, environment or orchestra fails, LATE if one
-        of them misses its deadline, and ABORTED if it is given up. One that fails by a `Defect` is
-        quarantined.
+        The trajectory has status FAILED if its engine, environment or orchestra fails, LATE if a call
+        or the whole trajectory misses its deadline, and ABORTED if the batch's deadline passes or the
+        group is full before it ends. One that fails by a `Defect` is quarantined.
         """
         options = self.options
         trajectory_id = f"{self.step}/{task.id}/{sample}"
