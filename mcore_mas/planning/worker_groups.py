@@ -162,11 +162,15 @@ def _describe_shortage(
 def gpus_per_engine(config: RunConfig) -> dict[str, int]:
     """Return the number of GPUs of one engine of an evaluation, by policy.
 
-    Every policy that an agent or the opponent plays counts with an engine of its own, also if its
-    adapter shares one in training. Policies whose engine needs no GPU of this run are left out.
+    Every policy that an agent plays counts with an engine of its own, also if its adapter shares one
+    in training. Teachers and the opponent do not play in evaluations. Policies whose engine needs no
+    GPU of this run are left out.
     """
     sizes = {}
-    for policy in config.played:
+    agent_policies = {agent.policy for agent in config.agents.values()}
+    for policy in config.policies:
+        if policy not in agent_policies:
+            continue
         engine = for_policy(config, policy).engine
         if config.policies[policy].remote is not None or engine.urls:
             continue

@@ -200,6 +200,18 @@ def test_a_teacher_has_no_engine_in_an_evaluation() -> None:
     assert gpus_per_engine(run) == {"solver": 1, "verifier": 1}
 
 
+def test_the_opponent_has_no_engine_in_an_evaluation() -> None:
+    run = config(
+        "demo_poker",
+        "+engine.device=cuda",
+        "cluster.device=auto",
+        "+policies.rival={model: big}",
+        "+opponents={policy: rival}",
+    )
+    assert run.played == ("shared", "rival")
+    assert gpus_per_engine(run) == {"shared": 1}
+
+
 @pytest.mark.parametrize(("node_gpus", "nodes"), [(8, 5), (4, 9)])
 def test_a_training_that_does_not_fit_one_machine_gets_whole_ones(
     node_gpus: int, nodes: int
