@@ -24,8 +24,10 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> lis
         raise
 
 
-async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]], patience_s: float = CLEANUP_S) -> bool:
-    """Cancel tasks and wait for their end, at most `patience_s`; drop the exceptions that they raise.
+async def cancel_tasks(
+    tasks: Iterable[asyncio.Future[Any]], patience_s: float | None = None
+) -> bool:
+    """Cancel tasks and wait for their end, at most `patience_s` or else `CLEANUP_S`; drop their exceptions.
 
     A task that ignores the cancellation is cancelled again every `CLEANUP_S` until it ends.
 
@@ -35,16 +37,17 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]], patience_s: float =
     tasks = set(tasks)
     if not tasks:
         return True
+    timeout_s = CLEANUP_S if patience_s is None else patience_s
     for task in tasks:
         task.cancel()
         task.add_done_callback(retrieve_exception)
     try:
-        await asyncio.wait(tasks, timeout=patience_s)
+        await asyncio.wait(tasks, timeout=timeout_s)
     except asyncio.CancelledError:
         # The caller of this function is cancelled again, and so are its tasks.
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=patience_s)
+        await asyncio.wait(tasks, timeout=timeout_s)
         raise
     finally:
         for task in tasks:
