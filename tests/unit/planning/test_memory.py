@@ -251,7 +251,7 @@ def test_checkpoints_engines_and_kv_cache() -> None:
 
 
 def test_the_page_counts_a_team_of_two_large_policies() -> None:
-    """docs/plan.md, on what limits a large team: 10 M tokens a policy, eight ranks a node, 5 GB/s."""
+    """docs/plan.md, on what limits a large team: 10 M tokens a policy, 5 GB/s."""
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
     model = planned_architecture("Qwen2.5-32B")
     settings = TrainerSettings(
@@ -259,6 +259,6 @@ def test_the_page_counts_a_team_of_two_large_policies() -> None:
     )
     checkpoints = 2 * checkpoint_bytes(model, [settings]) / 1e9
     assert f"| {checkpoints:.0f} GB: {checkpoints / 5:.0f} s at 5 GB/s |" in page
-    rank = jobs.TOKEN_BYTES * 10e6 / 1e9
-    assert f"| {rank:.1f} GB a rank, {8 * rank:.1f} GB a node |" in page
+    samples = jobs.TOKEN_BYTES * 10e6 / 1e9
+    assert f"| {samples:.1f} GB a node |" in page
     assert f"| {engine_weight_bytes(model, tp=1) / 1e9:.0f} GB a policy |" in page
