@@ -29,7 +29,12 @@ from tests.support import reference
 from tests.support.checkpoints import MODELS, save
 from tests.support.templates import byte_tokenizer
 
-REWARD = "def pay(group):\n    return group\n"
+REWARD = """from rollout.rewards.allocation import shared_outcome
+
+
+def pay(group):
+    return shared_outcome(group)
+"""
 NOTE = "note: the settings are valid, but not for the checkpoints here, so `mcore-mas run` refuses"
 PASSAGE = json.dumps({"id": "1", "contents": '"Zurich"\nZurich is a city.'})
 
@@ -150,7 +155,7 @@ class Project:
 def project(tmp_path: Path, reward_file: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Return a project whose run has prepared its tasks, indexed its passages and taken 3 steps."""
     monkeypatch.chdir(tmp_path)
-    reward_file.write_text("def pay(group, *, words):\n    return group\n")
+    reward_file.write_text(REWARD.replace("(group):", "(group, *, words):"))
     reference.make_model("qwen2", tmp_path / "model", layers=2)
     byte_tokenizer(tmp_path / "model", ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
     (tmp_path / "words.txt").write_text("1")
