@@ -134,6 +134,9 @@ RUN_BY: dict[str, Runner] = {
     r"mcore-mas evaluate results/mas --state .*|mcore-mas cross-play .*": Runner(
         "unit/reports/test_cross_play_matrix.py", "needs runs whose models play each other's agents"
     ),
+    r"mcore-mas distill demo_math.*": Runner(
+        "unit/pipeline/test_distill.py", "needs a trained team with right answers"
+    ),
     r"mcore-mas replay .*": Runner(
         "unit/training/test_async_rollout.py", "needs a trajectory that failed"
     ),
