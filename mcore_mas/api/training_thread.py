@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from mcore_mas.runtime.stop_signal import ENDING_S, Stopped, StopSignal
+from mcore_mas.runtime.stop_signal import ENDING_S, Stopped, StopSignal, call_before_end
 from rollout.base.processes import say
 
 StepRow = dict[str, float]  # metrics of a step by name, with the number of the step
@@ -141,12 +141,18 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
     Returns:
         The line at which the loop is blocked; "" if the thread has stopped and saved its state.
     """
-    while thread.is_alive() and not stop.is_settled.is_set():
+    blocking_line = ""
+    while thread.is_alive() and not stop.is_settled.is_set() and not blocking_line:
         thread.join(_POLL_S)
-        if not stop.responds(_BLOCKED_S):
-            return _place_of(thread)
-    thread.join(ENDING_S)  # trackers and Ray
-    return ""
+        responds = stop.responds(_BLOCKED_S)
+        # A run that has stopped meanwhile waits for trackers and Ray, not for code of the team.
+        if not responds and not stop.is_settled.is_set():
+            blocking_line = _place_of(thread)
+    if not blocking_line:
+        thread.join(ENDING_S)  # trackers and Ray
+    if thread.is_alive():
+        call_before_end()  # Ray's helper must not take the end of the program for a killed training
+    return blocking_line
 
 
 def _place_of(thread: threading.Thread) -> str:

@@ -74,10 +74,15 @@ def called_before_end(callback: Callable[[], None]) -> Iterator[None]:
         _ending.callbacks.remove(callback)
 
 
-def _end_process(line: str, status: int) -> NoReturn:
-    """End this process with a last line, without waiting for its tasks and threads."""
+def call_before_end() -> None:
+    """Call the functions of `called_before_end`, because their blocks are not waited for."""
     for callback in list(_ending.callbacks):
         callback()
+
+
+def _end_process(line: str, status: int) -> NoReturn:
+    """End this process with a last line, without waiting for its tasks and threads."""
+    call_before_end()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # this may interrupt a write to the stream
             stream.flush()
