@@ -65,10 +65,10 @@ def check_teacher_tokenizers(config: RunConfig, renderers: Mapping[str, Renderer
         for token, token_id in renderers[student].vocabulary.items():
             teacher_id = teacher_ids.get(token)
             if teacher_id != token_id:
-                known = "has no such token" if teacher_id is None else f"has it as {teacher_id}"
+                mismatch = "has no such token" if teacher_id is None else f"has it as {teacher_id}"
                 raise ConfigError(
                     f"policies.{student}.teacher: token {token!r} is {token_id} in the tokenizer of "
-                    f"{config.models[student]}, and that of {config.models[teacher.policy]} {known}; "
+                    f"{config.models[student]}, and that of {config.models[teacher.policy]} {mismatch}; "
                     "a teacher needs the tokenizer of its student"
                 )
 

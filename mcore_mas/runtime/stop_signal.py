@@ -385,8 +385,8 @@ class StopSignal:
             return
         if frame is not None and not self._has_interrupted:
             code = frame.f_code
-            place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
-            self._announce(f"{self.sender}: interrupted {place}, which blocks the event loop")
+            line = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+            self._announce(f"{self.sender}: interrupted {line}, which blocks the event loop")
         self._has_interrupted = True
         if self._working is not None:
             self._working.cancel()  # also the tasks that it waits for, before they run again
