@@ -292,8 +292,8 @@ def test_ctrl_c_breaks_off_a_collection_code_that_blocks_and_an_update(
     lines = press_ctrl_c(process, 30)
     assert process.returncode == 143, lines
     assert announcement in lines
-    (place,) = [line for line in lines if "interrupted" in line]
-    assert re.search(r"rewards\.py:\d+ \(waiting\), which blocks the event loop$", place)
+    (interruption,) = [line for line in lines if "interrupted" in line]
+    assert re.search(r"rewards\.py:\d+ \(waiting\), which blocks the event loop$", interruption)
     saved = max(finished_steps(run)) + 1
     message = (
         f"stopped by SIGINT after step {saved}; the same command continues from its checkpoint"

@@ -96,14 +96,18 @@ def brute_force(player: str) -> float:
     for turn in reversed(range(depth)):
         values: Counter[tuple[InformationSet, str]] = Counter()
         for value, turns in ends:
-            follows = all(chosen[seen] == action for seen, action in turns[turn + 1 :])
+            follows = all(chosen[info_set] == action for info_set, action in turns[turn + 1 :])
             if len(turns) > turn and follows:
                 values[turns[turn]] += value  # type: ignore[assignment]
-        for seen in {seen for seen, _ in values}:
-            options = {action: value for (other, action), value in values.items() if other == seen}
-            chosen[seen] = max(options, key=options.__getitem__)
+        for info_set in {info_set for info_set, _ in values}:
+            options = {
+                action: value for (other, action), value in values.items() if other == info_set
+            }
+            chosen[info_set] = max(options, key=options.__getitem__)
     return sum(
-        value for value, turns in ends if all(chosen[seen] == action for seen, action in turns)
+        value
+        for value, turns in ends
+        if all(chosen[info_set] == action for info_set, action in turns)
     )
 
 

@@ -80,8 +80,8 @@ def test_a_task_that_stays_unsolved_is_not_shown_twice(page: Path, tmp_path: Pat
     (after,) = page.read_text().split("<h3>")[1:]
     assert after.startswith("after training<") and "I rest." in after
 
-    far = trajectory(turn(0, text="I wait."), task_id="far", outcome=0.0)
-    write_trajectories(folder / "part_000000.parquet", [walk, far])
+    unsolved_play = trajectory(turn(0, text="I wait."), task_id="far", outcome=0.0)
+    write_trajectories(folder / "part_000000.parquet", [walk, unsolved_play])
     write_runs_page(tmp_path, ["b"], page)
     after, unsolved = page.read_text().split("<h3>")[1:]
     assert after.startswith("after training<") and "I rest." in after

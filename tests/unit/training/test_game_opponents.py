@@ -145,9 +145,9 @@ def test_a_policy_trains_against_its_earlier_weights(
     rows = metrics_of(run)[1:]
     # The opponent plays with the weights that were kept after every second step.
     assert [row.get("opponent/member") for row in rows] == [0, 0, 2, 2, 4]
-    kept = run / "train" / "opponents"
-    assert {folder.name for folder in kept.iterdir()} == {"2", "4"}
-    folders = {0: run / "base", 2: kept / "2", 4: kept / "4"}
+    kept_weights = run / "train" / "opponents"
+    assert {folder.name for folder in kept_weights.iterdir()} == {"2", "4"}
+    folders = {0: run / "base", 2: kept_weights / "2", 4: kept_weights / "4"}
     [first, last] = [dict(read_tensors(folders[member])) for member in (0, 4)]
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
