@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_mas.runtime.errors import ClusterError
+from mcore_mas.runtime.local_ray import no_implicit_ray
 from mcore_mas.runtime.stop_signal import sigterm_handler_kept
 from rollout.base.processes import ProcessLost
 
@@ -82,12 +83,13 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
             file=sys.stderr,
             flush=True,
         )
-    try:
-        nodes = alive_nodes()
-        _check_files(nodes, file.resolve())
-        yield nodes
-    finally:
-        ray.shutdown()
+    with no_implicit_ray():
+        try:
+            nodes = alive_nodes()
+            _check_files(nodes, file.resolve())
+            yield nodes
+        finally:
+            ray.shutdown()
 
 
 def _check_reachable(address: str) -> None:

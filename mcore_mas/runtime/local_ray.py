@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import auto_init_hook
 
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_session
@@ -55,11 +56,26 @@ def running_ray(
     _set_environment(keep_pages=keep_pages)
     make_private_token()
     session = _start(cpus, gpus, object_store_mb)
-    with reaped(session, logs):
+    with reaped(session, logs), no_implicit_ray():
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def no_implicit_ray() -> Iterator[None]:
+    """Keep Ray's functions from starting another Ray in this block; they fail if this one has ended.
+
+    The end of the interpreter shuts Ray down. A training in a thread that Ctrl-C has left behind may
+    call it after that.
+    """
+    starts_implicitly = auto_init_hook.enable_auto_connect
+    auto_init_hook.enable_auto_connect = False
+    try:
+        yield
+    finally:
+        auto_init_hook.enable_auto_connect = starts_implicitly
 
 
 def _set_environment(*, keep_pages: bool) -> None:
