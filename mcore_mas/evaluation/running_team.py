@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
-from mcore_mas.evaluation.server_nodes import place_servers, uses_all_nodes
+from mcore_mas.evaluation.server_nodes import place_servers
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
+from mcore_mas.planning.worker_groups import evaluates_on_all_nodes
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.engine_factory import close_engines, engine_requests, make_engines
 from mcore_mas.runtime.players import make_players, open_remotes
@@ -62,7 +63,7 @@ def running_team(
         retriever_log = str(Path(f"{path_prefix}retriever").absolute())
         make_env = stack.enter_context(open_environments(config, retriever_log))
         log_folder = Path(f"{path_prefix}engines")
-        if address != "local" and uses_all_nodes(config):
+        if address != "local" and evaluates_on_all_nodes(config):
             requests = stack.enter_context(_requests_on_nodes(config, log_folder, address))
         else:
             requests = _requests_on_machine(config, log_folder)

@@ -3,16 +3,10 @@
 from collections.abc import Sequence
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.shared_pool import started_servers
 from mcore_mas.planning.worker_groups import PlacementError, WorkerGroup, gpus_per_engine
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import RunDevices
 from mcore_mas.runtime.placement import DevicePlacement
-
-
-def uses_all_nodes(config: RunConfig) -> bool:
-    """Return True if all engines of a run are SGLang servers that it starts, which any node can run."""
-    return len(started_servers(config)) == len(config.models) > 0
 
 
 def place_servers(config: RunConfig, nodes: Sequence[Node]) -> DevicePlacement:

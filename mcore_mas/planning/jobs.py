@@ -26,10 +26,12 @@ from mcore_mas.planning.memory import (
     embedded_weight_bytes,
     engine_weight_bytes,
 )
-from mcore_mas.planning.shared_pool import fit_pool, started_servers
+from mcore_mas.planning.shared_pool import fit_pool
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     count_devices,
+    evaluated_policies,
+    evaluates_on_all_nodes,
     gpus_per_engine,
     list_worker_groups,
 )
@@ -105,7 +107,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         if nodes > 1:
             return _evaluation_on_nodes(config, nodes, node_gpus)
         gpus = _evaluation_gpus(config, node_gpus) if device_type == "GPU" else 0
-        processes = max(len(config.models), gpus)
+        processes = max(len(evaluated_policies(config)), gpus)
     else:
         gpus = 1 if device_type == "GPU" else 0
         processes = 2 * len(config.policies)
@@ -218,9 +220,8 @@ def _evaluation_nodes(config: RunConfig, device_type: DeviceType, node_gpus: int
 
     Other engines run on one node, and so does a retriever on GPUs.
     """
-    all_are_servers = len(started_servers(config)) == len(config.models) > 0
     has_retriever = config.retriever is not None and config.retriever.gpus > 0
-    if device_type == "CPU" or not all_are_servers or has_retriever:
+    if device_type == "CPU" or not evaluates_on_all_nodes(config) or has_retriever:
         return 1
     training_gpus = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
     return max(1, -(-training_gpus // node_gpus))
@@ -356,6 +357,8 @@ def _models_on_cpus_mb(config: RunConfig, stage: Stage) -> int:
         models = load_architectures(config)
     except ModelError:  # a model of the user's that is not on this machine
         return 0
+    if stage == "evaluate":
+        models = {policy: models[policy] for policy in evaluated_policies(config)}
     if max(map(count_parameters, models.values()), default=0) <= _MEASURED_PARAMETERS:
         return 0
 
@@ -366,7 +369,7 @@ def _models_on_cpus_mb(config: RunConfig, stage: Stage) -> int:
         trainers = estimate_trainers(config, models, fused=False).values()
         size += max((_CPU_TRAINER_GROWTH * trainer.peak for trainer in trainers), default=0.0)
     for policy in models:
-        if engine_holder(config, policy) == policy:
+        if stage == "evaluate" or engine_holder(config, policy) == policy:
             trained = stage == "train" and policy in config.trained
             size += _cpu_engine_bytes(config, models[policy], policy, trained=trained)
     return int(size / 1e6)

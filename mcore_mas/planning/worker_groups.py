@@ -159,20 +159,31 @@ def _describe_shortage(
     )
 
 
+def evaluated_policies(config: RunConfig) -> list[str]:
+    """Return the policies that have an engine in an evaluation, which has no teachers and no opponent.
+
+    Every policy that an agent plays has an engine of its own, also if its adapter shares one in
+    training. Remote models have none.
+    """
+    agent_policies = {agent.policy for agent in config.agents.values()}
+    return [policy for policy in config.models if policy in agent_policies]
+
+
+def evaluates_on_all_nodes(config: RunConfig) -> bool:
+    """Return True if all engines of an evaluation are SGLang servers that it starts; any node can run these."""
+    engines = [for_policy(config, policy).engine for policy in evaluated_policies(config)]
+    return bool(engines) and all(engine.name == "sglang" and not engine.urls for engine in engines)
+
+
 def gpus_per_engine(config: RunConfig) -> dict[str, int]:
     """Return the number of GPUs of one engine of an evaluation, by policy.
 
-    Every policy that an agent plays counts with an engine of its own, also if its adapter shares one
-    in training. Teachers and the opponent do not play in evaluations. Policies whose engine needs no
-    GPU of this run are left out.
+    Policies whose engine needs no GPU of this run are left out.
     """
     sizes = {}
-    agent_policies = {agent.policy for agent in config.agents.values()}
-    for policy in config.policies:
-        if policy not in agent_policies:
-            continue
+    for policy in evaluated_policies(config):
         engine = for_policy(config, policy).engine
-        if config.policies[policy].remote is not None or engine.urls:
+        if engine.urls:
             continue
         if engine.name == "sglang":
             sizes[policy] = engine.tp

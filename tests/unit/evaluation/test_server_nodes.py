@@ -12,8 +12,12 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation import running_team as running
 from mcore_mas.evaluation import server_nodes
 from mcore_mas.evaluation.running_team import running_team
-from mcore_mas.evaluation.server_nodes import servers_of_each, uses_all_nodes
-from mcore_mas.planning.worker_groups import GroupKey, PlacementError
+from mcore_mas.evaluation.server_nodes import servers_of_each
+from mcore_mas.planning.worker_groups import (
+    GroupKey,
+    PlacementError,
+    evaluates_on_all_nodes,
+)
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import RunDevices
 from rollout.engines.build import EngineRequest
@@ -44,10 +48,17 @@ def test_as_many_servers_of_each_policy_as_fit(
 
 
 def test_only_servers_that_a_run_starts_can_be_on_any_node() -> None:
-    assert uses_all_nodes(make_config())
-    assert not uses_all_nodes(make_config("policies.verifier.overrides.engine={name: embedded}"))
+    assert evaluates_on_all_nodes(make_config())
+    embedded = "policies.verifier.overrides.engine={name: embedded}"
+    assert not evaluates_on_all_nodes(make_config(embedded))
     elsewhere = ["engine.python=null", "+engine.urls=['http://127.0.0.1:1']"]
-    assert not uses_all_nodes(make_config(*elsewhere))
+    assert not evaluates_on_all_nodes(make_config(*elsewhere))
+
+
+def test_a_teacher_does_not_keep_an_evaluation_on_one_node() -> None:
+    teacher = "+policies.teacher={model: big, overrides: {engine: {name: embedded}}}"
+    run = make_config(teacher, "+policies.solver.teacher={policy: teacher}")
+    assert evaluates_on_all_nodes(run)
 
 
 class ReservedDevices:

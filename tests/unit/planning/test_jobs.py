@@ -200,6 +200,25 @@ def test_a_teacher_has_no_engine_in_an_evaluation() -> None:
     assert gpus_per_engine(run) == {"solver": 1, "verifier": 1}
 
 
+@pytest.mark.parametrize(
+    ("experiment", "policy"),
+    [
+        (
+            "demo_math",
+            ("+policies.big={model: Qwen/Qwen3-4B}", "+policies.solver.teacher={policy: big}"),
+        ),
+        ("demo_poker", ("+policies.big={model: Qwen/Qwen3-4B}", "+opponents={policy: big}")),
+    ],
+)
+def test_teachers_and_opponents_add_nothing_to_an_evaluation_on_cpus(
+    experiment: str, policy: tuple[str, str]
+) -> None:
+    without = config(experiment, "cluster.device=cpu")
+    assert job_needs(config(experiment, "cluster.device=cpu", *policy), "evaluate", 8) == job_needs(
+        without, "evaluate", 8
+    )
+
+
 def test_the_opponent_has_no_engine_in_an_evaluation() -> None:
     run = config(
         "demo_poker",
