@@ -132,9 +132,9 @@ class JailPool:
             raise SandboxError("the sandbox cannot make another jail (it has ended)")
 
         jail = self._warm.popleft() if self._warm else self._make_jail()
-        while len(self._warm) < self._warm_size:
-            self._warm.append(self._make_jail())
         try:
+            while len(self._warm) < self._warm_size:
+                self._warm.append(self._make_jail())
             yield jail
         finally:
             jail.close()
@@ -157,23 +157,28 @@ class JailPool:
             remove_tree(str(self.boxes))  # one that stays is removed by a later process's sandbox
 
     def _make_jail(self) -> Jail:
+        group = None
+        process_files: list[int] = []
         try:
-            group = None
-            process_files: list[int] = []
             if self.groups is not None:
                 group = self.groups.lend()
                 process_files = group.open_process_files()
             return Jail(self._clone(process_files), group, self._cores)
         except OSError as error:
+            if group is not None and self.groups is not None:
+                self.groups.take_back(group)
             raise SandboxError(
                 f"the sandbox cannot make another jail ({error.strerror})"
             ) from error
+        finally:
+            for file in process_files:
+                os.close(file)
 
     def _clone(self, process_files: list[int]) -> socket.socket:
         """Clone a warden; return the host's end of its channel.
 
         Args:
-            process_files: through which the warden joins its control group; they are closed.
+            process_files: through which the warden joins its control group.
         """
         request = {}
         if self.boxes is not None:
@@ -189,9 +194,6 @@ class JailPool:
         except OSError:
             host_end.close()
             raise
-        finally:
-            for file in process_files:
-                os.close(file)
         return host_end
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -171,6 +172,32 @@ def test_a_dead_zygote_is_replaced_and_its_runs_are_repeated() -> None:
     try:
         assert asyncio.run(kill_it()) == "on\n"
         assert box.faults >= 1
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("tier", ["namespaces", "landlock"])
+def test_a_jail_ends_if_none_can_be_cloned_in_its_place(tier: str) -> None:
+    box = started(tier)
+    try:
+        assert box.pool is not None
+        with box.pool.lend():
+            pass  # from now on there are two jails ahead
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        files = psutil.Process().num_fds()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            with pytest.raises(SandboxError, match="cannot make another jail") as refusal:
+                box.pool.lend().__enter__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        # The error holds the frame that has the jail, which is closed nevertheless.
+        assert refusal.value.__traceback__ is not None
+        assert psutil.Process().num_fds() < files
+        assert run(box, "print(1)").stdout == "1\n"
+        assert psutil.Process().num_fds() == files
     finally:
         box.close()
 
