@@ -19,6 +19,7 @@ _NOT_SUBMITTED = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _ENDED = re.compile(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'")
+_STOPPED_JOB = re.compile(rf"{CAUSE_PREFIX}(?=stopped by SIG|ended by a second Ctrl-C)")
 _KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
 
 
@@ -94,7 +95,7 @@ def failure_message(
     The last line says what to do next, unless a cause says it.
 
     A job that ended without a cause in its log (killed, out of memory) is described by Slurm's reason, or else by the
-    end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
+    end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline. Then no job that stopped is called an error.
 
     Args:
         logs: logs of jobs that have not finished. A job has failed if it wrote its log since `since`, or if Slurm
@@ -105,16 +106,18 @@ def failure_message(
     """
     workflow_paths = [Path(log) for log in workflow_logs]
     events = _snakemake_events(workflow_paths)
-    stopped = any("Terminating processes on user request" in event for event in events)
-
-    failed = []
+    end_of_log = {}
     for log in dict.fromkeys(logs):
         path = Path(log)
         written = path.is_file() and path.stat().st_mtime >= since
+        end_of_log[log] = _last_lines(path, lines) if written else None
+    stopped = _was_stopped(events, end_of_log.values())
+
+    failed = []
+    for log, last_lines in end_of_log.items():
         slurm_cause = _slurm_cause(log, events)
-        if written or slurm_cause:
-            last_lines = _last_lines(path, lines) if written else []
-            cause = _cause(last_lines, slurm_cause, stopped=stopped)
+        if last_lines is not None or slurm_cause:
+            cause = _cause(last_lines or [], slurm_cause, stopped=stopped)
             failed.append(_FailedJob(log=log, cause=cause, slurm_cause=slurm_cause))
 
     logs_by_cause = _group_by_cause(failed)
@@ -126,6 +129,14 @@ def failure_message(
     )
     says_next_step = any("the same command" in cause for cause in logs_by_cause)
     return message if says_next_step else f"{message}\n{_NEXT_STEP}"
+
+
+def _was_stopped(events: Iterable[str], ends_of_logs: Iterable[Sequence[str] | None]) -> bool:
+    """Return True if Snakemake's log, or with --quiet the last line of a job's log, tells of Ctrl-C or SIGTERM."""
+    if any("Terminating processes on user request" in event for event in events):
+        return True
+    last_lines = [lines[-1] for lines in ends_of_logs if lines]
+    return any(line.startswith(f"{CAUSE_PREFIX}stopped by SIGINT") for line in last_lines)
 
 
 def _snakemake_events(paths: Iterable[Path]) -> list[str]:
@@ -180,11 +191,12 @@ def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool)
     """Return the last cause in the job's log, else Slurm's cause, else the end of the log."""
     logged_causes = [line for line in last_lines if line.startswith(CAUSE_PREFIX)]
     if logged_causes:
-        return logged_causes[-1]
+        cause = logged_causes[-1]
+        return _STOPPED_JOB.sub("", cause) if stopped else cause
     if slurm_cause:
         return slurm_cause
     if stopped:
-        return f"{CAUSE_PREFIX}{_STOPPED}"
+        return _STOPPED
     shown = "\n".join(f"  | {escape_line(line)}" for line in last_lines) or "  | (empty)"
     return f"{CAUSE_PREFIX}{_SILENT}\n{shown}"
 

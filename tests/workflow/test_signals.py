@@ -177,3 +177,48 @@ def test_the_first_ctrl_c_is_acknowledged_at_once_and_the_second_ends_the_job(
     assert acknowledgement.startswith("SIGINT: stopping after")
     assert error == "error: ended by a second Ctrl-C; the same command continues from what is saved"
     assert failure_message([str(log)], 0, []).strip().startswith(error)
+
+
+# Job that stops well, and a pipeline of two such jobs with the last lines of ours
+SAVING_JOB = """
+import asyncio, sys
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.stop_signal import StopSignal
+async def at_work():
+    stop = StopSignal()
+    stop.listen()
+    print("at work")
+    await stop.run_until_stopped(asyncio.sleep(600), "; the same command continues")
+with logged(sys.argv[1]):
+    asyncio.run(at_work())
+"""
+SNAKEFILE = """
+import atexit, sys
+from mcore_mas.runtime.pipeline_messages import failure_message
+rule all:
+    input: "1.done", "2.done"
+rule work:
+    output: "{n}.done"
+    log: "{n}.log"
+    shell: "{sys.executable} job.py {log}"
+onerror:
+    logs = [path for job in workflow.dag.needrun_jobs() for path in job.log]
+    atexit.register(print, failure_message(logs, 0.0, log), file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_pipeline_calls_no_job_that_stopped_an_error(tmp_path: Path) -> None:
+    (tmp_path / "Snakefile").write_text(SNAKEFILE)
+    (tmp_path / "job.py").write_text(SAVING_JOB)
+    arguments = ["-m", "snakemake", "--cores", "2", "--quiet", "all"]
+    pipeline = pexpect.spawn(sys.executable, arguments, cwd=tmp_path, timeout=60, encoding="utf-8")
+    logs = [tmp_path / "1.log", tmp_path / "2.log"]
+    while not all(log.is_file() and "at work\n" in log.read_text() for log in logs):
+        assert pipeline.isalive()
+        time.sleep(0.05)
+    pipeline.sendintr()
+    pipeline.expect_exact("stopped by SIGINT; the same command continues\r\n  logs: 1.log, 2.log")
+    printed = pipeline.before
+    pipeline.expect(pexpect.EOF)
+    assert "error" not in printed + pipeline.before

@@ -64,21 +64,33 @@ def test_failure_without_a_job_log_names_snakemakes_log(tmp_path: Path) -> None:
     assert message == "\nerror: no job wrote a log; see a.log"
 
 
-def test_a_job_that_succeeds_while_the_pipeline_is_stopped_is_not_reported_as_killed(
-    tmp_path: Path,
-) -> None:
-    job = tmp_path / "job.log"
+def test_jobs_that_stopped_with_the_pipeline_are_no_errors(tmp_path: Path) -> None:
+    names = ("one", "two", "finished", "broken")
+    one, two, finished, broken = (tmp_path / f"{name}.log" for name in names)
     snakemake = tmp_path / "snakemake.log"
-    job.write_text("step 8\n")
+    saved = "stopped by SIGINT after step 3; the same command continues from its checkpoint"
+    one.write_text(f"error: {saved}\n")
+    two.write_text(f"error: {saved}\n")
+    finished.write_text("step 8\n")
+    broken.write_text("error: a.parquet: no such file\n")
     snakemake.write_text(
-        "[Sat Nov 28]\nFinished\nTerminating processes on user request, this might take some time.\n"
+        "[Sat Nov 28]\nTerminating processes on user request, this might take some time.\n"
     )
-    cause = "error: the pipeline was stopped; the same command continues from what is saved"
-    assert failure_message([str(job)], 0.0, [str(snakemake)]) == f"\n{cause}\n  logs: {job}"
+    pipeline = "the pipeline was stopped; the same command continues from what is saved"
+    logs = [str(log) for log in (one, two, finished)]
+    message = failure_message(logs, 0.0, [str(snakemake)])
+    assert message == f"\n{saved}\n  logs: {one}, {two}\n\n{pipeline}\n  logs: {finished}"
 
-    job.write_text("error: stopped by SIGTERM after step 3\n")
-    message = failure_message([str(job)], 0.0, [str(snakemake)])
-    assert "error: stopped by SIGTERM after step 3" in message
+    message = failure_message([*logs, str(broken)], 0.0, [str(snakemake)])
+    assert [line for line in message.splitlines() if "error" in line] == [
+        "error: a.parquet: no such file"
+    ]
+    # With --quiet, Snakemake's log is empty.
+    assert failure_message(logs, 0.0, []).count("error") == 0
+
+    # The signal of a job alone ends the pipeline, which nobody asked for.
+    one.write_text("error: stopped by SIGTERM after step 3\n")
+    assert "error: stopped by SIGTERM after step 3" in failure_message([str(one)], 0.0, [])
 
 
 def test_terminal_commands_in_a_log_are_escaped(tmp_path: Path) -> None:
