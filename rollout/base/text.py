@@ -23,6 +23,21 @@ def valid_text(text: str) -> str:
     return text
 
 
+def truncate_middle(text: str, max_chars: int) -> str:
+    """Return the text; if it is longer than `max_chars`, replace its middle by a note.
+
+    Results say most at their beginning, and errors at their end.
+
+    Args:
+        max_chars: number of characters to retain, half of them at each end.
+    """
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    omitted = len(text) - 2 * half
+    return f"{text[:half]}\n[... {omitted} characters ...]\n{text[len(text) - half :]}"
+
+
 def escape_text(text: str) -> str:
     """Write control, bidirectional and invisible characters as escapes such as `\\x1b`."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -14,10 +14,10 @@ from typing import Any
 from rollout.base.errors import EnvError, OptionsError
 from rollout.base.options import json_schema, option_descriptions, options_model
 from rollout.base.signatures import check_call
+from rollout.base.text import truncate_middle
 from rollout.environments.protocol import AgentMistake, ToolCall
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import ToolUse
-from rollout.sandbox.records import truncate_middle
 
 
 class ToolFailed(Exception):

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rollout.base.text import truncate_middle
 from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Message, Task, ToolEvent, Trajectory, Turn
 from rollout.rewards.coach_config import CoachConfig
@@ -57,19 +58,6 @@ def repair_messages(
     )
 
 
-def clip_middle(text: str, limit: int) -> str:
-    """Shorten a text to about `limit` characters by leaving out its middle.
-
-    Results say most at their beginning, and errors at their end.
-    """
-    if len(text) <= limit:
-        return text
-    tail = limit // 2
-    head = limit - tail
-    omitted = len(text) - limit
-    return f"{text[:head]}\n[{omitted} characters left out]\n{text[len(text) - tail :]}"
-
-
 def _sections(
     task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig
 ) -> list[tuple[str, str]]:
@@ -81,28 +69,28 @@ def _sections(
     agent_input = "\n\n".join(f"{message.role}: {message.text}" for message in turn.messages)
 
     sections = [
-        ("problem", clip_middle(task.prompt, config.text_chars)),
+        ("problem", truncate_middle(task.prompt, config.text_chars)),
         ("agent", turn.agent),
-        ("agent input", clip_middle(agent_input, config.text_chars)),
+        ("agent input", truncate_middle(agent_input, config.text_chars)),
     ]
     if files_before:
-        listing = clip_middle(files_before, config.observation_chars)
+        listing = truncate_middle(files_before, config.observation_chars)
         sections.append(("files left by earlier turns", listing))
     for event in tool_calls:
         if event.after_turn < turn.index:
             sections.append(("earlier tool result", _format_event(event, config.earlier_chars)))
-    sections.append(("agent output", clip_middle(turn.text, config.text_chars) or "(nothing)"))
+    sections.append(("agent output", truncate_middle(turn.text, config.text_chars) or "(nothing)"))
     if turn.finish_reason == "length":
         sections.append(("note", "the output was cut off at the agent's limit of tokens"))
     for event in tool_calls:
         if event.after_turn == turn.index:
             sections.append(("tool result", _format_event(event, config.observation_chars)))
     if files_after and files_after != files_before:
-        listing = clip_middle(files_after, config.observation_chars)
+        listing = truncate_middle(files_after, config.observation_chars)
         sections.append(("files after the action", listing))
     if turn.agent in config.judged_with_answer:
         answers = "\n".join(task.answers)
-        sections.append(("ground truth", clip_middle(answers, config.text_chars)))
+        sections.append(("ground truth", truncate_middle(answers, config.text_chars)))
     if turn.agent in config.metrics_for:
         metrics = {"outcome": trajectory.outcome or 0.0, **trajectory.metrics}
         lines = "\n".join(f"{name}: {value:.6g}" for name, value in metrics.items())
@@ -127,8 +115,8 @@ def _listed_files(events: Iterable[ToolEvent], last_turn: int) -> str:
 
 
 def _format_event(event: ToolEvent, limit: int) -> str:
-    query = clip_middle(event.query, limit)
-    result = clip_middle(event.result, limit)
+    query = truncate_middle(event.query, limit)
+    result = truncate_middle(event.result, limit)
     return f"{event.tool}: {query}\n{result}"
 
 

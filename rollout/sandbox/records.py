@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from rollout.base.errors import EnvError
+from rollout.base.text import truncate_middle
 
 
 class Verdict(enum.StrEnum):
@@ -128,19 +129,6 @@ class JobReport:
     cpu_s: float
     memory_bytes: int
     out_of_memory: bool
-
-
-def truncate_middle(text: str, max_chars: int) -> str:
-    """Return the text; if it is longer than `max_chars`, replace its middle by a note.
-
-    Args:
-        max_chars: number of characters to retain, half of them at each end; at least 2.
-    """
-    if len(text) <= max_chars:
-        return text
-    half = max_chars // 2
-    omitted = len(text) - 2 * half
-    return f"{text[:half]}\n[... {omitted} characters ...]\n{text[-half:]}"
 
 
 NO_OUTPUT = "[no output]"

@@ -12,6 +12,7 @@ from rollout.base.text import (
     escape_text,
     nearest_hint,
     redact_secrets,
+    truncate_middle,
     valid_text,
 )
 
@@ -44,6 +45,12 @@ def test_lone_surrogates_are_replaced() -> None:
 )
 def test_secrets_are_redacted(text: str, expected: str) -> None:
     assert redact_secrets(text) == expected
+
+
+def test_a_truncated_text_retains_both_ends() -> None:
+    assert truncate_middle("abcdefg", 7) == "abcdefg"
+    assert truncate_middle("abcdefg", 5) == "ab\n[... 3 characters ...]\nfg"
+    assert truncate_middle("abcdefg", 1) == "\n[... 7 characters ...]\n"
 
 
 def test_similar_names_are_hinted_at() -> None:
