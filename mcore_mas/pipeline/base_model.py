@@ -14,6 +14,7 @@ from retrieval.corpus import Corpus
 from rollout.base.lookup import lookup
 from rollout.config.agents import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
+from rollout.orchestras.replies import parse_spoken
 from rollout.records.files import read_tasks
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration
@@ -85,9 +86,9 @@ def make_tiny_model(out_dir: str | Path) -> None:
     family = families[0] if families else "Qwen2"
 
     role_texts: list[str] = []
-    for name, role in ROLES.items():
-        # The tokenizer stays as it was before this role came, with which the quickstart was measured.
-        if name != "duelist":
+    for role in ROLES.values():
+        # A role with a system prompt and free replies, as in games, has no marks to learn tokens for.
+        if not (role.system and role.parse is parse_spoken):
             role_texts += (role.system, role.user)
     prompts = [task.prompt for task in arithmetic_tasks(1, {"train": 100})]
     tokenizer = train_tokenizer(iter([*role_texts, *prompts]), 1024, "words")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import rollout.environments
 import rollout.orchestras  # noqa: F401  (registers the roles)
+from rollout.orchestras.replies import parse_spoken
 from rollout.teams.roles import ROLES
 
 # Replies without content for any role
@@ -29,8 +30,8 @@ EMPTY_REPLIES = [
     "\\boxed{" * 3000,
     "é" * 20_000,
 ]
-# A program's agent may reply anything, and the game judges the actions of a duelist.
-UNPARSED_ROLES = {"program_agent", "duelist"}
+# Roles that may reply anything; a game judges the actions of its players.
+UNPARSED_ROLES = {name for name, role in ROLES.items() if role.parse is parse_spoken}
 # Pieces of which random replies are made
 PIECES = [
     "<answer>",
