@@ -53,6 +53,7 @@ from rollout.config.reward import RewardConfig
 from rollout.engines import EngineConfig
 from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.sglang.settings import adapter_error
+from rollout.environments.openenv import openenv_sessions
 from rollout.orchestras import TREE_ORCHESTRAS
 from rollout.rewards.coach_config import CoachConfig
 from rollout.tasks.generators import GENERATORS
@@ -163,6 +164,7 @@ class RunConfig(Section):
     def _check_sections(self) -> RunConfig:
         _check_agents(self)
         _check_team(self)
+        _check_sessions(self)
         _check_cold_start(self)
         _check_lengths(self)
         _check_replays(self)
@@ -490,6 +492,25 @@ def _check_team(config: RunConfig) -> None:
     if "retriever" in config.env.needs and config.retriever is None:
         raise ValueError(
             f"env '{config.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
+        )
+
+
+def _check_sessions(config: RunConfig) -> None:
+    """Check that OpenEnv's servers have a session for the last branch of a tree if all other sessions are taken."""
+    branching = config.trainer.branching
+    if config.env.name != "openenv" or branching is None:
+        return
+    steps = 1
+    if config.collects_ahead:
+        steps += max(map(config.staleness_of, config.trained))
+    trees = steps * config.trainer.trajectories_per_step
+    needed = trees * (branching.width - 1) + 1
+    sessions = openenv_sessions(**config.env.options)
+    if sessions < needed:
+        raise ValueError(
+            f"trainer.branching.width {branching.width} needs {needed} sessions of OpenEnv, and env.options allow "
+            f"{sessions}: with fewer, the {trees} trees that grow at a time may take all and wait for each other; "
+            "raise env.options.sessions (or servers), or lower width or tasks_per_step"
         )
 
 

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from rollout.environments.openenv_session import OpenEnvSession
 
 
+def openenv_sessions(*, url: str = "", servers: int = 1, sessions: int = 1, **_: Any) -> int:
+    """Return the number of games that can be played at a time with these options of `OpenEnvEnv`."""
+    return sessions if url else sessions * servers
+
+
 @dataclass(eq=False, kw_only=True)
 class OpenEnvEnv(WorldEnv):
     """Environment of a server that speaks OpenEnv's protocol.
@@ -81,7 +86,7 @@ class OpenEnvEnv(WorldEnv):
                 f"and not {key[:40]!r}"
             )
         server = self.url or tuple(self.command)
-        slots = self.sessions * (1 if self.url else self.servers)
+        slots = openenv_sessions(url=self.url, servers=self.servers, sessions=self.sessions)
         # Waiting here and not at the server keeps the order in which trajectories began.
         free_slots = per_loop(("openenv", server, slots), partial(asyncio.Semaphore, slots))
         await self._slot.enter_async_context(free_slots)

@@ -112,6 +112,34 @@ def test_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], mes
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+OPENENV_TREES = (
+    "~experiment",
+    "team=openenv",
+    "run=trees",
+    "+data={generator: arithmetic, train: 4, validation: 1, test: 1}",
+    "policy_defaults={model: tiny, lr: 1e-3}",
+    "+agents.player.max_tokens=20",
+    "+trainer={steps: 2, tasks_per_step: 2, group_size: 2, branching: {width: 3}}",
+    "+evaluation={}",
+)
+
+
+def test_trees_that_would_wait_for_each_others_sessions_are_refused() -> None:
+    def refusal(*overrides: str) -> str:
+        try:
+            RunConfig.from_values(resolve([*OPENENV_TREES, *overrides]), "test")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    # Four trees that each have two of three branches, and one session more
+    assert "width 3 needs 9 sessions of OpenEnv, and env.options allow 1: " in refusal()
+    assert "allow 8" in refusal("+env.options.sessions=8")
+    assert refusal("+env.options.sessions=9") == ""
+    assert refusal("+env.options.sessions=3", "+env.options.servers=3") == ""
+    assert "needs 17 sessions" in refusal("+env.options.sessions=9", "+trainer.staleness=1")
+
+
 def test_alpha_of_the_team_and_of_the_branches_are_not_both_set() -> None:
     """The reward would be multiplied by both: 0.5 twice is 0.25."""
     both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
