@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import threading
@@ -22,7 +21,7 @@ from mcore_mas.tracking.run_tags import config_tags
 from mcore_mas.tracking.sender import short_error, write_rows
 from rollout.base.digests import sha256
 from rollout.base.json_files import read_json, read_record
-from rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError, is_owned
 from rollout.tasks.splits import SPLITS
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # address at which `make ui` serves a local store
@@ -216,7 +215,7 @@ class _Publisher:
             tags = {f"trained.{policy}": str(model) for policy, model in models.items()}
             store.set_tags(writer.run_id, tags)
             self._trainings[store].append(writer.run_id)
-        elif not _is_locked(folder / "lock.json"):
+        elif not is_owned(folder):
             writer.close("KILLED")
 
 
@@ -326,15 +325,3 @@ def _answer_costs(folder: Path) -> dict[str, float]:
         name if name.startswith("agent/") else f"answer/{name}": value
         for name, value in answer_costs(folder).items()
     }
-
-
-def _is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock of a run's folder."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

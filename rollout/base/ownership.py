@@ -12,10 +12,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from retrieval.regular_files import read_regular_bytes
 
+_LOCK = "lock.json"
+_ASKING_S = 0.1  # within which another process's `is_owned` gives the lock back
 _epochs: dict[Path, int] = {}  # of this process, by the absolute path of the folder that it owns
 
 
@@ -55,10 +57,10 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         FolderError: another process owns the folder, its file system has no locks, or lock.json cannot be written.
     """
-    lock = folder / "lock.json"
+    lock = folder / _LOCK
     with lock.open("ab", buffering=0) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(file)
         except BlockingIOError:
             owner = _describe_owner(_read_record(lock))
             raise FolderError(f"{folder}: in use by {owner}; stop it first") from None
@@ -94,6 +96,36 @@ def owned(folder: Path) -> Iterator[None]:
                 file.write(json.dumps({"epoch": epoch}).encode())
 
 
+def _take(file: BinaryIO) -> None:
+    """Lock a file; raise BlockingIOError if another process has the lock for longer than `is_owned` does."""
+    deadline = time.monotonic() + _ASKING_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_ASKING_S / 10)
+
+
+def is_owned(folder: Path) -> bool:
+    """Return True if a process owns a folder.
+
+    The only way to ask is to take a shared lock for a moment, which a process that wants to own the
+    folder then waits for.
+    """
+    lock = folder / _LOCK
+    if not lock.is_file():
+        return False
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _next_epoch(record: Mapping[str, Any]) -> int:
     """Return an epoch that is larger than that of the owner before, even if the record of that owner is gone."""
     earlier = record.get("epoch", 0)
@@ -103,7 +135,7 @@ def _next_epoch(record: Mapping[str, Any]) -> int:
 
 def _remove_partial_files(folder: Path) -> None:
     for partial in folder.rglob(".*.partial"):
-        innermost = next(path for path in partial.parents if (path / "lock.json").exists())
+        innermost = next(path for path in partial.parents if (path / _LOCK).exists())
         if innermost == folder:  # else a folder inside this one has an owner, who may be writing
             remove_path(partial)
 

@@ -1,18 +1,20 @@
 """A folder has one owner as long as that process lives, and each owner has a later epoch."""
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout.base.ownership import FolderError, epoch_of, owned
+from rollout.base.ownership import FolderError, epoch_of, is_owned, owned
 
 OWNER = """
 import sys
@@ -31,6 +33,19 @@ def start_owner(folder: Path, *wrapper: str) -> subprocess.Popen[str]:
     command = [*wrapper, sys.executable, "-c", OWNER, str(folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_asking_for_an_owner_disturbs_nobody_who_becomes_one(tmp_path: Path) -> None:
+    assert not is_owned(tmp_path)
+    with owned(tmp_path):
+        assert is_owned(tmp_path)
+    assert not is_owned(tmp_path)
+
+    asking = (tmp_path / "lock.json").open("rb")
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as `is_owned` does for a moment
+    threading.Timer(0.03, asking.close).start()
+    with owned(tmp_path):
+        assert asking.closed
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
