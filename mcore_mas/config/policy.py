@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollout.base.nested import merged
 from rollout.base.section import Section
@@ -102,6 +102,22 @@ class TeacherConfig(Section):
     coef: float = Field(1.0, gt=0)
     # Learn from the teacher alone: advantages of the reward are left out, and rewards are only measured.
     alone: bool = False
+    # System message that only the teacher reads, before the student's prompt; {answer} is the task's first accepted
+    # answer. With a context, a policy may be its own teacher.
+    context: str | None = None
+
+    @field_validator("context")
+    @classmethod
+    def _check_context(cls, context: str | None) -> str | None:
+        if context is not None:
+            try:
+                context.format(answer="")
+            except (LookupError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"not a template ({type(error).__name__}: {error}); expected a text whose only name in braces is "
+                    "{answer}; a brace that is text is written twice"
+                ) from None
+        return context
 
 
 class PolicyOverrides(Section):

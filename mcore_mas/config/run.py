@@ -685,6 +685,8 @@ def _check_teachers(config: RunConfig) -> None:
         if name not in config.trained:
             raise ValueError(f"{key}: nothing trains this policy; leave it out")
         others = [other for other in config.policies if other != name]
+        if teacher.policy == name and teacher.context is not None:
+            others.append(name)  # it knows more with the context than without
         if teacher.policy not in others:
             raise ValueError(
                 f"{key}.policy is '{teacher.policy}'; expected another policy of the run"

@@ -208,7 +208,13 @@ def add_teacher_advantages(
     result = []
     for sample in samples:
         config = teachers.get(sample.policy)
-        if config is None or sample.teacher is None:
+        if config is None:
+            result.append(sample)
+            continue
+        if sample.teacher is None:
+            # The reply is masked, or too long for the teacher with its context.
+            if config.alone:
+                sample = replace(sample, advantages=(0.0,) * len(sample.advantages or ()))
             result.append(sample)
             continue
         assert sample.behaviour is not None

@@ -73,6 +73,27 @@ def check_teacher_tokenizers(config: RunConfig, renderers: Mapping[str, Renderer
                 )
 
 
+def check_teacher_contexts(config: RunConfig, renderers: Mapping[str, Renderer]) -> None:
+    """Refuse the context of a teacher whose student's chat template cannot write it.
+
+    Args:
+        config: config of the run.
+        renderers: renderer of each policy with a folder.
+
+    Raises:
+        ConfigError: the template writes no system message without other messages.
+    """
+    for student, teacher in config.teachers.items():
+        if teacher.context is not None:
+            try:
+                renderers[student].behind_context(teacher.context, ())
+            except ModelError as error:
+                raise ConfigError(
+                    f"policies.{student}.teacher.context: {config.models[student]}: {error}; leave the context out, "
+                    f"or set policies.{student}.chat_template"
+                ) from None
+
+
 def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[str, Renderer]:
     """Return the renderer of each policy's chats, with the tokenizer of its folder in `models`.
 

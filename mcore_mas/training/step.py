@@ -109,7 +109,8 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     async with session.memory.rollout(trained_policies):
         rollouts = await session.stop.run_until_stopped(session.rollouts.take(number))
         samples = _samples_to_compare(config, rollouts, trained_policies)
-        scoring = session.teachers.score(samples, trained_policies)
+        tasks = {group.task.id: group.task for group in rollouts.groups}
+        scoring = session.teachers.score(samples, trained_policies, tasks)
         samples = await session.stop.run_until_stopped(scoring)
     collected = time.perf_counter()
 

@@ -1,15 +1,17 @@
 """Teachers of on-policy distillation: they score the tokens that their students have sampled."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.samples import Sample
 from mcore_mas.runtime.errors import TrainingError
 from rollout.base.errors import EngineError
 from rollout.engines import ScoredReply, ScoringEngine
+from rollout.models.chat_template import Renderer
 from rollout.records.grouping import group_pairs
+from rollout.records.trajectory import Task
 
 # Replies of one call to an engine. The engine samples nothing for later steps meanwhile.
 _REPLIES_PER_CALL = 64
@@ -18,18 +20,28 @@ _REPLIES_PER_CALL = 64
 class Teachers:
     """Scores of the teachers of a run; a policy without a teacher gets none."""
 
-    def __init__(self, config: RunConfig, engines: Mapping[str, ScoringEngine]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Mapping[str, ScoringEngine],
+        renderers: Mapping[str, Renderer],
+        note: Callable[[str], None],
+    ) -> None:
         """Name the engines or remote models of the policies that teach.
 
         Args:
             config: config of the run.
             engines: what scores for each policy; those that do not teach may be among them.
+            renderers: renderer of each student whose teacher reads a context.
+            note: called with lines for the log.
 
         Raises:
             TrainingError: the engine of a teacher, one of the user's own, cannot score.
         """
         self._config = config
         self._engines = engines
+        self._renderers = renderers
+        self._note = note
         for student, teacher in config.teachers.items():
             engine = engines[teacher.policy]
             if not hasattr(engine, "score"):
@@ -39,12 +51,17 @@ class Teachers:
                     "embedded or sglang"
                 )
 
-    async def score(self, samples: Sequence[Sample], students: Collection[str]) -> list[Sample]:
+    async def score(
+        self, samples: Sequence[Sample], students: Collection[str], tasks: Mapping[str, Task]
+    ) -> list[Sample]:
         """Return the samples, with their teacher's log-probabilities where a student trains on them.
+
+        A reply that is too long for the teacher behind its context gets none, and a line tells how many.
 
         Args:
             samples: samples of a step.
             students: policies that are trained in the step.
+            tasks: tasks of the samples, by id.
 
         Raises:
             TrainingError: a teacher has not scored a reply.
@@ -56,8 +73,16 @@ class Teachers:
             if sample.policy in students and self._learns(sample)
         )
         for student, indices in indices_by_student.items():
-            scores = await self._score_all(student, [samples[index] for index in indices])
-            for index, logprobs in zip(indices, scores, strict=True):
+            replies = {index: self._reply(samples[index], tasks) for index in indices}
+            fitting = [index for index in indices if self._fits(student, replies[index])]
+            if len(fitting) < len(indices):
+                self._note(
+                    f"policies.{student}.teacher: {len(indices) - len(fitting)} of {len(indices)} replies are too "
+                    "long for the teacher with its context, and do not learn from it; raise "
+                    f"policies.{self._config.teachers[student].policy}.overrides.engine.max_length"
+                )
+            scores = await self._score_all(student, [replies[index] for index in fitting])
+            for index, logprobs in zip(fitting, scores, strict=True):
                 result[index] = replace(samples[index], teacher=tuple(logprobs))
         return result
 
@@ -66,17 +91,31 @@ class Teachers:
         has_loss = sample.trained_tokens > 0 and self._config.agents[sample.agent].loss_weight > 0
         return has_loss and sample.policy in self._config.teachers
 
-    async def _score_all(self, student: str, samples: Sequence[Sample]) -> list[list[float]]:
+    def _reply(self, sample: Sample, tasks: Mapping[str, Task]) -> ScoredReply:
+        """Return the reply of a sample behind what its teacher reads."""
+        prompt_ids = sample.prompt_ids
+        context = self._config.teachers[sample.policy].context
+        if context is not None:
+            answers = tasks[sample.task].answers
+            text = context.format(answer=answers[0] if answers else "")
+            prompt_ids = self._renderers[sample.policy].behind_context(text, prompt_ids)
+        return ScoredReply(
+            prompt_ids=prompt_ids,
+            completion_ids=sample.completion_ids,
+            temperature=sample.temperature,
+        )
+
+    def _fits(self, student: str, reply: ScoredReply) -> bool:
+        """Return True unless a reply is longer than its teacher's engine takes; a server decides by itself."""
+        teacher = self._config.teachers[student].policy
+        if self._config.policies[teacher].remote is not None:
+            return True
+        max_length = for_policy(self._config, teacher).engine.max_length
+        return len(reply.prompt_ids) + len(reply.completion_ids) <= max_length
+
+    async def _score_all(self, student: str, replies: Sequence[ScoredReply]) -> list[list[float]]:
         teacher = self._config.teachers[student].policy
         engine = self._engines[teacher]
-        replies = [
-            ScoredReply(
-                prompt_ids=sample.prompt_ids,
-                completion_ids=sample.completion_ids,
-                temperature=sample.temperature,
-            )
-            for sample in samples
-        ]
         parts = [
             replies[start : start + _REPLIES_PER_CALL]
             for start in range(0, len(replies), _REPLIES_PER_CALL)

@@ -24,6 +24,7 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.local_ray import running_ray
 from mcore_mas.runtime.players import (
+    check_teacher_contexts,
     check_teacher_tokenizers,
     make_players,
     make_renderers,
@@ -109,6 +110,7 @@ def train(
     tasks = _load_tasks(config)
     renderers = make_renderers(config, config.models)
     check_teacher_tokenizers(config, renderers)
+    check_teacher_contexts(config, renderers)
     devices = None
     warnings: list[str] = []
     if address == "local":
@@ -308,7 +310,9 @@ class _TrainingRun:
             rollouts=rollouts,
             trainers=trainers,
             weight_sync=weight_sync,
-            teachers=Teachers(config, {**engines, **self.remote_teachers}),
+            teachers=Teachers(
+                config, {**engines, **self.remote_teachers}, self.renderers, logbook.note
+            ),
             memory=memory,
             checkpoints=checkpoints,
             logbook=logbook,

@@ -238,6 +238,29 @@ class Renderer:
             rest = self._remove_stop(rest)
         return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
 
+    def behind_context(self, context: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids of a prompt behind a system message, which it follows as it is.
+
+        Args:
+            context: text of the system message.
+            prompt_ids: token ids of the prompt [P], which may have a system message of its own.
+
+        Raises:
+            ModelError: the template writes no system message without other messages.
+        """
+        message = Message(role="system", content=context)
+        try:
+            text = self._apply_template([message], opens_reply=False)
+        except TemplateError as error:
+            raise ModelError(
+                f"the chat template does not write a system message alone: {error}"
+            ) from None
+        context_ids = self._cached_encode(text)
+        start = self._tokenizer.bos_token_id
+        if start is not None and context_ids[:1] == tuple(prompt_ids[:1]) == (start,):
+            prompt_ids = prompt_ids[1:]
+        return (*context_ids, *prompt_ids)
+
     def _remove_stop(self, text: str) -> str:
         """Remove a stop token's text from the start of a text."""
         for stop_text in self._stop_texts:
@@ -384,8 +407,14 @@ class Renderer:
             return self._apply_template(messages, tools)
         return self._cached_text(tuple(messages))
 
-    def _apply_template(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        """Return the template's text of a chat, up to where the next reply begins."""
+    def _apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        opens_reply: bool = True,
+    ) -> str:
+        """Return the template's text of a chat, with the opening of the next reply unless it is left out."""
         if self.tool_format == "fenced":
             messages = write_tools_as_text(messages, tools)
             tools = ()
@@ -397,7 +426,7 @@ class Renderer:
         text = self._tokenizer.apply_chat_template(
             chat,
             tools=functions or None,
-            add_generation_prompt=True,
+            add_generation_prompt=opens_reply,
             tokenize=False,
             **self._arguments,
         )

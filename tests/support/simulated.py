@@ -246,7 +246,7 @@ def make_session(
         rollouts=rollouts,
         trainers={name: PolicyTrainer(name, config, group) for name, group in groups.items()},
         weight_sync={name: WeightSync(group, engines[name]) for name, group in groups.items()},
-        teachers=Teachers(config, engines),
+        teachers=Teachers(config, engines, {}, log.note),
         memory=Colocation(engines, []),
         checkpoints=Checkpoints(
             folder / "checkpoints", Identity(run=config.run, models={}), keep=2

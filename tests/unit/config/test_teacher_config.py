@@ -29,6 +29,11 @@ def test_a_policy_of_the_run_may_teach_another() -> None:
     assert config.teachers["solver"].alone
 
 
+def test_a_policy_with_a_context_may_be_its_own_teacher() -> None:
+    config = compose("+policies.solver.teacher={policy: solver, context: 'Answer: {answer}'}")
+    assert config.teachers["solver"].policy == "solver"
+
+
 def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
     alone = [
         "+policies.solver.teacher={policy: teacher, alone: true}",
@@ -44,6 +49,10 @@ def test_a_policy_that_learns_from_its_teacher_alone_needs_no_groups() -> None:
     [
         ([FROZEN], "policy 'teacher' is played by no agent"),
         ([TEACHER], "teacher.policy is 'teacher'; expected another policy of the run: verifier"),
+        (
+            [FROZEN, "+policies.solver.teacher={policy: teacher, context: '{solution}'}"],
+            "expected a text whose only name in braces is {answer}",
+        ),
         (
             ["+policies.solver.teacher={policy: solver}"],
             "teacher.policy is 'solver'; expected another policy",

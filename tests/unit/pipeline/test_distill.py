@@ -118,6 +118,19 @@ def test_one_model_learns_the_right_answers(
         distill(run, to, settings)
 
 
+def test_a_folder_that_exists_is_refused_also_the_current_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the new run is that of its folder, and the trained model is named by its path."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for to in (Path(), Path("../empty"), empty):
+        with pytest.raises(FolderError, match="something is there already; name another folder"):
+            distill(run, to, DistillSettings())
+    assert list(empty.iterdir()) == []
+
+
 def test_what_cannot_be_learned_is_one_line(run: Path, tmp_path: Path) -> None:
     to = tmp_path / "one"
     with pytest.raises(ConfigError, match="--agent coder: not in the team; agents: solver, verif"):
