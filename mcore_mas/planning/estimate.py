@@ -24,6 +24,7 @@ from mcore_mas.planning.memory import (
     kv_bytes_per_token,
 )
 from mcore_mas.planning.worker_groups import GroupKey, Part
+from rollout.engines.embedded.gpu_memory import working_bytes
 from rollout.models.architecture import Architecture
 from rollout.models.published_shapes import planned_architecture
 
@@ -163,7 +164,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
     largest_trainer = max((rank.peak for rank in _trainer_ranks(config, models)), default=0.0)
     largest_engine = max(engine_weights(config, models).values())
 
-    without_cache = largest_engine + _engine_process_bytes(config)
+    without_cache = largest_engine + _engine_process_bytes(config, models)
     free = USABLE_SHARE * gpu.memory_bytes - without_cache
     kv_cache = _kv_cache_within(config, models, free)
     return PeakMemory(
@@ -176,7 +177,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
 def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     trainers = _trainer_ranks(config, models)
     weights = engine_weights(config, models)
-    processes = len(trainers) * PROCESS_BYTES + len(weights) * _engine_process_bytes(config)
+    processes = len(trainers) * PROCESS_BYTES + len(weights) * _engine_process_bytes(config, models)
     engines = sum(weights.values())
 
     # With `one_by_one` one trainer at a time is on the GPU. Otherwise all policies of a step are
@@ -210,9 +211,19 @@ def _trainer_ranks(config: RunConfig, models: Models) -> list[TrainerMemory]:
     return [combine_on_rank([trainers[key] for key in keys]) for keys in trainers_by_ranks(config)]
 
 
-def _engine_process_bytes(config: RunConfig) -> float:
+def _engine_process_bytes(config: RunConfig, models: Models) -> float:
     """Return the GPU memory of an engine's process beside weights and KV cache."""
-    return PROCESS_BYTES + (0.0 if config.engine.name == "embedded" else GRAPH_BYTES)
+    if config.engine.name != "embedded":
+        return PROCESS_BYTES + GRAPH_BYTES
+    passes = [
+        working_bytes(
+            architecture,
+            for_policy(config, policy).engine.slots,
+            bf16=config.policies[policy].bf16,
+        )
+        for policy, architecture in models.items()
+    ]
+    return PROCESS_BYTES + max(passes)
 
 
 def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
@@ -222,7 +233,10 @@ def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
     for policy, architecture in models.items():
         engine = for_policy(config, policy).engine
         if engine.name == "embedded":
-            all_slots = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
+            bf16 = config.policies[policy].bf16
+            all_slots = engine.slots * embedded_sequence_bytes(
+                architecture, engine.max_length, bf16=bf16
+            )
             lower = max(lower, all_slots)
             upper = max(upper, all_slots)
             continue

@@ -397,7 +397,7 @@ def _cpu_engine_bytes(
     if engine.name != "embedded":
         return 0.0
     bf16 = config.policies[policy].bf16
-    cache = engine.slots * embedded_sequence_bytes(architecture, engine.max_length)
+    cache = engine.slots * embedded_sequence_bytes(architecture, engine.max_length, bf16=False)
     replica = cache + embedded_weight_bytes(architecture, bf16=bf16)
     return embedded_host_bytes(architecture, trained=trained) + engine.replicas * replica
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_mas.config.policy import LoraConfig
+from rollout.engines.embedded.gpu_memory import token_bytes
 from rollout.models.architecture import Architecture
 from rollout.models.layout import ParallelLayout, Recompute
 
@@ -390,6 +391,10 @@ def embedded_host_bytes(architecture: Architecture, *, trained: bool) -> float:
     return 4 * buffers * count_parameters(architecture)
 
 
-def embedded_sequence_bytes(architecture: Architecture, max_length: int) -> float:
-    """Return the keys and values of one slot of an embedded engine, in float32."""
-    return 2 * kv_bytes_per_token(architecture, tp=1) * max_length
+def embedded_sequence_bytes(architecture: Architecture, max_length: int, *, bf16: bool) -> float:
+    """Return the keys and values of one slot of an embedded engine.
+
+    Args:
+        bf16: True on a GPU with a policy in bfloat16; on a CPU they are in float32.
+    """
+    return token_bytes(architecture, bf16=bf16) * max_length

@@ -25,6 +25,7 @@ from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import KernelNorm, rotate_with_kernel, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
+from rollout.engines.embedded import gpu_ops
 
 
 class FakeDriver:
@@ -168,5 +169,36 @@ def expert_kernels() -> list[dict[str, int]]:
         out: Tensor = swiglu(gate_up, scale)
         out.backward(torch.zeros_like(out))
         add_grouped(total, left.float(), right.float(), ends)
+
+    return compiled(compute)
+
+
+def engine_kernels(heads: int, kv_heads: int, head_dim: int, hidden: int) -> list[dict[str, int]]:
+    """Compile the embedded engine's kernels in bfloat16.
+
+    They are the norm, SwiGLU, the rotation with norms of queries and keys, attention in decoding,
+    attention in decoding with splits and the sum of the splits, and attention in prefill.
+    """
+
+    def compute() -> None:
+        options = {"dtype": torch.bfloat16}
+        keys = torch.zeros(2, kv_heads, 64, head_dim, **options)
+        delta = torch.zeros(3, hidden, **options)
+        gpu_ops.add_norm(torch.zeros(3, hidden), delta, delta[0], 1e-6, torch.bfloat16)
+        gpu_ops.fused_silu_and_mul(torch.zeros(3, 2 * hidden, **options), torch.bfloat16)
+        q = gpu_ops.rotate_and_store(
+            torch.zeros(3, (heads + 2 * kv_heads) * head_dim, **options),
+            keys[0, 0, 0],
+            keys[0, 0, 0],
+            torch.zeros(64, head_dim // 2, 2),
+            torch.zeros(3, 2, dtype=torch.int32),
+            keys,
+            keys,
+            1e-6,
+        )
+        blocks = torch.zeros(3, 4, dtype=torch.int32)
+        decoding_rows = gpu_ops.decoding_tile_rows(heads // kv_heads)
+        for tile_rows, splits in ((decoding_rows, 1), (decoding_rows, 32), (128, 1)):
+            gpu_ops.attend_to_cache(q, keys, keys, blocks, tile_rows, splits)
 
     return compiled(compute)

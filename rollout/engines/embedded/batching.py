@@ -23,9 +23,11 @@ from rollout.engines.embedded.attention import (
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.engines.embedded.decoder import CachedDecoder, PromptSpan
 from rollout.engines.embedded.exact_decoder import exact_decoder
+from rollout.engines.embedded.gpu_decoder import GpuDecoder, make_decoder
+from rollout.engines.embedded.gpu_steps import CudaGraphs, GpuSteps
 from rollout.engines.embedded.requests import Generation, Outcome, Report, Request
 from rollout.engines.embedded.rows import CacheRows
-from rollout.engines.embedded.schedule import PREFILL_TOKENS, admit
+from rollout.engines.embedded.schedule import admit
 from rollout.engines.prompt_length import request_error
 from rollout.engines.protocol import ScoredReply, Tag
 from rollout.models.adapter_weights import AdapterWeights
@@ -85,16 +87,19 @@ class EmbeddedEngine:
         deterministic: bool = False,
         routing: bool = False,
         grammars: Grammars | None = None,
+        graphs: bool = True,
     ) -> None:
         """Allocate the KV cache.
 
         Args:
-            rows: number of sequences that the cache holds, running or for the reuse of their prefixes.
+            rows: number of sequences that the cache holds, running or for the reuse of their
+                prefixes. There are fewer if a GPU has no memory for all of them.
             version: version of the decoder's weights.
             reuse_prefixes: start a prompt from the cached keys of the longest prefix.
             deterministic: give a reply the same bits in any batch.
             routing: record the experts of each token in the completions.
             grammars: grammars of the model; None: requests that have a grammar are refused.
+            graphs: decode with CUDA graphs on a GPU. A mixture of experts is decoded without them.
         """
         self.decoder = exact_decoder(decoder) if deterministic else decoder
         self.max_length = decoder.max_length
@@ -104,8 +109,10 @@ class EmbeddedEngine:
         self._routing = routing
         self._grammars = grammars
         self._one_by_one = deterministic and not self.decoder.exact
-        self._rows = CacheRows(rows, decoder.max_length, version)
+        self._rows = CacheRows(decoder.rows_that_fit(rows), decoder.max_length, version)
+        self._graphs = graphs and decoder.shape.experts is None
         self._cache: KVCache | None = None
+        self._steps: GpuSteps | None = None
         self._asleep: set[Tag] = set()
         self._waiting: deque[Generation] = deque()
         self._done: list[tuple[int, Outcome]] = []
@@ -130,7 +137,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: the folder has no model, or one that this engine does not support.
         """
-        decoder = CachedDecoder(read_architecture(folder), max_length, device=device, bf16=bf16)
+        decoder = make_decoder(read_architecture(folder), max_length, device=device, bf16=bf16)
         decoder.load(read_tensors(folder), str(folder))
         return cls(
             decoder,
@@ -266,13 +273,14 @@ class EmbeddedEngine:
             if problem:
                 raise EngineError(problem)
         scores: list[list[float]] = []
-        for part in _parts(replies, PREFILL_TOKENS, one_by_one=self._one_by_one):
+        for part in _parts(replies, self.decoder.prefill_tokens, one_by_one=self._one_by_one):
             longest = max(len(reply.prompt_ids) + len(reply.completion_ids) for reply in part)
             cache = KVCache(
                 self.decoder.shape,
                 len(part),
                 longest,
                 self.decoder.device,
+                dtype=self.decoder.cache_dtype,
                 exact=self.decoder.exact,
             )
             spans = [
@@ -361,6 +369,7 @@ class EmbeddedEngine:
         if self.has_work:
             raise EngineError(BUSY)
         self._asleep.update(tags)
+        self._steps = None  # graphs hold the addresses of weights and cache
         if "weights" in tags:
             self.decoder.release()
         if "kv_cache" in tags:
@@ -380,10 +389,22 @@ class EmbeddedEngine:
                 len(self._rows.live),
                 self.max_length,
                 self.decoder.device,
+                dtype=self.decoder.cache_dtype,
                 routing=self._routing,
                 exact=self.decoder.exact,
             )
-            self._attention = AttentionPlanner(self._cache)
+            if not self.decoder.on_gpu:
+                self._attention = AttentionPlanner(self._cache)
+        if self._cache is not None and not self._asleep:
+            self._steps = self._make_steps(self._cache)
+
+    def _make_steps(self, cache: KVCache) -> GpuSteps | None:
+        """Return the decoding steps on a GPU; None on a CPU."""
+        if not isinstance(self.decoder, GpuDecoder):
+            return None
+        if not self._graphs or self.decoder.device.type != "cuda":
+            return GpuSteps(self.decoder, cache)
+        return GpuSteps(self.decoder, cache, capture=CudaGraphs(self.decoder.device).capture)
 
     def reset(self) -> None:
         """Drop all requests and cached prefixes, after `step` has raised."""
@@ -400,6 +421,7 @@ class EmbeddedEngine:
         spans = admit(
             rows,
             self._waiting,
+            budget=self.decoder.prefill_tokens,
             reuse_prefixes=self._reuse_prefixes,
             one_by_one=self._one_by_one,
         )
@@ -425,16 +447,36 @@ class EmbeddedEngine:
 
     def _decode(self, live: np.ndarray) -> None:
         """Decode the newest tokens of the rows `live` [N], and sample the next ones."""
+        if self._steps is not None:
+            for rows in live[:, None] if self._one_by_one else [live]:
+                self._decode_on_gpu(self._steps, rows)
+            self.stats.steps += 1
+            return
         began = time.thread_time()
         if self._one_by_one:
             logits = torch.cat([self._decode_rows(row) for row in live[:, None]])
         else:
             logits = self._decode_rows(live)
-        rows = self._rows
-        rows.cached[live] = np.where(rows.fresh[live], rows.size[live], 0)
+        self._rows.mark_cached(live)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began
         self._sample(live, logits)
+
+    def _decode_on_gpu(self, steps: GpuSteps, live: np.ndarray) -> None:
+        """Decode and sample in one step; requests with top-p and the like are sampled behind it."""
+        began = time.thread_time()
+        rows = self._rows
+        batch, token_ids = rows.decode_batch(live)
+        step = steps.run(batch, token_ids, rows.temperature[live], rows.uniforms(live))
+        rows.mark_cached(live)
+        is_plain = bool(rows.plain[live].all())
+        if is_plain:
+            tokens, logprobs = step.sampled()
+        self.stats.decode_s += time.thread_time() - began
+        if is_plain:
+            self._append(live, tokens, logprobs)
+        else:
+            self._sample(live, step.logits)
 
     def _decode_rows(self, live: np.ndarray) -> Tensor:
         assert self._cache is not None
@@ -448,14 +490,19 @@ class EmbeddedEngine:
         return self._attention.plan(batch)
 
     def _sample(self, numbers: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of the rows `numbers` [N] from logits [N, V].
+        """Sample the next tokens of the rows `numbers` [N] from logits [N, V]."""
+        began = time.thread_time()
+        tokens, logprobs = self._rows.sample(numbers, logits)
+        self._append(numbers, tokens, logprobs)
+        self.stats.sample_s += time.thread_time() - began
 
-        End requests that stop, reach their limit, or have logits that are not finite.
+    def _append(self, numbers: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append a token to each of the rows `numbers` [N].
+
+        End requests that stop, reach their limit, or had logits that are not finite.
         """
         assert self._cache is not None
-        began = time.thread_time()
         rows = self._rows
-        tokens, logprobs = rows.sample(numbers, logits)
         stopped, ended, broken = rows.append(numbers, tokens, logprobs)
         for row, is_stop in zip(numbers[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if is_stop else "length")
@@ -466,7 +513,6 @@ class EmbeddedEngine:
             rows.cached[row] = 0
             self._cache.clear(row)
         self.stats.decode_tokens += len(numbers)
-        self.stats.sample_s += time.thread_time() - began
 
     def _finish(self, row: int, finish_reason: str) -> None:
         """End the request in a row, and keep its completion for the next `step`."""

@@ -10,8 +10,8 @@ import torch
 from rollout.engines.adapters import adapter_engines
 from rollout.engines.build import EngineRequest
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.gpu_decoder import make_decoder
 from rollout.engines.embedded.local import LocalEngine, LocalReplicas
 from rollout.engines.embedded.replicas import ReplicatedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
@@ -101,11 +101,11 @@ def _load_engine(request: EngineRequest, device: str) -> EmbeddedEngine:
 def _copy_engine(request: EngineRequest, engine: EmbeddedEngine, device: str) -> EmbeddedEngine:
     """Return an engine on another device that shares the weights in the host's memory with `engine`."""
     config = request.config
-    decoder = CachedDecoder(
+    decoder = make_decoder(
         engine.decoder.shape,
         config.max_length,
         engine.decoder.halves,
-        device,
+        device=device,
         bf16=request.bf16,
     )
     decoder.adopt(engine.decoder.half)

@@ -59,6 +59,7 @@ class KVCache:
         length: int,
         device: torch.device,
         *,
+        dtype: torch.dtype = torch.float32,
         routing: bool = False,
         exact: bool = False,
     ) -> None:
@@ -66,6 +67,7 @@ class KVCache:
 
         Args:
             length: maximum number of tokens of a sequence.
+            dtype: type of keys and values.
             routing: True to record the experts of a mixture's tokens.
             exact: True for the layout that exact mode needs.
         """
@@ -76,16 +78,18 @@ class KVCache:
             self.routing = np.zeros(shape, f"<u{experts.index_bytes}")
 
         length = 16 * math.ceil(length / 16)
-        if length % 128 == 0:
+        if length % 128 == 0 and device.type == "cpu":
             # With a power of two as stride, the keys of a row would fall on the same cache lines.
             length += 16
         heads = (architecture.layers, rows, architecture.kv_heads)
         head_dim = architecture.head_dim
-        self.values = _zeros(*heads, length, head_dim, device=device)
+        self.values = _zeros(*heads, length, head_dim, dtype=dtype, device=device)
         if exact:
-            self.keys = _zeros(*heads, head_dim, length, device=device)
+            self.keys = _zeros(*heads, head_dim, length, dtype=dtype, device=device)
         else:
-            self.keys = _zeros(*heads, length, head_dim, device=device).transpose(-1, -2)
+            self.keys = _zeros(*heads, length, head_dim, dtype=dtype, device=device).transpose(
+                -1, -2
+            )
 
     def copy_layer(self, layer: int, source: int, target: int, tokens: int) -> None:
         """Copy one layer's first `tokens` keys and values from row `source` to row `target`."""
@@ -112,12 +116,12 @@ class KVCache:
         self.values[:, row] = 0.0
 
 
-def _zeros(*size: int, device: torch.device) -> Tensor:
-    """Allocate zeros in float32; on a CPU in huge pages, because small ones overflow its TLB."""
+def _zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros; on a CPU in huge pages, because small ones overflow its TLB."""
     if device.type != "cpu":
-        return torch.zeros(size, device=device)
-    size_bytes = torch.float32.itemsize * math.prod(size)
+        return torch.zeros(size, dtype=dtype, device=device)
+    size_bytes = dtype.itemsize * math.prod(size)
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).view(size)
+    return torch.frombuffer(memory, dtype=dtype).view(size)

@@ -63,15 +63,21 @@ class CachedDecoder:
 
     Attributes:
         exact: True if the logits of a token have the same bits in any batch.
+        on_gpu: True if `GpuSteps` decodes, without an `AttentionPlanner`.
+        prefill_tokens: number of prompt tokens of one pass.
+        cache_dtype: type of keys and values.
         shape: architecture of the model.
         halves: the two halves.
         half: index of the active half.
-        dtype: type in which matrices are multiplied. Norms, attention, keys and values are float32.
+        dtype: type in which matrices are multiplied. On a CPU, all else is float32.
         adapters: weights of the adapters; None if the decoder has none.
         products: products with the active weights.
     """
 
     exact = False
+    on_gpu = False
+    prefill_tokens = 1024  # more would not stay in the processor's cache
+    cache_dtype = torch.float32
 
     def __init__(
         self,
@@ -110,6 +116,10 @@ class CachedDecoder:
         rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)
         self._rotation = rotation.to(self.device)  # complex [M, D/2]
         self._norm_floor = torch.tensor(shape.norm_eps**0.5, device=self.device)
+
+    def rows_that_fit(self, rows: int) -> int:
+        """Return how many of `rows` sequences the device has memory for; a CPU is not asked."""
+        return rows
 
     @property
     def weights(self) -> DecoderWeights:
@@ -251,7 +261,7 @@ class CachedDecoder:
             x = self._finish_layer(layer, x, attended, low_rank[index], experts)
 
         if cache.routing is not None:
-            _record_routing(cache.routing, spans, _stack_experts(experts))
+            record_routing(cache.routing, spans, stack_experts(experts))
         return x[last] if last_only and not can_reduce else x
 
     @torch.inference_mode()
@@ -290,7 +300,7 @@ class CachedDecoder:
             attended = parts[0] if len(parts) == 1 else torch.cat(parts)
             x = self._finish_layer(layer, x, attended, low_rank[index], experts)
         if cache.routing is not None:
-            cache.routing[batch.rows, batch.positions] = _stack_experts(experts)
+            cache.routing[batch.rows, batch.positions] = stack_experts(experts)
         return self._logits(x)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
@@ -415,13 +425,13 @@ def _add_nothing(*_: object) -> None:
     """Stand in for `LowRank` in a decoder without adapters."""
 
 
-def _stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
+def stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
     """Stack the experts [N, k] of each sparse layer to [N, layers, k]."""
     stacked: np.ndarray = torch.stack(list(experts), 1).cpu().numpy()
     return stacked
 
 
-def _record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
+def record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
     """Write the experts of the spans' tokens [T, layers, k] into the cache's `routing`."""
     end = 0
     for span in spans:

@@ -9,7 +9,7 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.gpu_decoder import make_decoder
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.adapter_weights import AdapterShape
 from rollout.models.architecture import read_architecture
@@ -55,13 +55,13 @@ class EngineActor(EmbeddedEngine):
         architecture = read_architecture(settings.folder)
         self._shared = [SharedWeights(slot.file, architecture, slot.adapter) for slot in slots]
         weights, *adapters = slots
-        decoder = CachedDecoder(
+        decoder = make_decoder(
             architecture,
             settings.max_length,
             self._shared[0].halves,
-            settings.device,
-            [slot.adapter for slot in adapters if slot.adapter is not None],
-            settings.bf16,
+            device=settings.device,
+            adapters=[slot.adapter for slot in adapters if slot.adapter is not None],
+            bf16=settings.bf16,
         )
         if weights.half is None:
             decoder.load(read_tensors(settings.folder), str(settings.folder))

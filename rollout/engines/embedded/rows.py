@@ -35,6 +35,7 @@ class CacheRows:
         fresh: True if all keys come from the present weights.
         last_used: number of the last use; later uses have larger numbers.
         temperature, top_p, top_k, seed, stop: sampling of the request; `stop` is padded by -1.
+        plain: True if the request has no top-p, top-k, grammar or candidates.
         versions: present version of each adapter, by number; 0 is the full weights.
     """
 
@@ -58,6 +59,7 @@ class CacheRows:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.stop = np.full((rows, 1), -1, dtype=np.int64)
+        self.plain = np.zeros(rows, dtype=bool)
         self.versions = defaultdict[int, int](int, {0: version})
         self._clock = 0
         self._groups = 0
@@ -73,6 +75,10 @@ class CacheRows:
             adapters=self.adapter[rows],
         )
         return batch, self.tokens[rows, positions]
+
+    def mark_cached(self, rows: np.ndarray) -> None:
+        """Let other requests reuse all keys of `rows` [N], unless some are of older weights."""
+        self.cached[rows] = np.where(self.fresh[rows], self.size[rows], 0)
 
     def longest_prefix(self, prompt: np.ndarray, adapter: int) -> tuple[int, int]:
         """Find the row whose cached keys share the most leading tokens with a prompt.
@@ -150,6 +156,9 @@ class CacheRows:
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
         self.seed[row] = sampling.seed % 2**64
+        is_truncated = sampling.top_p < 1 or sampling.top_k > 0
+        has_extras = generation.matcher is not None or sampling.candidates > 0
+        self.plain[row] = not is_truncated and not has_extras
         missing = len(sampling.stop) - self.stop.shape[1]
         if missing > 0:
             self.stop = np.pad(self.stop, ((0, 0), (0, missing)), constant_values=-1)
@@ -189,6 +198,10 @@ class CacheRows:
         span = VersionSpan(version=self.versions[generation.adapter], start=0, end=0)
         return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(span,))
 
+    def uniforms(self, rows: np.ndarray) -> np.ndarray:
+        """Return the random numbers of the next tokens of `rows` [N], float32 in [0, 1)."""
+        return uniforms(self.seed[rows], self.size[rows] - self.prompt_size[rows])
+
     def sample(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Sample the next tokens of `rows` [N] from logits [N, V].
 
@@ -215,7 +228,7 @@ class CacheRows:
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
-            uniform=uniforms(self.seed[rows], self.size[rows] - self.prompt_size[rows]),
+            uniform=self.uniforms(rows),
         )
         sampled = tokens.cpu().numpy()
         sampled_logprobs = logprobs.cpu().numpy()

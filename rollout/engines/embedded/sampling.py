@@ -82,6 +82,23 @@ def sample_tokens(
     return tokens[:, 0], logprobs[:, 0]
 
 
+def sample_on_device(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample as `sample_tokens` without top-k and top-p; the host decides nothing and waits for nothing.
+
+    Args:
+        logits: float32 [N, V].
+        temperature, uniform: float32 [N], on the device.
+    """
+    greedy = (temperature == 0)[:, None]
+    logits = logits / torch.where(greedy, 1.0, temperature[:, None])
+    peak, likeliest = logits.max(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    log_sum = weights.sum(-1, keepdim=True).log_()
+    tokens = torch.where(greedy, likeliest, _invert(weights, uniform[:, None]))
+    logprobs = logits.gather(-1, tokens) - peak - log_sum
+    return tokens[:, 0], logprobs[:, 0]
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Return the log-probability [N] of a token of each row of logits, as `sample_tokens` computes it.
 

@@ -7,24 +7,29 @@ from rollout.engines.embedded.decoder import PromptSpan
 from rollout.engines.embedded.requests import Generation
 from rollout.engines.embedded.rows import CacheRows
 
-PREFILL_TOKENS = 1024  # budget of one forward pass; more would not stay in the processor's cache
-
 
 def admit(
-    rows: CacheRows, waiting: deque[Generation], *, reuse_prefixes: bool, one_by_one: bool
+    rows: CacheRows,
+    waiting: deque[Generation],
+    *,
+    budget: int,
+    reuse_prefixes: bool,
+    one_by_one: bool,
 ) -> list[PromptSpan]:
     """Move waiting requests to rows in their order, up to the budget of one prefill pass.
 
     Requests with equal prompts are admitted together, in neighbouring rows, and computed once.
 
     Args:
+        budget: number of tokens to compute in the pass.
         reuse_prefixes: start from cached keys of other rows.
         one_by_one: admit one prompt only, and start it from no cached keys.
 
     Returns:
         The parts of prompts to compute.
     """
-    budget = 1 if one_by_one else PREFILL_TOKENS
+    if one_by_one:
+        budget = 1
     spans: list[PromptSpan] = []
     by_prompt = defaultdict[tuple[int, bytes | int], deque[Generation]](deque)
     for generation in waiting:

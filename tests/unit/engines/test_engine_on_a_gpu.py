@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from rollout.base.errors import EngineError
 from rollout.engines.embedded import rows as cache_rows
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.gpu_decoder import make_decoder
+from rollout.engines.embedded.gpu_steps import DecodedStep
 from rollout.models.architecture import parse_architecture
 from rollout.records.trajectory import Sampling
 from tests.support.embedded import drain
@@ -78,9 +79,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
         host_logprobs = np.full(tokens.shape, -1.0, dtype=np.float32)
         return _HostNumbers(host_tokens), _HostNumbers(host_logprobs)
 
+    def sampled(step: DecodedStep) -> tuple[np.ndarray, np.ndarray]:
+        assert (step.logits.device.type, step._sampled.device.type) == ("meta", "meta")
+        assert step._sampled.shape == (2, len(step.logits))
+        count = len(step.logits)
+        return np.full(count, 7), np.full(count, -1.0, dtype=np.float32)
+
     monkeypatch.setattr(cache_rows, "sample_tokens", sample_on_meta)
+    monkeypatch.setattr(DecodedStep, "sampled", sampled)
     with OneDevice():
-        decoder = CachedDecoder(parse_architecture(CONFIG, "here"), 700, device="meta")
+        decoder = make_decoder(parse_architecture(CONFIG, "here"), 700, device="meta")
         yield EmbeddedEngine(decoder, rows=8)
 
 
@@ -152,27 +160,34 @@ def test_sleep_frees_the_gpu_and_waking_or_an_update_restores_the_weights(
 
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(EngineError, match="torch cannot compute on device 'abacus' here"):
-        CachedDecoder(parse_architecture(CONFIG, "here"), 16, device="abacus")
+        make_decoder(parse_architecture(CONFIG, "here"), 16, device="abacus")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_computes_the_same_log_probabilities_as_the_cpu() -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_computes_the_same_log_probabilities_as_the_cpu(graphs: bool) -> None:
     architecture = parse_architecture(CONFIG, "here")
     completions = {}
     for device in ("cpu", "cuda"):
-        engine = EmbeddedEngine(CachedDecoder(architecture, 128, device=device), rows=8)
-        generator = torch.Generator().manual_seed(0)
-        weights = [
-            (name, torch.randn(tensor.shape, generator=generator) * 0.2)
-            for name, tensor in engine.decoder.weights.tensors()
-        ]
-        engine.load_weights(weights, 1)
-        for number in range(12):
-            sampling = Sampling(max_tokens=30, seed=number, top_p=0.95)
-            engine.submit(number, [number, *range(20)], sampling)
-        completions[device] = drain(engine)
-    for number, expected in completions["cpu"].items():
-        computed = completions["cuda"][number]
-        assert computed.token_ids == expected.token_ids
-        assert computed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        decoder = make_decoder(architecture, 128, device=device)
+        engine = EmbeddedEngine(decoder, rows=12, graphs=graphs)
+        for version in (1, 2):  # graphs read the new weights
+            generator = torch.Generator().manual_seed(version)
+            weights = [
+                (name, torch.randn(tensor.shape, generator=generator) * 0.2)
+                for name, tensor in engine.decoder.weights.tensors()
+            ]
+            engine.load_weights(weights, version)
+            for number in range(12):
+                top_p = 0.95 if number % 2 else 1.0
+                sampling = Sampling(max_tokens=30, seed=number, top_p=top_p)
+                engine.submit(number, [number, *range(20)], sampling)
+            completions[device, version] = drain(engine)
+            engine.sleep()
+            engine.wake()
+    for version in (1, 2):
+        for number, expected in completions["cpu", version].items():
+            computed = completions["cuda", version][number]
+            assert computed.token_ids == expected.token_ids
+            assert computed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

@@ -119,7 +119,7 @@ def test_a_kv_cache_may_take_two_gigabytes_even_if_its_slots_need_less() -> None
     assert estimate_peak_memory(small, load_architectures(small), H100).kv_cache == 2e9
 
 
-def test_an_embedded_engine_has_float32_keys_in_every_slot() -> None:
+def test_an_embedded_engine_has_keys_in_every_slot() -> None:
     run = config(
         "drmas_t1_4b_separate_drmas",
         "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
@@ -129,10 +129,20 @@ def test_an_embedded_engine_has_float32_keys_in_every_slot() -> None:
     models = load_architectures(run)
     n = count_parameters(models["solver"])
     assert engine_weights(run, models) == {"solver": 2 * n, "verifier": 2 * n}
-    # 24 layers, two heads of 64, keys and values of four bytes
+    # 24 layers, two heads of 64, keys and values of two bytes
     peak = estimate_peak_memory(run, models, H100)
-    assert peak.kv_cache == 16 * 8192 * 24 * 2 * 64 * 2 * 4
-    assert peak.rollout == 2 * n + peak.kv_cache + 1e9  # no CUDA graphs
+    assert peak.kv_cache == 16 * 8192 * 24 * 2 * 64 * 2 * 2
+    # Prefill of 16,384 tokens: 896 elements in float32 and twice in bfloat16, and gate, up projection
+    # and their product of 4,864 elements each
+    prefill = 16_384 * (4 * 896 + 2 * (2 * 896 + 3 * 4864))
+    assert peak.rollout == 2 * n + peak.kv_cache + 1e9 + prefill
+    in_float32 = config(
+        "drmas_t1_4b_separate_drmas",
+        "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
+        "policy_defaults.model=Qwen/Qwen2.5-0.5B-Instruct",
+        "policy_defaults.bf16=false",
+    )
+    assert estimate_peak_memory(in_float32, models, H100).kv_cache == 2 * peak.kv_cache
 
 
 @pytest.mark.parametrize(("one_by_one", "combine"), [("true", max), ("false", sum)])

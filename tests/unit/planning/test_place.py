@@ -136,7 +136,7 @@ def test_a_run_whose_models_do_not_divide_the_cluster_is_refused() -> None:
 
 
 def test_an_embedded_engine_gets_the_slots_for_which_there_is_memory() -> None:
-    """Two policies of 1.7B and 192 slots of 8,192 tokens: 229 kB a token are 361 GB an engine."""
+    """Two policies of 1.7B and 192 slots of 8,192 tokens: 115 kB a token are 180 GB an engine."""
     embedded = "engine={name: embedded, python: null, slots: 192, max_length: 8192}"
     run = config(
         "drmas_t1_4b_separate_drmas",
@@ -152,9 +152,11 @@ def test_an_embedded_engine_gets_the_slots_for_which_there_is_memory() -> None:
         True,
         "shared",
     )
-    sequence = 8192 * 28 * 8 * 128 * 2 * 4
+    sequence = 8192 * 28 * 8 * 128 * 2 * 2
     weights = 2 * 1_720_574_976
-    processes = 4 * 1e9  # two trainers and two engines
+    # Two trainers and two engines, each of which computes prompts of 16,384 tokens at a time
+    prefill = 16_384 * (4 * 2048 + 2 * (2 * 2048 + 3 * 6144))
+    processes = 4 * 1e9 + 2 * prefill
     free = 0.92 * 80e9 - processes - 2 * weights
     assert placed.engine.slots == free // (2 * sequence)
 

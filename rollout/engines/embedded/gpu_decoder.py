@@ -1,0 +1,227 @@
+"""Decoder model on a GPU, with Triton's kernels between its matrix products.
+
+Letters of shapes: N rows of a decoding batch, T tokens, V vocabulary, H query heads, KV key and value
+heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.base.processes import say
+from rollout.engines.embedded.cache import KVCache
+from rollout.engines.embedded.decoder import (
+    CachedDecoder,
+    PromptSpan,
+    record_routing,
+    stack_experts,
+)
+from rollout.engines.embedded.gpu_inputs import upload_arrays
+from rollout.engines.embedded.gpu_memory import PREFILL_TOKENS, rows_that_fit
+from rollout.engines.embedded.gpu_ops import (
+    add_norm,
+    attend_to_cache,
+    decoding_splits,
+    decoding_tile_rows,
+    fused_silu_and_mul,
+    query_blocks,
+    rotate_and_store,
+)
+from rollout.engines.embedded.low_rank import AddLowRank
+from rollout.engines.embedded.products import add_experts
+from rollout.models.fused_weights import LayerWeights
+
+
+def make_decoder(*arguments: Any, device: str = "cpu", **settings: Any) -> CachedDecoder:
+    """Return a decoder for a device; see `CachedDecoder`."""
+    kind = CachedDecoder if device == "cpu" else GpuDecoder
+    return kind(*arguments, device=device, **settings)
+
+
+class GpuDecoder(CachedDecoder):
+    """Decoder whose matrices, keys and values are in `dtype`; the residual stream is float32.
+
+    Rows of the cache have lengths, and attention reads no further, so batches are not cut into blocks:
+    `GpuSteps` decodes them with `decode_inputs` instead of `decode`.
+    """
+
+    on_gpu = True
+    prefill_tokens = PREFILL_TOKENS
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.cache_dtype = self.dtype
+        self._cos_sin = torch.view_as_real(self._rotation)  # [M, D / 2, 2]
+        self._heads_per_kv = self.shape.heads // self.shape.kv_heads
+
+    def rows_that_fit(self, rows: int) -> int:
+        """Return how many of `rows` fit into the free memory; raise EngineError if none does."""
+        if self.device.type != "cuda":
+            return rows
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        bf16 = self.dtype == torch.bfloat16
+        fitting = rows_that_fit(self.shape, rows, self.max_length, free_bytes, bf16=bf16)
+        if fitting < rows:
+            say(f"the GPU has memory for {fitting} of engine.slots: {rows}; other requests wait")
+        return fitting
+
+    @torch.inference_mode()
+    def decode_inputs(
+        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, places: Tensor, blocks: Tensor
+    ) -> Tensor:
+        """Compute one token in each row, from `decoding_inputs` on the device.
+
+        Returns:
+            Logits [N, V].
+        """
+        kv_heads = self.shape.kv_heads
+        attend = partial(
+            attend_to_cache,
+            blocks=blocks,
+            tile_rows=decoding_tile_rows(self._heads_per_kv),
+            splits=decoding_splits(len(token_ids), kv_heads, self.max_length),
+        )
+        x, experts = self._compute_layers(cache, token_ids, numbers, places, attend)
+        if cache.routing is not None:
+            host_places = places.cpu().numpy()
+            cache.routing[host_places[:, 0], host_places[:, 1]] = stack_experts(experts)
+        return self._logits(x)
+
+    def _compute_spans(
+        self, cache: KVCache, spans: Sequence[PromptSpan], *, last_only: bool
+    ) -> Tensor:
+        """Compute the spans, and write their keys and values into the cache; see `CachedDecoder`."""
+        parts = [
+            self._compute_independent_spans(cache, part, last_only=last_only)
+            for part in independent_spans(spans)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compute_independent_spans(
+        self, cache: KVCache, spans: Sequence[PromptSpan], *, last_only: bool
+    ) -> Tensor:
+        """Compute spans of which none starts from keys that another one writes, in one pass."""
+        for span in spans:
+            if span.source != span.row:
+                cache.copy_prefix(span.source, [span.row], span.start)
+        rows = np.array([span.row for span in spans])
+        starts = np.array([span.start for span in spans])
+        sizes = np.array([len(span.token_ids) for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        host_blocks, tile_rows = query_blocks(rows, starts, sizes, self._heads_per_kv, self.dtype)
+        token_ids, numbers, places, blocks, last = upload_arrays(
+            [
+                np.concatenate([span.token_ids for span in spans]),
+                np.repeat([span.adapter for span in spans], sizes),
+                np.stack([np.repeat(rows, sizes), positions], 1),
+                host_blocks,
+                np.cumsum(sizes) - 1,
+            ],
+            self.device,
+        )
+        attend = partial(attend_to_cache, blocks=blocks, tile_rows=tile_rows, splits=1)
+        x, experts = self._compute_layers(cache, token_ids, numbers, places, attend)
+        if cache.routing is not None:
+            record_routing(cache.routing, spans, stack_experts(experts))
+        return x[last] if last_only else x
+
+    def _compute_layers(
+        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, places: Tensor, attend: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute all layers for tokens, and write their keys and values into the cache.
+
+        Args:
+            token_ids: [T].
+            numbers: adapter of each token [T].
+            places: cache row and position of each token [T, 2].
+            attend: function of queries [T, H, D] and a layer's keys and values.
+
+        Returns:
+            Output of the last layer [T, hidden], and the experts [T, k] of each sparse layer.
+        """
+        low_rank = self._low_rank_of(numbers)
+        experts: list[Tensor] = []
+        x = F.embedding(token_ids, self._active.embed).float()
+        delta: Tensor | None = None  # output of the last part of a layer, not yet added to `x`
+        eps = self.shape.norm_eps
+        for index, layer in enumerate(self._active.layers):
+            add_low_rank = low_rank[index]
+            keys = cache.keys[index].transpose(-1, -2)
+            values = cache.values[index]
+            normed = add_norm(x, delta, layer.input_norm, eps, self.dtype)
+            qkv = self._linear("qkv", normed, layer.qkv, add_low_rank, layer.qkv_bias)
+            q = rotate_and_store(
+                qkv, layer.q_norm, layer.k_norm, self._cos_sin, places, keys, values, eps
+            )
+            attended = attend(q, keys, values).flatten(1)
+            delta = self._linear("out", attended, layer.out, add_low_rank)
+            if layer.router is None:
+                delta = self._mlp(layer, x, delta, add_low_rank)
+            else:
+                assert self.shape.experts is not None
+                # in float32, because rounding could change which experts are chosen
+                normed = add_norm(x, delta, layer.post_norm, eps, torch.float32)
+                experts.append(add_experts(self._multiply, self.shape.experts, layer, x, normed))
+                delta = None
+        return (x if delta is None else x.add_(delta)), experts
+
+    def _mlp(
+        self, layer: LayerWeights, x: Tensor, delta: Tensor, add_low_rank: AddLowRank | None
+    ) -> Tensor:
+        """Add `delta` to `x` in place, and return the output of the MLP."""
+        normed = add_norm(x, delta, layer.post_norm, self.shape.norm_eps, self.dtype)
+        gate_up = self._linear("gate_up", normed, layer.gate_up, add_low_rank)
+        wide = fused_silu_and_mul(gate_up, self.dtype)
+        return self._linear("down", wide, layer.down, add_low_rank)
+
+    def _linear(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        add_low_rank: AddLowRank | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return x weightᵀ + bias, with the share of the adapters, which is added in float32."""
+        product = F.linear(x, weight, bias)
+        if add_low_rank is not None:
+            product = product.float()
+            add_low_rank(name, x.float(), product)
+        return product
+
+    def _low_rank_of(self, numbers: Tensor) -> Sequence[AddLowRank | None]:
+        """Return the function of each layer that adds the adapters of tokens, by number [T]."""
+        if self.adapters is None:
+            return [None] * self.shape.layers
+        return self.adapters.for_rows(numbers)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return float32 logits [N, V], which are not rounded to the type of the factors."""
+        head = self._active.head
+        normed = add_norm(x.contiguous(), None, self._active.norm, self.shape.norm_eps, self.dtype)
+        if self.dtype == torch.float32:
+            return F.linear(normed, head)
+        if self.device.type == "cpu":  # without a GPU, torch has no product with another type
+            return F.linear(normed.float(), head.float())
+        return torch.mm(normed, head.t(), out_dtype=torch.float32)
+
+
+def independent_spans(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
+    """Split spans, in order, into parts in which none starts from keys that another one writes."""
+    parts: list[list[PromptSpan]] = []
+    written: set[int] = set()
+    for span in spans:
+        needs_earlier = span.source != span.row and span.source in written
+        if not parts or needs_earlier:
+            parts.append([])
+            written = set()
+        parts[-1].append(span)
+        written.add(span.row)
+    return parts
