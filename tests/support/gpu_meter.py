@@ -388,6 +388,18 @@ class Meter(TorchDispatchMode):
         numbers = uploaded[first : first + len(ends)]
         return int((numbers - torch.arange(len(numbers))).sum())
 
+    def _cache_pairs(self, blocks: torch.Tensor) -> tuple[int, int]:
+        """Return the pairs of a query and a key that it sees, and the keys that the blocks read.
+
+        `blocks` are those of the embedded engine's `attend_to_cache`.
+        """
+        uploaded = self._uploaded[blocks.untyped_storage()._cdata].view(torch.int32)
+        first = blocks.storage_offset()
+        numbers = uploaded[first : first + blocks.numel()].view(-1, 4)
+        counts, positions = numbers[:, 2], numbers[:, 3]
+        pairs = counts * positions + counts * (counts + 1) // 2
+        return int(pairs.sum()), int((positions + counts).sum())
+
     def _count_kernel(
         self,
         func: Any,
@@ -430,6 +442,16 @@ class Meter(TorchDispatchMode):
             launches = 2
             rate = _attention_rate(TREE_BACKWARD_FLOPS, args[1][1].shape[-1])
             model_operations = 8.0 * self._attention_elements(queries=args[1][0], ends=args[2][0])
+        elif name == "attend_to_cache":
+            pairs, key_count = self._cache_pairs(args[3])
+            operations = 4.0 * pairs * args[0].shape[1] * args[0].shape[2]
+            rate = _attention_rate(TREE_FORWARD_FLOPS, args[0].shape[2])
+            kv_heads, _, head_dim = args[1].shape[1:]
+            key_bytes = key_count * kv_heads * head_dim * args[1].itemsize
+            moved_bytes = 2 * key_bytes + 2 * args[0].nbytes
+            launches = 1 if args[5] == 1 else 2
+        elif name == "rotate_and_store":
+            moved_bytes = 2 * args[0].nbytes
         elif name == "_grouped_mm":
             operations = 2.0 * inputs[0].numel() * outputs[0].shape[1]
             rate = GROUPED_FLOPS
