@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,11 +52,11 @@ def score(url: str, replies: list[ScoredReply], **settings: Any) -> list[list[fl
     return asyncio.run(run())
 
 
-def check_tokens(url: str, texts: list[str]) -> None:
+def check_tokens(url: str, texts: list[str], token_ids: Sequence[int] = (5, 6)) -> None:
     async def run() -> None:
         scorer = RemoteScorer(RemoteConfig(model="big", url=url, retries=0))
         try:
-            await scorer.check_tokens([5, 6], texts)
+            await scorer.check_tokens(token_ids, texts)
         finally:
             await scorer.aclose()
 
@@ -84,6 +85,81 @@ def test_scores_are_the_log_probabilities_of_the_reply() -> None:
         "echo": True,
         "logprobs": 1,
     }
+
+
+# Answers to the tokens 5, 6, 7, 8, 9 with 3 sampled behind them, in the shape of vLLM at 030ea52e (`entrypoints/openai/
+# completion/serving.py`) and of SGLang 0.5.23 (`srt/entrypoints/openai/serving_completions.py`). vLLM writes -9999 in
+# place of minus infinity.
+TOKENS = [" 5", " 6", " 7", " 8", " 9", " 3"]
+TOKEN_LOGPROBS = [None, -1.5, -2.5, -3.5, -4.5, -9999.0]
+VLLM_ANSWER = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "big",
+    "choices": [
+        {
+            "index": 0,
+            "text": " 5 6 7 8 9 3",
+            "logprobs": {
+                "text_offset": [0, 2, 4, 6, 8, 10],
+                "token_logprobs": TOKEN_LOGPROBS,
+                "tokens": TOKENS,
+                "top_logprobs": [
+                    None,
+                    {" 6": -1.5},
+                    {" 7": -2.5, " 1": -0.5},
+                    {" 8": -3.5, " 1": -0.5},
+                    {" 9": -4.5, " 1": -0.5},
+                    {" 3": -9999.0, " 1": -0.5},
+                ],
+            },
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": None,
+            "prompt_logprobs": [
+                None,
+                {"6": {"logprob": -1.5, "rank": 1, "decoded_token": " 6"}},
+                {"7": {"logprob": -2.5, "rank": 4, "decoded_token": " 7"}},
+                {"8": {"logprob": -3.5, "rank": 4, "decoded_token": " 8"}},
+                {"9": {"logprob": -4.5, "rank": 4, "decoded_token": " 9"}},
+            ],
+            "prompt_token_ids": None,
+        }
+    ],
+    "usage": {"prompt_tokens": 5, "total_tokens": 6, "completion_tokens": 1},
+}
+SGLANG_ANSWER = {
+    "id": "1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "default",
+    "choices": [
+        {
+            "index": 0,
+            "text": " 5 6 7 8 9 3",
+            "logprobs": {
+                "text_offset": [-1] * 6,
+                "token_logprobs": TOKEN_LOGPROBS,
+                "tokens": TOKENS,
+                "top_logprobs": [None, *({" 1": -0.5} for _ in range(5))],
+            },
+            "finish_reason": "length",
+            "matched_stop": None,
+        }
+    ],
+    "usage": {"prompt_tokens": 5, "total_tokens": 6, "completion_tokens": 1},
+    "metadata": {"weight_version": "default"},
+}
+
+
+@pytest.mark.parametrize("answer", [VLLM_ANSWER, SGLANG_ANSWER], ids=["vllm", "sglang"])
+def test_the_answers_of_servers_are_read(answer: dict[str, Any]) -> None:
+    with chat_server(Response(json.dumps(answer).encode())) as server:
+        assert score(server.url, REPLIES[:1]) == [[-3.5, -4.5]]
+        check_tokens(server.url, TOKENS[:5], [5, 6, 7, 8, 9])
+        with pytest.raises(RemoteError, match="token 9 is ' 9' there and '9' in the student's"):
+            check_tokens(server.url, [*TOKENS[:4], "9"], [5, 6, 7, 8, 9])
 
 
 def test_a_tokenizer_that_reads_tokens_otherwise_is_refused() -> None:

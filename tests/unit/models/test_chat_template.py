@@ -14,7 +14,7 @@ from rollout.base.errors import ModelError
 from rollout.engines import EngineClient
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Completion, Message, Sampling
-from tests.support.templates import byte_tokenizer
+from tests.support.templates import byte_tokenizer, renderer_of
 
 SYSTEM = Message(role="system", content="S")
 USER = Message(role="user", content="U")
@@ -119,6 +119,17 @@ def test_a_prompt_without_tools_is_rendered_once(
     longer_prompt = renderer.render([question, answer, other_question])
     assert longer_prompt[: len(prompt)] == prompt
     assert rendered_lengths == [1, 1, 3]
+
+
+def test_a_prompt_behind_a_context_begins_with_one_start_of_text(tmp_path: Path) -> None:
+    renderer = renderer_of("llama3", tmp_path)
+    prompt_ids = renderer.render([USER])
+    prompt = renderer.decode_raw(prompt_ids)
+    start = "<|begin_of_text|>"
+    assert prompt.startswith(start)
+    context = f"{start}<|start_header_id|>system<|end_header_id|>\n\nC<|eot_id|>"
+    token_ids = renderer.behind_context("C", prompt_ids)
+    assert renderer.decode_raw(token_ids) == context + prompt.removeprefix(start)
 
 
 def test_a_template_with_the_time_is_rendered_anew(folder: Path) -> None:
