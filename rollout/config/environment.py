@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rollout.base.lookup import lookup
 from rollout.base.options import Registry
@@ -13,10 +13,18 @@ from rollout.config.agents import AgentConfig
 from rollout.config.choice import Choice
 from rollout.environments import ENVS
 from rollout.environments.protocol import Env
+from rollout.environments.worker_env import WorkerEnv
 from rollout.records.trajectory import Task
 
 _METHODS = {"reset": ("task",), "async step": ("action",)}
 _SEARCH_TOOLS = ("search", "passages")
+# Environments that cannot be played in workers, with the reason.
+_NOT_IN_WORKERS = {
+    "mcp": "its calls are on record in the run's process; leave env.workers out",
+    "openenv": "its servers are processes; set env.options.servers",
+    "search": "it asks the run's retriever, and does not block; leave env.workers out",
+    "verifiers": "it plays in processes already; set env.options.workers",
+}
 
 
 class EnvConfig(Choice):
@@ -25,6 +33,21 @@ class EnvConfig(Choice):
     registry = Registry(
         kind="env", registered=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
     )
+
+    # Number of worker processes that play the environment, for one whose steps block or need a processor;
+    # 0: the run's own process plays it.
+    workers: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if not self.workers:
+            return self
+        reason = _NOT_IN_WORKERS.get(self.name)
+        if self.name.startswith("here:"):
+            reason = "it is an object of a script or notebook; define it in a module and give its import path"
+        if reason is not None:
+            raise ValueError(f"env '{self.name}' cannot be played in workers: {reason}")
+        return self
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
@@ -85,4 +108,6 @@ class EnvConfig(Choice):
 
 def build_env(config: EnvConfig, **resources: Any) -> Callable[[Task], Env]:
     """Return a function that makes an environment of a task, with resources such as a retriever."""
+    if config.workers:
+        return partial(WorkerEnv, name=config.name, options=config.options, workers=config.workers)
     return partial(config.call, **resources)

@@ -11,12 +11,14 @@ repository   an issue, a patch of files (patches, protected_files), hidden tests
              hidden_verdicts, decoys)
 search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)
 mcp          tool calls to MCP servers, then an answer
-verifiers    episodes that the package verifiers plays (verifiers_worker)
+verifiers    episodes that the package verifiers plays in worker processes (verifiers_worker)
 openenv      worlds at servers that speak OpenEnv's protocol (openenv_session)
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards; kuhn_poker,
              leduc_poker, tic_tac_toe: zero-sum games of two agents, whose strategies are measured
              exactly (best_response)
+worker_env   any of these environments, played in worker processes (worker_process, worker_main,
+             worker_handler)
 tools        tools that agents call in chats (calculator, chat_tools, mcp)
 running      sandboxes in which environments run programs
 """

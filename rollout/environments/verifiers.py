@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, which play their own episodes in a worker process.
+"""Environments of the package `verifiers`, which play their own episodes in worker processes.
 
 `VerifiersEnv` reads the result of an episode, `run_episode` plays one with the models of a gateway,
 and `list_tasks` returns the tasks of an environment.
@@ -6,34 +6,22 @@ and `list_tasks` returns the tasks of an environment.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
 from functools import partial
-from itertools import count
-from pathlib import Path
-from signal import SIGKILL
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from pydantic import JsonValue, PositiveInt
 
-from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EnvError
 from rollout.base.event_loop import per_loop
-from rollout.base.processes import die_with_parent
 from rollout.environments.protocol import Step
+from rollout.environments.worker_process import Workers, last_line, worker_command
 from rollout.records.trajectory import Task
 
 PROGRAM = "rollout.orchestras.verifiers:play"
-_WORKER = Path(__file__).with_name("verifiers_worker.py")
-_MAX_REPLY_BYTES = 64 << 20
-_MAX_ERROR_CHARS = 500
-_STOP_S = 5.0
 
 
 class VerifiersEnv:
@@ -108,12 +96,15 @@ async def run_episode(settings: str, row: str, *, url: str, key: str) -> str:
     Raises:
         EnvError: the environment cannot be loaded, or its episode failed.
     """
-    # Episodes take turns, so that one that blocks its process delays only every n-th.
-    turn = next(per_loop(("verifiers turns", settings), count))
-    number = turn % json.loads(settings)["workers"]
-    worker = per_loop(("verifiers", settings, number), partial(_Worker, settings))
-    async with worker.running():
+    fields = json.loads(settings)
+    owner = f"verifiers '{fields['id']}'"
+    workers = per_loop(
+        ("verifiers", settings), partial(Workers, owner, _command(fields), fields["workers"])
+    )
+    async with workers.use() as worker:
         reply = await worker.request(row=json.loads(row), url=url, key=key)
+    if "error" in reply:
+        raise EnvError(f"{owner}: {reply['error']}")
     return json.dumps({"reward": reply["reward"], "metrics": reply["metrics"]})
 
 
@@ -134,125 +125,14 @@ def list_tasks(
     )
     reply = json.loads(completed.stdout) if completed.stdout else {}
     if "tasks" not in reply:
-        error = reply.get("error") or _last_line(completed.stderr)
+        error = reply.get("error") or last_line(completed.stderr)
         raise ValueError(f"verifiers: the tasks of '{id}' cannot be read: {error}")
     tasks: dict[str, list[dict[str, Any]]] = reply["tasks"]
     return tasks
 
 
 def _command(settings: Mapping[str, Any]) -> list[str]:
-    """Return the command of a worker; -P keeps this folder's modules out of its imports."""
+    """Return the command of a worker."""
     python = settings["python"] or sys.executable
-    return [python, "-P", str(_WORKER), settings["id"], json.dumps(settings["args"])]
-
-
-def _last_line(output: bytes) -> str:
-    lines = output.decode("utf-8", "replace").strip().splitlines() or ["no error was printed"]
-    return lines[-1][-_MAX_ERROR_CHARS:]
-
-
-class _Worker:
-    """A process that plays episodes of one environment while trajectories use it."""
-
-    def __init__(self, settings: str) -> None:
-        self._settings = json.loads(settings)
-        self._users = 0
-        self._lock = asyncio.Lock()
-        self._numbers = count()
-        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._errors: IO[bytes] | None = None
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Return a context in which the process runs; the last one that ends stops it."""
-        self._users += 1
-        try:
-            async with self._lock:
-                if self._process is None:
-                    await self._start()
-            yield
-        finally:
-            self._users -= 1
-            async with self._lock:
-                if not self._users and self._process is not None:
-                    await self._stop()
-
-    async def request(self, **message: Any) -> dict[str, Any]:
-        """Send a request and return its reply; if this is cancelled, cancel the episode.
-
-        Raises:
-            EnvError: the reply is an error, or the process ended.
-        """
-        assert self._process is not None and self._process.stdin is not None
-        stdin = self._process.stdin
-        number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
-        self._replies[number] = future
-        try:
-            with suppress(ConnectionError):  # the reader reports that the process ended
-                stdin.write(json.dumps({"number": number, **message}).encode() + b"\n")
-                await stdin.drain()
-            if self._reader is None or self._reader.done():
-                self._fail_requests()
-            reply: dict[str, Any] = await future
-        except asyncio.CancelledError:
-            if not stdin.is_closing():
-                stdin.write(json.dumps({"cancel": number}).encode() + b"\n")
-            raise
-        finally:
-            del self._replies[number]
-        if "error" in reply:
-            raise EnvError(f"verifiers '{self._settings['id']}': {reply['error']}")
-        return reply
-
-    async def _start(self) -> None:
-        self._errors = TemporaryFile()  # noqa: SIM115 -- closed when the process has ended
-        command = _command(self._settings)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=self._errors,
-                limit=_MAX_REPLY_BYTES,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, SIGKILL, os.getpid()),
-            )
-        except OSError as error:
-            self._errors.close()
-            raise EnvError(f"verifiers: '{command[0]}' cannot be started: {error}") from error
-        self._reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            reply = json.loads(line)
-            future = self._replies.get(reply["number"])
-            if future is not None and not future.done():
-                future.set_result(reply)
-        self._fail_requests()
-
-    def _fail_requests(self) -> None:
-        """Fail all requests, because the process has ended."""
-        assert self._errors is not None
-        self._errors.seek(0)
-        message = f"the worker process ended: {_last_line(self._errors.read())}"
-        for future in self._replies.values():
-            if not future.done():
-                future.set_result({"error": message})
-
-    async def _stop(self) -> None:
-        assert self._process is not None and self._reader is not None
-        assert self._process.stdin is not None and self._errors is not None
-        self._process.stdin.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _STOP_S)
-        # Processes of the environment's tools are in the group of the worker.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, SIGKILL)
-        await self._process.wait()
-        await cancel_tasks([self._reader])
-        self._errors.close()
-        self._process = None
+    handler_settings = {"id": settings["id"], "args": settings["args"]}
+    return worker_command(python, "verifiers_worker.py", "VerifiersHandler", handler_settings)

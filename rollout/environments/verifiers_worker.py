@@ -1,20 +1,17 @@
-"""Process that plays environments of the package `verifiers`, of version 0.1.14 or since 0.4.
+"""Handler of a worker process that plays environments of the package `verifiers`, 0.1.14 or since 0.4.
 
-It reads requests from standard input and writes replies to standard output, each a line of JSON.
-It runs in the Python environment that `verifiers` is installed in, so it imports nothing else of
-this project.
+It runs in the Python environment that `verifiers` is installed in (see `worker_main.py`), so it
+imports nothing else of this project.
 """
 
-import asyncio
 import importlib
 import itertools
-import json
 import os
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 _MAX_ERROR_CHARS = 2000
 
@@ -113,57 +110,30 @@ def load_environment(env_id: str, options: Mapping[str, Any]) -> Any:
     return (LegacyEnvironment if legacy else TasksetEnvironment)(env_id, options)
 
 
-async def answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply to a request: tasks, an episode's result, or an error."""
-    number = request["number"]
-    # Runtimes of `verifiers` hide variables with this part in their names from agents' programs.
-    key_variable = f"EPISODE_{number}_API_KEY"
-    try:
-        if "limit" in request:
-            return {"number": number, "tasks": env.tasks(request["limit"])}
-        os.environ[key_variable] = request["key"]
-        result = await env.play(request["row"], request["url"], key_variable)
-        return {"number": number, **result}
-    except Exception as error:
-        traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-        return {"number": number, "error": message}
-    finally:
-        os.environ.pop(key_variable, None)
+class VerifiersHandler:
+    """Episodes of one environment."""
 
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Load the environment that the settings name."""
+        # `verifiers` looks for uv, which may be installed beside this Python.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        sys.path.insert(0, str(Path.cwd()))
+        self._env = load_environment(settings["id"], settings["args"])
 
-async def answer_requests(env: Any, output: TextIO) -> None:
-    """Answer requests concurrently until standard input ends."""
-    running: dict[int, asyncio.Task[None]] = {}
-
-    async def reply(request: dict[str, Any]) -> None:
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request: tasks, an episode's result, or an error."""
+        # Runtimes of `verifiers` hide variables with this part in their names from agents' programs.
+        key_variable = f"EPISODE_{request['number']}_API_KEY"
         try:
-            print(json.dumps(await answer(env, request), default=str), file=output, flush=True)
+            if "limit" in request:
+                return {"tasks": self._env.tasks(request["limit"])}
+            os.environ[key_variable] = request["key"]
+            result: dict[str, Any] = await self._env.play(
+                request["row"], request["url"], key_variable
+            )
+            return result
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
         finally:
-            del running[request["number"]]
-
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        request = json.loads(line)
-        if "cancel" in request:
-            if request["cancel"] in running:
-                running[request["cancel"]].cancel()
-        else:
-            running[request["number"]] = asyncio.create_task(reply(request))
-    await asyncio.gather(*running.values(), return_exceptions=True)
-
-
-def main() -> None:
-    """Load the environment that the arguments name, and serve it."""
-    env_id, options = sys.argv[1:]
-    # Environments print. Replies have the standard output to themselves.
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    # `verifiers` looks for uv, which may be installed beside this Python.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    sys.path.insert(0, str(Path.cwd()))
-    env = load_environment(env_id, json.loads(options))
-    asyncio.run(answer_requests(env, output))
-
-
-if __name__ == "__main__":
-    main()
+            os.environ.pop(key_variable, None)

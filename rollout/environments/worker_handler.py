@@ -1,0 +1,90 @@
+"""Handler of a worker process that plays environments of this project and its users.
+
+It runs in the worker (see `worker_main.py`). `worker_env.py` sends the requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from typing import Any
+
+
+class EnvHandler:
+    """Environments of trajectories, by the number that the run gives each."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Find the environment; modules are found where the run's process finds them."""
+        sys.path[:] = settings["path"]
+        from rollout.base.options import Registry
+        from rollout.environments import ENVS
+
+        registry = Registry(kind="env", registered=ENVS, takes=("task",))
+        arguments = registry.arguments(settings["name"], settings["options"])
+        self._make_env = partial(registry.find(settings["name"]), **arguments)
+        self._envs: dict[int, Any] = {}
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make the call that a request names; return its value, or the kind and text of an error.
+
+        A reply has the environment's state, if it has one.
+        """
+        from rollout.base.error_location import describe_with_location
+        from rollout.base.errors import EnvError, Unusable
+
+        try:
+            value = await self._call(request)
+            state = getattr(self._envs.get(request["env"]), "state", None)
+            if state is None:
+                return {"value": value}
+            return {"value": value, "state": state()}
+        except (EnvError, Unusable) as error:
+            return {"error": str(error), "kind": type(error).__name__}
+        except (Exception, SystemExit) as error:
+            return {"error": describe_with_location(error), "kind": "Defect"}
+
+    async def _call(self, request: dict[str, Any]) -> Any:
+        number = request["env"]
+        method = request["method"]
+        if method == "open":
+            return await self._open(number, request["task"])
+        if method == "close":
+            env = self._envs.pop(number, None)
+            if hasattr(env, "open") and hasattr(env, "close"):
+                await env.close()
+            return None
+        return to_plain(await getattr(self._envs[number], method)(*request["arguments"]))
+
+    async def _open(self, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """Make an environment and begin its task; return the problem and the names of its methods."""
+        from rollout.base.errors import Unusable
+        from rollout.records.trajectory import Task
+
+        task = Task(**{**fields, "answers": tuple(fields["answers"])})
+        env = self._make_env(task)
+        self._envs[number] = env
+        if hasattr(env, "open") and hasattr(env, "close"):
+            if "calls" in inspect.signature(env.open).parameters:
+                raise Unusable(
+                    f"env {task.env}: its `open` takes `calls`, the calls on record, which a worker "
+                    "does not have; leave env.workers out"
+                )
+            await env.open(task)
+        methods = [name for name in dir(type(env)) if not name.startswith("_")]
+        return {"problem": env.reset(task), "methods": methods}
+
+
+def to_plain(value: Any) -> Any:
+    """Convert records to dictionaries, and numbers of NumPy and torch to Python's."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {name: to_plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(part) for part in value]
+    if hasattr(value, "item"):
+        return value.item()
+    return value
