@@ -120,8 +120,7 @@ class RetrievalClient:
         Args:
             urls: base URLs of the servers.
             timeout_s: deadline of one request including its repetitions. Time without any server does
-                not count. A request that waits because MAX_CONNECTIONS others are under way at its
-                server is not cut off, but is not repeated either once the deadline has passed.
+                not count, nor does time in which MAX_CONNECTIONS others are under way at its server.
             patience_s: time to wait for a server when none answers.
             token_file: file with the bearer token of the servers, if they have one.
             revive: called repeatedly while no server answers; it may restart one.
@@ -237,20 +236,26 @@ class RetrievalClient:
     ) -> Parsed:
         """Return the parsed answer of the first server that gives a usable one."""
 
+        waits_s: list[float] = []  # for a connection, before each attempt
+
         def count_retry(_: tenacity.RetryCallState) -> None:
             self.retried += 1
+
+        def is_late(state: tenacity.RetryCallState) -> bool:
+            return (state.seconds_since_start or 0.0) - sum(waits_s) >= self.timeout_s
 
         attempts = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_Unanswered),
             wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            stop=tenacity.stop_after_delay(self.timeout_s),
+            stop=is_late,
             before_sleep=count_retry,
             reraise=True,
         )
         while True:
             try:
-                return await attempts(self._attempt, method, path, body, parse)
+                return await attempts(self._attempt, method, path, body, parse, waits_s)
             except _NoServer as failure:
+                waits_s.clear()  # the next call of `attempts` starts a new deadline
                 await self._wait_for_server(str(failure))
             except _Unanswered as failure:
                 raise RetrievalUnavailable(
@@ -259,9 +264,14 @@ class RetrievalClient:
                 ) from None
 
     async def _attempt(
-        self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]
+        self,
+        method: str,
+        path: str,
+        body: object,
+        parse: Callable[[bytes], Parsed],
+        waits_s: list[float],
     ) -> Parsed:
-        """Send a request to the next server.
+        """Send a request to the next server; append the seconds that it has waited for a connection.
 
         Raises:
             RetrievalError: the server refused the request.
@@ -273,9 +283,12 @@ class RetrievalClient:
         # A server that hangs leaves time to ask each of the others.
         timeout_s = self.timeout_s / len(self._endpoints)
         try:
-            async with state.slots[endpoint], asyncio.timeout(timeout_s):
-                self.posts += 1
-                reply = await state.http.request(method, endpoint.url + path, json=body)
+            began = time.monotonic()
+            async with state.slots[endpoint]:
+                waits_s.append(time.monotonic() - began)
+                async with asyncio.timeout(timeout_s):
+                    self.posts += 1
+                    reply = await state.http.request(method, endpoint.url + path, json=body)
         except (httpx.RequestError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TimeoutError):

@@ -198,6 +198,27 @@ def test_more_searches_than_connections_wait_for_their_turn(
         asyncio.run(run())
 
 
+def test_the_wait_for_a_connection_leaves_time_to_repeat_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_CONNECTIONS", 1)
+
+    async def use(client: RetrievalClient) -> None:
+        (slot,) = client._state().slots.values()
+        async with slot:  # as a request that is under way
+            search = asyncio.create_task(client.search("q", 1))
+            await asyncio.sleep(2 * client.timeout_s)
+        assert await search
+        assert client.retried == 1
+
+    async def run() -> None:
+        async with RetrievalClient(url, timeout_s=0.5) as client:
+            await use(client)
+
+    with scripted_server((503, b"busy"), (200, ONE_HIT)) as url:
+        asyncio.run(run())
+
+
 def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "HEALTH_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
