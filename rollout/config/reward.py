@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
+from rollout.base.errors import OptionsError
 from rollout.base.lookup import lookup
 from rollout.base.options import Registry
 from rollout.config.agents import AgentConfig
@@ -27,6 +28,18 @@ class RewardConfig(Choice):
     registry = Registry(kind="reward", registered=ALLOCATORS, takes=("group",))
 
     penalties: PenaltyOptions = Field(default_factory=dict)
+
+    @field_validator("name")
+    @classmethod
+    def _check_parameter(cls, name: str) -> str:
+        """Refuse a function of one trajectory, which only the Python API calls."""
+        first = next(iter(inspect.signature(cls.registry.find(name)).parameters), "")
+        if first == "trajectory":
+            raise OptionsError(
+                f"reward '{name}' takes a trajectory, and a config's reward takes the group of all trajectories of a "
+                "task: write a function of a group that returns it with a reward on every turn (docs/own_reward.md)"
+            )
+        return name
 
     def check_agents(self, team: Collection[str]) -> None:
         """Refuse options of shipped allocators and penalties that name an agent who is not in the team."""

@@ -324,6 +324,9 @@ def race_backwards(env: object, track: object) -> None: ...
 async def relay(task: object, team: object, env: object, *, loops: int = 1) -> None: ...
 
 
+def pay_a_trajectory(trajectory: object) -> float: ...
+
+
 def synchronous_relay(task: object, team: object, env: object) -> None: ...
 
 
@@ -385,6 +388,11 @@ USER_OBJECTS = [
         "reward",
         {"name": f"{__name__}:relay"},
         "must take (group, *, ...), not (task, team, env, *, loops=1)",
+    ),
+    (
+        "reward",
+        {"name": f"{__name__}:pay_a_trajectory"},
+        f"reward '{__name__}:pay_a_trajectory' takes a trajectory, and a config's reward takes the group",
     ),
     (
         "advantage",
