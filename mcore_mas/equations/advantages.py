@@ -122,7 +122,8 @@ class StepCredit:
         weight: ω, the weight of A_S.
         gamma: discount γ, by environment step.
         similarity: below 1, turns whose prompts have a difflib ratio of at least this, over token ids,
-            count as turns from the same state.
+            count as turns from the same state, whatever state the environment names; at 1, the
+            environment's state decides, or else the prompt.
     """
 
     weight: float = 1.0
