@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mcore_mas.reports.step_metrics import read_step_rows
+from mcore_mas.reports.step_metrics import Metrics, read_step_rows
 from rollout.base.json_files import read_record
 from rollout.base.parquet import bounded_table, open_parquet
 from rollout.records.files import arrow_errors
@@ -80,14 +80,27 @@ def training_costs(run: Path) -> dict[str, float]:
         return {}
 
     steps = [row for row in read_step_rows(metrics) if row["step"] >= 0]
-    tokens = sum(row.get("rollout/tokens", 0.0) for row in steps)
-    costs = {"tokens": float(tokens)}
+    costs = {"tokens": sampled_tokens(steps)}
     devices = read_record(done).get("devices")
     times_are_known = all({"time/collect_s", "time/update_s"} <= row.keys() for row in steps)
     if devices and times_are_known:
         seconds = sum(row["time/collect_s"] + row["time/update_s"] for row in steps)
         costs[f"{devices['kind'].lower()}_hours"] = devices["count"] * seconds / 3600
     return costs
+
+
+def sampled_tokens(metrics: Metrics) -> float:
+    """Return the tokens that a training sampled, with those of the turns that follow an alternative.
+
+    Args:
+        metrics: rows of the training steps.
+    """
+    return float(
+        sum(
+            row.get("rollout/tokens", 0.0) + row.get("rollout/replayed_tokens", 0.0)
+            for row in metrics
+        )
+    )
 
 
 def answer_costs(folder: Path) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mcore_mas.reports.costs import run_costs
+from mcore_mas.reports.costs import run_costs, sampled_tokens
 from rollout.records.files import write_trajectories
 from rollout.records.trajectory import Status, Trajectory, Turn
 
@@ -82,3 +82,11 @@ def test_a_training_and_its_answers_by_hand(tmp_path: Path) -> None:
 
 def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
     assert run_costs(tmp_path / "solo", "base") == {"experiment": "solo"}
+
+
+def test_the_tokens_of_a_training_include_those_that_follow_an_alternative() -> None:
+    steps = [
+        {"step": 0, "rollout/tokens": 100.0},
+        {"step": 1, "rollout/tokens": 80.0, "rollout/replayed_tokens": 30.0},
+    ]
+    assert sampled_tokens(steps) == 210.0
