@@ -94,6 +94,9 @@ class Suite:
             runs, shared=bool(suite.get("share_cold_starts"))
         )
         run_experiments = _group_seeds(overrides)
+        # Cold-started models are told apart by their folders, so the run that makes a shared cold start
+        # also shares its evaluation.
+        evaluated_runs = {run: {**config, "cold_start": None} for run, config in runs.items()}
         return cls(
             name=suite["suite"],
             runs=_add_tags(runs, suite["suite"], run_experiments),
@@ -103,7 +106,7 @@ class Suite:
             cross_play=_check_cross_play(suite.get("evaluate", {}), runs),
             folder=folder,
             configs=configs,
-            base_evaluation_owner=sharing.stage_owners(runs, "evaluate"),
+            base_evaluation_owner=sharing.stage_owners(evaluated_runs, "evaluate"),
             task_owner=sharing.stage_owners(runs, "index"),
             scale=suite.get("scale", "paper"),
         )

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.costs import sampled_tokens
 from mcore_mas.reports.curves import curve, curves_of
 from mcore_mas.reports.evaluation_files import read_task_metrics
 from mcore_mas.reports.page_templates import render_page
@@ -25,13 +26,18 @@ from rollout.records.grouping import group_pairs, group_trajectories
 from rollout.records.trajectory import Status, Trajectory, Turn
 
 
-def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
+def study_stability(
+    runs: Mapping[str, Mapping[str, Any]],
+    base_evaluation_owner: Mapping[str, str],
+    outputs: Sequence[Path],
+) -> None:
     """Write a study that compares the estimators of each team's trainings over their seeds.
 
     If all runs of a team have the same estimator, they are compared by their names without the seed.
 
     Args:
         runs: resolved configs of finished runs by name.
+        base_evaluation_owner: for each run, the run that has the evaluation of its untrained team.
         outputs: files to write, .csv or .md.
 
     Raises:
@@ -41,7 +47,7 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
     runs_by_team = group_pairs((config["orchestra"]["name"], run) for run, config in runs.items())
     rows: list[dict[str, Any]] = []
     for team, names in runs_by_team.items():
-        measured_runs = _measure_runs({run: runs[run] for run in names})
+        measured_runs = _measure_runs({run: runs[run] for run in names}, base_evaluation_owner)
         rows += _compare(team, measured_runs)
 
     findings = pd.DataFrame(rows)
@@ -136,10 +142,16 @@ def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _measure_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _measure_runs(
+    runs: Mapping[str, Mapping[str, Any]], base_evaluation_owner: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return a row for each run of a team: its setting, its seed and all its measures.
 
     The setting is the estimator, or the run's name without the seed if the team has one estimator.
+
+    Args:
+        runs: configs of the team's runs by name.
+        base_evaluation_owner: for each run, the run that has the evaluation of its untrained team.
     """
     estimators = {config["advantage"]["name"] for config in runs.values()}
     rows = []
@@ -147,19 +159,34 @@ def _measure_runs(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
         setting = config["advantage"]["name"]
         if len(estimators) == 1:
             setting = run.removesuffix(f"_{config['seed']}")
-        rows.append({"setting": setting, "seed": config["seed"], **_measure_run(run, config)})
+        measures = _measure_run(run, base_evaluation_owner[run], config)
+        rows.append({"setting": setting, "seed": config["seed"], **measures})
     return rows
 
 
-def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measures of a run by name."""
-    folder = Path(config["results"]) / run
+def _measure_run(run: str, base_run: str, config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the measures of a run by name.
+
+    Args:
+        run: name of the run.
+        base_run: name of the run that has the evaluation of its untrained team.
+        config: config of the run.
+    """
+    results = Path(config["results"])
+    folder = results / run
     metrics = read_metrics(folder / "train" / "metrics.jsonl")
     train_metrics = [row for row in metrics if row["step"] >= 0]
-    squared_advantages = _mean_squared_advantages(folder / "train" / "trajectories")
+
+    # In trees and replays the mean reward of a trajectory is also that of turns beside its path.
+    trainer = config["trainer"]
+    squared_advantages = {}
+    if not trainer["branching"] and not trainer["replays"]:
+        squared_advantages = _mean_squared_advantages(folder / "train" / "trajectories")
+
     return {
-        "accuracy before": _read_accuracy(folder / "evaluation" / "base.json"),
+        "accuracy before": _read_accuracy(results / base_run / "evaluation" / "base.json"),
         "accuracy": _read_accuracy(folder / "evaluation" / "trained.json"),
+        "sampled tokens, thousands": sampled_tokens(train_metrics) / 1000,
         **validation_measures(train_metrics),
         **norm_measures(train_metrics),
         **{f"A² under one (μ, σ) {agent}": mean for agent, mean in squared_advantages.items()},

@@ -3,9 +3,12 @@
 
 rule study_stability:
     input:
-        scores=expand(
-            "<results>/{run}/evaluation/{state}.json", run=SUITE.runs, state=["base", "trained"]
+        # The runs of a seed that start from the same models share an evaluation of these.
+        base=expand(
+            "<results>/{run}/evaluation/base.json",
+            run=dict.fromkeys(SUITE.base_evaluation_owner.values()),
         ),
+        trained=expand("<results>/{run}/evaluation/trained.json", run=SUITE.runs),
         done=expand("<results>/{run}/train/done.json", run=SUITE.runs),
     output:
         csv=f"<results>/tables/{SUITE.name}_study.csv",
@@ -22,6 +25,7 @@ rule study_stability:
         runtime=10,
     params:
         runs=SUITE.runs,
+        base_evaluation_owner=SUITE.base_evaluation_owner,
     message:
         "{config[suite]}: compare the estimators over seeds"
     script:

@@ -7,4 +7,6 @@ from mcore_mas.runtime.joblog import logged
 with logged(snakemake.log[0]):
     from mcore_mas.reports.study import study_stability
 
-    study_stability(dict(snakemake.params.runs), [Path(path) for path in snakemake.output])
+    params = snakemake.params
+    outputs = [Path(path) for path in snakemake.output]
+    study_stability(dict(params.runs), dict(params.base_evaluation_owner), outputs)
