@@ -79,6 +79,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without slow tests with `-m slow`; to import them takes each process ten seconds."""
+    if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
+        return None
+    has_slow_tests = "mark.slow" in collection_path.read_text(encoding="utf-8")
+    return None if has_slow_tests else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files with slow tests first, and the longest of them before all, so that all processes end together."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
