@@ -173,7 +173,6 @@ def _join_group(
         timeout=timeout,
         master_listen_fd=listener.detach(),
     )
-    group: dist.ProcessGroup
     group, _ = _new_process_group_helper(
         world_size,
         0,
@@ -183,5 +182,6 @@ def _join_group(
         group_name=GroupName(name),
         timeout=timeout,
     )
+    assert isinstance(group, dist.ProcessGroup)  # this process is a member
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
