@@ -26,7 +26,8 @@ def arithmetic_demonstrations(
 
     Most are first attempts. Fewer are verdicts, half of them on wrong solutions, and second
     attempts after a rejection, which is most often right. Every conversation up to the reply is
-    exactly what the orchestra `solver_verifier` would show to the role.
+    exactly what the orchestra `solver_verifier` would show to the role. In a team without an agent
+    `solver`, each agent demonstrates first attempts only.
 
     Args:
         seed: seed of the run.
@@ -43,6 +44,11 @@ def arithmetic_demonstrations(
         attempt = right
         if random.random() < slips:
             attempt, _ = work_out_wrongly(random, problem.operation, problem.numbers, ("carry",))
+
+        if "solver" not in roles:
+            agent = random.choice(tuple(roles))
+            yield _demonstrate(roles, problem, [], agent, attempt)
+            continue
 
         draw = random.random()
         if draw < _FIRST_ATTEMPTS:

@@ -137,6 +137,9 @@ RUN_BY: dict[str, Runner] = {
     r"mcore-mas distill demo_math.*": Runner(
         "unit/pipeline/test_distill.py", "needs a trained team with right answers"
     ),
+    r"mcore-mas run demo_distill && mcore-mas distill demo_distill.*": Runner(
+        "workflow/test_distill_demo.py", "takes minutes"
+    ),
     r"mcore-mas replay .*": Runner(
         "unit/training/test_async_rollout.py", "needs a trajectory that failed"
     ),

@@ -112,6 +112,17 @@ class TestDemonstrations:
         assert agents["solver"] > agents["verifier"] > 200
         assert 100 < second_attempts < agents["solver"] / 2
 
+    def test_a_team_without_a_solver_demonstrates_first_attempts(self) -> None:
+        role = SHORT_ROLES["solver"]
+        agents: Counter[str] = Counter()
+        for demonstration in arithmetic_demonstrations(1, 400, roles={"a": role, "b": role}):
+            (prompt, reply) = demonstration.messages
+            assert parse_boxed(reply.content) is not None
+            assert "reject" not in prompt.content
+            agents[demonstration.agent] += 1
+        assert set(agents) == {"a", "b"}
+        assert 0.8 < agents["a"] / agents["b"] < 1.25
+
     def test_larger_numbers_extend_smaller_ones(self) -> None:
         demonstrations = list(arithmetic_demonstrations(5, 30))
         assert demonstrations[:10] == list(arithmetic_demonstrations(5, 10))
