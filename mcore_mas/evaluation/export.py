@@ -1,10 +1,13 @@
 """Export of a trained policy as a model folder in Hugging Face format, or of its adapter alone."""
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.export_check import ExportError, check_export
@@ -17,6 +20,9 @@ from rollout.base.json_files import read_record
 from rollout.base.text import nearest_hint
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Turn
+
+if TYPE_CHECKING:
+    from mcore_mas.megatron.spec import TrainerSpec
 
 # Number of recorded turns that an export is compared with.
 _CHECKED_TURNS = 32
@@ -132,25 +138,33 @@ def _check_policy(config: RunConfig, run: Path, policy: str, *, adapter: bool) -
         )
 
 
-def _write_checkpoint(
-    config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapter: bool
-) -> None:
-    """Load a policy's checkpoint on one rank in this process, and write it to a folder."""
-    from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
-    from mcore_mas.megatron.step.trainer import MegatronTrainer
+def one_rank_spec(config: RunConfig, policy: str) -> TrainerSpec:
+    """Return the specification of a policy's trainer on one rank, with the layers that every machine has."""
     from mcore_mas.runtime.trainer_specs import policy_spec
 
-    spec = replace(
+    return replace(
         policy_spec(policy, config),
         tp=1,
         pp=1,
         vpp=1,
         cp=1,
         dp=1,
+        ep=1,
         sp=False,
         distributed_optimizer=False,
         overlap=False,
+        layers="local",
     )
+
+
+def _write_checkpoint(
+    config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapter: bool
+) -> None:
+    """Load a policy's checkpoint on one rank in this process, and write it to a folder."""
+    from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
+    from mcore_mas.megatron.step.trainer import MegatronTrainer
+
+    spec = one_rank_spec(config, policy)
     with hide_gpus_from_cpu_run(config):
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         try:

@@ -11,7 +11,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.evaluation.export import export
+from mcore_mas.config.run import RunConfig
+from mcore_mas.evaluation.export import export, one_rank_spec
 from mcore_mas.evaluation.export_check import ExportError, SampledReply
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.models.chat_template import Renderer
@@ -34,6 +35,28 @@ def finish_training(run: Path, model: Path) -> Path:
     shutil.copytree(model, trained)
     (run / "train" / "done.json").write_text("{}")
     return trained
+
+
+def test_a_checkpoint_of_any_layout_and_layers_is_read_on_one_rank_of_any_machine() -> None:
+    settings = {
+        "tp": 2,
+        "sp": "true",
+        "pp": 2,
+        "vpp": 2,
+        "dp": 4,
+        "ep": 2,
+        "distributed_optimizer": "true",
+        "layers": "te",
+        "bf16": "true",
+    }
+    overrides = [f"+policies.solver.{name}={value}" for name, value in settings.items()]
+    config = RunConfig.from_values(
+        resolve(["experiment=demo_math", "cluster.device=auto", *overrides]), "a test"
+    )
+    spec = one_rank_spec(config, "solver")
+    assert (spec.ranks, spec.ep, spec.vpp, spec.sp) == (1, 1, 1, False)
+    assert (spec.layers, spec.overlap, spec.distributed_optimizer) == ("local", False, False)
+    assert spec.bf16
 
 
 class TestRefusals:
