@@ -178,8 +178,9 @@ class PolicyConfig(RateConfig):
 
     # Shard the optimizer state over the data-parallel ranks.
     distributed_optimizer: bool = False
-    # Overlap the reduction of gradients, and the distributed optimizer's all-gather of weights, with computation.
-    overlap: bool = False
+    # Overlap the reduction of gradients, and the distributed optimizer's all-gather of weights, with computation;
+    # None: if there are several data-parallel ranks.
+    overlap: bool | None = None
     # Free the trainer's GPU memory while the team acts.
     offload: bool = False
     # Keep Adam's moments in host memory, except those of the weight that is being updated.
@@ -225,6 +226,11 @@ class PolicyConfig(RateConfig):
         """Number of processes that train the policy."""
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def overlaps(self) -> bool:
+        """True if the trainer's exchanges overlap with its computation."""
+        return self.dp * self.cp > 1 if self.overlap is None else self.overlap
+
     @model_validator(mode="after")
     def _check_settings_of_policy(self) -> Self:
         if bool(self.model) == (self.remote is not None):
@@ -235,7 +241,7 @@ class PolicyConfig(RateConfig):
             self._check_remote()
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError(
-                "overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2"
+                "overlap: one data-parallel rank exchanges nothing; leave overlap out, or use dp: 2"
             )
         return self
 

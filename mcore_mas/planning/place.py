@@ -176,7 +176,7 @@ def _with_tensor_parallelism(
         "ep": 1,
         "offload": take_turns,
         "host_moments": one_by_one,
-        "overlap": False,
+        "overlap": None,
     }
     engine: dict[str, Any] = {"sleep": take_turns}
     if config.engine.name == "sglang":

@@ -102,7 +102,7 @@ def test_a_valid_layout_passes(model: Path) -> None:
         ),
         (
             "+policies.verifier.overlap=true",
-            "policies.verifier: overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2",
+            "policies.verifier: overlap: one data-parallel rank exchanges nothing; leave overlap out, or use dp: 2",
         ),
     ],
 )
