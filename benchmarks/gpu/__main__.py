@@ -45,7 +45,7 @@ _SECTION_SECONDS = {  # the most important sections first
     "probe": 40,
     "correctness": 180,
     "updates": 240,
-    "transformer_engine": 90,
+    "transformer_engine": 150,
     "attention": 90,
     "head": 60,
     "hand_over": 90,

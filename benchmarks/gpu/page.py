@@ -34,6 +34,27 @@ values below were measured before norms became Triton kernels, statistics were s
 the gradient was computed once. For the code of that day the predicted times of updates are within 10 % of the measured
 ones, which a test checks. The predictions for today's code have not been checked on a GPU.
 """
+_TRANSFORMER_ENGINE = """\
+With `policies.<name>.layers: te`, layers are built from Megatron's specs for Transformer Engine, which
+`requirements/transformer_engine.sh` installs. Its linear layers contain the norm before them, and all experts of a
+layer run in one grouped product. Attention over prefix trees stays the same; micro-batches whose sequences share
+nothing use Transformer Engine's. All layouts, recomputation, mixtures of experts with router replay, critics and
+reference models work with these layers. LoRA and CPUs do not, and are refused before a run starts. Checkpoints and
+exported models do not depend on `layers`: a training can be resumed with the other layers.
+
+`fp8: hybrid` or `fp8: e4m3`, with `bf16: true`, passes Megatron's setting on: the products of layers are in FP8.
+`fp8_recipe` says which numbers have a common scale: those of a `tensorwise` factor (from Ada on), of a `blockwise`
+one (Hopper), or of an `mxfp8` one (Blackwell). Delayed scaling is not offered, because checkpoints do not hold its
+scales. Tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank. The log-probabilities differ
+more from the engine's than in bfloat16, so `trainer.agreement` may have to be wider.
+
+Megatron's CUDA graphs are not offered. They repeat kernels with the shapes and the trees of one micro-batch, and
+both differ between micro-batches.
+
+Names, shards, gradients, checkpoints and exports with these layers were tested on a CPU, with a stand-in for
+Transformer Engine's modules (`tests/exactness/test_transformer_engine.py`). No training with Transformer Engine has
+been run on a GPU. The table has the MFU of the same updates; in FP8 it is relative to the peak of bfloat16.
+"""
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
@@ -111,18 +132,18 @@ def _hardware_share(update: dict[str, Any], predicted: dict[str, Any]) -> float 
 
 def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "MFU of the same updates with `layers: local` and with `layers: te`, whose linear layers contain the norms",
-        "before them. Transformer Engine's products in FP8 are not used. Without Transformer Engine, `layers: te` is",
-        "refused before a run starts.",
+        *_TRANSFORMER_ENGINE.splitlines(),
         "",
-        "| model | recompute | layout | local | te |",
-        "|---|---|---|---:|---:|",
+        "| model | recompute | layout | local | te | te, FP8 |",
+        "|---|---|---|---:|---:|---:|",
     ]
     for case in TE_CASES:
-        local = line_of_case(measured, "updates", case) or {}
-        te = line_of_case(measured, "transformer_engine", case) or {}
+        updates = [line_of_case(measured, "updates", case)]
+        for fp8 in (None, "hybrid"):
+            updates.append(line_of_case(measured, "transformer_engine", {**case, "fp8": fp8}))
         cells = [case["model"], case.get("recompute", "none"), case["layout"]]
-        cells += [line.get("mfu", line.get("failed", _NOT_MEASURED)) for line in (local, te)]
+        for line in updates:
+            cells.append((line or {}).get("mfu", (line or {}).get("failed", _NOT_MEASURED)))
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
 

@@ -115,6 +115,7 @@ def _measure_update(folder: Path, case: dict[str, Any]) -> None:
         "bf16": device().type == "cuda",
         "recompute": case.get("recompute", "none"),
         "layers": case.get("layers", "local"),
+        "fp8": case.get("fp8"),
     }
     trainer, batches = start_trainer(folder, case["model"], case["layout"], **spec)
     if torch.cuda.is_available():
@@ -135,11 +136,17 @@ def _measure_update(folder: Path, case: dict[str, Any]) -> None:
 
 
 def transformer_engine(tiny: bool) -> None:
-    """Measure updates with the layers of Transformer Engine; `updates` measures them with Megatron's."""
+    """Measure updates with the layers of Transformer Engine, in bfloat16 and in FP8.
+
+    `updates` measures them with Megatron's layers. A CPU has no FP8.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         say(skipped="no Transformer Engine here (requirements/transformer_engine.sh)")
         return
-    measure_updates([{**case, "layers": "te"} for case in (TINY if tiny else TE_CASES)])
+    cases = [{**case, "layers": "te", "fp8": None} for case in (TINY if tiny else TE_CASES)]
+    measure_updates(cases)
+    if device().type == "cuda":
+        measure_updates([{**case, "fp8": "hybrid"} for case in cases])
 
 
 def attention(tiny: bool) -> None:
