@@ -37,7 +37,12 @@ def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> No
     targets = policy.lora.targets if policy.lora else ()
     try:
         architecture = read_architecture(model) if isinstance(model, Path) else model
-        check_fit(architecture, layout_of(policy), policy.layers, targets)
+        if policy.layers == "te" and config.cluster.device == "cpu":
+            raise ModelError(
+                "layers: te runs on GPUs only, and cluster.device is cpu; use layers: local, or cluster.device: auto"
+            )
+        fp8_recipe = policy.fp8_recipe if policy.fp8 else None
+        check_fit(architecture, layout_of(policy), policy.layers, targets, fp8_recipe)
     except ModelError as error:
         raise ModelError(f"policies.{name}: {error}") from None
 

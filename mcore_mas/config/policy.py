@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from rollout.base.nested import merged
 from rollout.base.section import Section
 from rollout.engines.remote.config import RemoteConfig
-from rollout.models.layout import Projection, Recompute
+from rollout.models.layout import Fp8Format, Fp8Recipe, Projection, Recompute
 
 # Settings that belong to the kind of engine, so a policy with another kind does not inherit them.
 _ENGINE_CHOICE_SETTINGS = (
@@ -189,6 +189,10 @@ class PolicyConfig(RateConfig):
     recompute: Recompute = "none"
     # Linear layers of Megatron itself, or of Transformer Engine.
     layers: Literal["local", "te"] = "local"
+    # Products of the layers in FP8; needs layers: te and bf16. "hybrid": gradients have more exponent bits.
+    fp8: Fp8Format | None = None
+    # Numbers with a common scale: those of a tensor; or blocks of 128, or on Blackwell of 32.
+    fp8_recipe: Fp8Recipe = "tensorwise"
     # "auto": the Triton kernel on CUDA; "torch": torch's kernels.
     attention: Literal["auto", "torch"] = "auto"
     # Train in bfloat16 with float32 master weights; the embedded engine then multiplies in bfloat16 too.
@@ -239,6 +243,10 @@ class PolicyConfig(RateConfig):
             )
         if self.remote is not None:
             self._check_remote()
+        if self.fp8 is not None and (self.layers != "te" or not self.bf16):
+            raise ValueError(
+                f"fp8: {self.fp8} needs Transformer Engine's layers and bfloat16; set layers: te and bf16: true"
+            )
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError(
                 "overlap: one data-parallel rank exchanges nothing; leave overlap out, or use dp: 2"

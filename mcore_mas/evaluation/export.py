@@ -154,6 +154,7 @@ def one_rank_spec(config: RunConfig, policy: str) -> TrainerSpec:
         distributed_optimizer=False,
         overlap=False,
         layers="local",
+        fp8=None,
     )
 
 

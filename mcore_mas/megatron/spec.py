@@ -11,7 +11,13 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from rollout.models.layout import ParallelLayout, Recompute
+from rollout.models.layout import (
+    FP8_MULTIPLES,
+    Fp8Format,
+    Fp8Recipe,
+    ParallelLayout,
+    Recompute,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class TrainerSpec(ParallelLayout):
             stepped.
         recompute: activations that the backward pass recomputes.
         layers: implementation of the linear layers, Megatron's ("local") or Transformer Engine's ("te").
+        fp8: format of the layers' products in FP8; None: they are not in FP8.
+        fp8_recipe: numbers of a factor in FP8 that have a common scale.
         attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
         bf16: train in bfloat16 with float32 master weights.
         deterministic: compute in float32 on a CPU with the same bits as the embedded engine.
@@ -71,6 +79,8 @@ class TrainerSpec(ParallelLayout):
     host_moments: bool = False
     recompute: Recompute = "none"
     layers: Literal["local", "te"] = "local"
+    fp8: Fp8Format | None = None
+    fp8_recipe: Fp8Recipe = "tensorwise"
     attention: Literal["auto", "torch"] = "auto"
     bf16: bool = False
     deterministic: bool = False
@@ -90,6 +100,16 @@ class TrainerSpec(ParallelLayout):
     balance: dict[str, float] | None = None
     effective_samples: bool = False
     scales_lr: bool = False
+
+    @property
+    def token_multiple(self) -> int:
+        """Number of which the tokens of a micro-batch must be a multiple.
+
+        Context and sequence parallelism split them into equal parts, each of which is a factor of
+        products.
+        """
+        parts = self.cp * (self.tp if self.sp else 1)
+        return parts if self.fp8 is None else parts * FP8_MULTIPLES[self.fp8_recipe]
 
     def __post_init__(self) -> None:
         if isinstance(self.objective, ValueObjective) != (self.head == "value"):

@@ -99,6 +99,7 @@ class TrainerRank:
             first_spec = next(iter(specs.values()))
             _set_network_environment(first_spec.cumem)
             _set_launch_order(first_spec.tp)
+            _set_deterministic_kernels(deterministic=first_spec.deterministic)
             store = self._store or TCPStore(*store_address, is_master=False)
             init_process_groups(
                 first_spec,
@@ -227,6 +228,15 @@ def _set_launch_order(tp: int) -> None:
     """
     if tp > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _set_deterministic_kernels(*, deterministic: bool) -> None:
+    """Let Transformer Engine choose deterministic attention, as this package's kernels are.
+
+    A setting of the user is kept.
+    """
+    if deterministic:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 # `wait_written` waits in a separate thread, so that later calls need not wait for files.

@@ -15,6 +15,13 @@ ATTENTION_PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 # SwiGLU, or those of whole layers.
 Recompute = Literal["none", "selective", "full"]
 
+# Names that Megatron gives to formats of FP8: e4m3 for all factors, or e5m2 for gradients.
+Fp8Format = Literal["hybrid", "e4m3"]
+# Names that Megatron gives to ways to scale factors: one scale for a tensor, for 128 numbers or for 32.
+Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
+# Number of which all widths of products, and the tokens of a micro-batch, must be multiples.
+FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
@@ -39,6 +46,7 @@ def check_fit(
     layout: ParallelLayout,
     layers: str = "local",
     targets: Collection[Projection] = (),
+    fp8: Fp8Recipe | None = None,
 ) -> None:
     """Check that a model can be trained in a parallel layout, with these layers and adapters.
 
@@ -47,6 +55,7 @@ def check_fit(
         layout: layout of its trainer.
         layers: implementation of the linear layers, "local" or "te" (Transformer Engine).
         targets: projections that get adapters; none if all weights are trained.
+        fp8: recipe of the layers' products in FP8; None: they are not in FP8.
 
     Raises:
         ModelError: the model cannot be trained so; the message says which settings fit.
@@ -62,6 +71,8 @@ def check_fit(
         )
     if layers == "te":
         _check_transformer_engine(targets)
+    if fp8 is not None:
+        _check_fp8(architecture, layout, fp8)
     if architecture.experts is not None:
         _check_experts(architecture.experts, layout, targets)
 
@@ -120,6 +131,29 @@ def _check_transformer_engine(targets: Collection[Projection]) -> None:
             "layers: te needs Transformer Engine, which is not installed here; use layers: local, "
             "or install transformer-engine[pytorch]"
         )
+
+
+def _check_fp8(architecture: Architecture, layout: ParallelLayout, recipe: Fp8Recipe) -> None:
+    """Check that the widths of a rank's products are multiples of the number that FP8 needs."""
+    tp = layout.tp
+    head_dim = architecture.head_dim
+    widths = {
+        "hidden width": architecture.hidden,
+        "width of queries, keys and values": (architecture.heads + 2 * architecture.kv_heads)
+        * head_dim
+        // tp,
+        "width of attention": architecture.heads * head_dim // tp,
+        "feed-forward width": architecture.ffn // tp,
+    }
+    if architecture.experts is not None:
+        widths["expert width"] = architecture.experts.ffn // tp
+    multiple = FP8_MULTIPLES[recipe]
+    for name, width in widths.items():
+        if width % multiple:
+            raise ModelError(
+                f"fp8_recipe: {recipe} needs multiples of {multiple}, and the model's {name} is {width} "
+                f"on each rank of tp: {tp}; use a smaller tp, another fp8_recipe, or fp8: null"
+            )
 
 
 def _check_experts(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
@@ -145,6 +146,19 @@ def make_samples() -> list[Sample]:
             _make_sample(agent, number, head, reply, trained=mask, weight=(number + 1) / 100)
         )
     return samples
+
+
+def with_random_routing(samples: Sequence[Sample], experts: int, layers: int) -> list[Sample]:
+    """Give all samples but the fourth two random experts of each token, as two bytes each."""
+    random = np.random.default_rng(0)
+    result = []
+    for number, sample in enumerate(samples):
+        if number != 3:
+            tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
+            choices = [random.permuted(np.arange(experts))[:2] for _ in range(layers * tokens)]
+            sample = replace(sample, routing=np.stack(choices).astype("<u2").tobytes())
+        result.append(sample)
+    return result
 
 
 def make_deep_samples() -> list[Sample]:

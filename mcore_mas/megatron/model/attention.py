@@ -103,9 +103,10 @@ class TreeAttention(torch.nn.Module):
             [T, heads · head_dim]
         """
         kernel = _transformer_engine_attention(q.shape[1], k.shape[1], q.shape[2], self.scale)
+        # On a CPU the rotated queries and keys are float32, whatever the values are.
         out = kernel(
-            q,
-            k,
+            q.to(v.dtype),
+            k.to(v.dtype),
             v,
             **_PACKED_CAUSAL,
             cu_seqlens_q=starts,

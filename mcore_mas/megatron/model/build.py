@@ -34,7 +34,9 @@ from mcore_mas.megatron.model.mlp import GatedMLP
 from mcore_mas.megatron.model.norm import RMSNorm
 from mcore_mas.megatron.model.router_replay import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
+from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture
+from rollout.models.layout import Fp8Recipe
 
 
 def layer_specs(
@@ -133,6 +135,14 @@ LAYERS: dict[
 }
 
 
+# Smallest compute capability of a GPU, by recipe of FP8: Ada, Hopper, Blackwell.
+_FP8_CAPABILITIES: dict[Fp8Recipe, tuple[int, int]] = {
+    "tensorwise": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+}
+
+
 def _leave_uninitialised(weight: Tensor) -> Tensor:
     """Leave a weight uninitialised, because all weights are loaded.
 
@@ -198,9 +208,25 @@ def _install_fused_rope() -> bool:
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
+def check_fp8_support(recipe: Fp8Recipe) -> None:
+    """Raise ModelError if this rank's GPU cannot multiply in FP8 with a recipe."""
+    if not torch.cuda.is_available():
+        return  # a stand-in in tests; without CUDA there is no Transformer Engine
+    capability = torch.cuda.get_device_capability()
+    needed = _FP8_CAPABILITIES[recipe]
+    if capability < needed:
+        raise ModelError(
+            f"fp8_recipe: {recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}, and "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use fp8: null"
+        )
+
+
 def transformer_config(architecture: Architecture, spec: TrainerSpec) -> TransformerConfig:
     """Return Megatron's settings of a model that is trained as `spec` says."""
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    has_grouped_experts = architecture.experts is not None and spec.layers == "te"
+    if spec.fp8 is not None:
+        check_fp8_support(spec.fp8_recipe)
     return TransformerConfig(
         # architecture
         num_layers=architecture.layers,
@@ -225,11 +251,17 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         deterministic_mode=spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        fp8=spec.fp8,
+        fp8_recipe=spec.fp8_recipe if spec.fp8 else "delayed",
+        # Weights are rounded to FP8 in every micro-batch. Copies in FP8 would stay on the GPU while
+        # the trainer sleeps, and would be old after other weights are loaded.
+        disable_parameter_transpose_cache=spec.fp8 is not None,
         recompute_granularity=None if spec.recompute == "none" else spec.recompute,
         recompute_method="uniform" if spec.recompute == "full" else None,
         recompute_num_layers=1 if spec.recompute == "full" else None,
-        # Selective recomputation also recomputes SwiGLU, see `GatedMLP`.
-        recompute_modules=["layernorm"],
+        # Selective recomputation also recomputes SwiGLU: see `GatedMLP`, and of Transformer Engine's
+        # experts moe_act.
+        recompute_modules=["layernorm", "moe_act"] if has_grouped_experts else ["layernorm"],
         # Initialisation also marks the shards of parameters. A shard without a mark would be taken
         # for a duplicate, and be left out of the gradient norm.
         perform_initialization=True,

@@ -56,9 +56,11 @@ class PackedGPTModel(GPTModel):
 
         # On a CPU only tokens that predict something leave the attention of the last layer. Not
         # with sequence parallelism, where other ranks need all tokens, nor with experts, whose
-        # recorded routing covers all tokens.
+        # recorded routing covers all tokens, nor in FP8, which needs a multiple of tokens.
         last_layer = self.decoder.layers[-1]
-        needs_all_tokens = self.config.sequence_parallel or last_layer.is_moe_layer
+        needs_all_tokens = (
+            self.config.sequence_parallel or last_layer.is_moe_layer or bool(self.config.fp8)
+        )
         on_cpu = rank_device().type == "cpu"
         self._narrows_last_layer = self.post_process and on_cpu and not needs_all_tokens
         if self._narrows_last_layer:

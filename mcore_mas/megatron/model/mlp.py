@@ -16,6 +16,16 @@ from mcore_mas.megatron.model.layer_ops import swiglu
 class GatedMLP(MLP):
     """Megatron's MLP with gate and up projection, SwiGLU and no biases."""
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """Build as `MLP`."""
+        super().__init__(config, *args, **kwargs)
+        if config.fp8 and config.recompute_granularity == "selective":
+            # Transformer Engine would save the projection's input in FP8, and recomputation would
+            # free nothing.
+            from megatron.core.extensions.transformer_engine import set_save_original_input
+
+            set_save_original_input(self.linear_fc2)
+
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         """Return (output, None) for hidden states [..., hidden]; the output has their shape."""
         gate_and_up, _bias = self.linear_fc1(hidden_states)

@@ -68,7 +68,8 @@ class ShardedModel:
         self._spec = spec
         self.architecture = read_architecture(Path(spec.model))
         targets = spec.lora.targets if spec.lora else ()
-        check_fit(self.architecture, spec, spec.layers, targets)
+        fp8_recipe = spec.fp8_recipe if spec.fp8 else None
+        check_fit(self.architecture, spec, spec.layers, targets, fp8_recipe)
 
         self.stages: list[Any] = []
         for number in range(spec.vpp):

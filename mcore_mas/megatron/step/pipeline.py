@@ -224,8 +224,8 @@ class Pipeline:
 
     def _padded_lengths(self, batches: Sequence[Microbatch]) -> list[int]:
         """Return the number of tokens that each micro-batch is padded to."""
-        parts = self._token_parts
-        lengths = [-(-len(batch.token_ids) // parts) * parts for batch in batches]
+        multiple = self._spec.token_multiple
+        lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
         if self._spec.vpp == 1:
             return lengths
         # Interleaved stages send activations and gradients between the same two ranks at once.

@@ -227,26 +227,13 @@ def test_recomputed_layers_use_the_same_experts(tmp_path: Path, one_rank: None) 
         assert float((gradients[recompute] - plain).norm() / plain.norm()) <= 1e-6
 
 
-def with_random_routing(samples: Sequence[Sample], experts: int, layers: int) -> list[Sample]:
-    """Give all samples but the fourth two random experts of each token, as two bytes each."""
-    random = np.random.default_rng(0)
-    result = []
-    for number, sample in enumerate(samples):
-        if number != 3:
-            tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
-            choices = [random.permuted(np.arange(experts))[:2] for _ in range(layers * tokens)]
-            sample = replace(sample, routing=np.stack(choices).astype("<u2").tobytes())
-        result.append(sample)
-    return result
-
-
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_all_layouts_use_the_recorded_experts(tmp_path: Path) -> None:
     model = tmp_path / "model"
     # The second of four layers is dense.
     reference.make_model("qwen3_moe", model, layers=4, num_experts=300, moe_intermediate_size=4)
-    samples = with_random_routing(reference.make_samples(), experts=300, layers=3)
+    samples = reference.with_random_routing(reference.make_samples(), experts=300, layers=3)
 
     def make_job(name: str, layout: dict[str, Any], samples: list[Sample]) -> ranks.Job:
         arguments = {

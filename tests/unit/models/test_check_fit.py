@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import ModelError
-from rollout.models.layout import ParallelLayout, check_fit
+from rollout.models.layout import Fp8Recipe, ParallelLayout, check_fit
 from tests.support.architectures import dense_architecture, mixture_architecture
 
 
@@ -127,6 +127,28 @@ def test_experts_take_no_adapters() -> None:
 def test_a_router_that_cannot_learn_is_refused() -> None:
     with pytest.raises(ModelError, match="the router cannot learn"):
         check_fit(mixture_architecture(num_experts_per_tok=1), ParallelLayout())
+
+
+@pytest.mark.parametrize(
+    ("tp", "recipe", "message"),
+    [
+        (1, "tensorwise", ""),
+        (1, "mxfp8", ""),
+        (1, "blockwise", "needs multiples of 128, and the model's hidden width is 64 on each rank"),
+        (4, "tensorwise", "needs multiples of 16, and the model's feed-forward width is 24 on"),
+    ],
+)
+def test_fp8_needs_multiples(
+    monkeypatch: pytest.MonkeyPatch, tp: int, recipe: Fp8Recipe, message: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    architecture = dense_architecture()
+    layout = ParallelLayout(tp=tp)
+    if not message:
+        check_fit(architecture, layout, "te", fp8=recipe)
+        return
+    with pytest.raises(ModelError, match=f"fp8_recipe: {recipe} {message}"):
+        check_fit(architecture, layout, "te", fp8=recipe)
 
 
 def test_transformer_engine_must_be_installed_and_takes_no_adapters(

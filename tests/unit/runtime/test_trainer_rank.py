@@ -13,6 +13,7 @@ from tests.support import ranks, reference
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,21 @@ def test_nccl_is_configured_before_ranks_meet_unless_the_user_has(
     monkeypatch.setattr(os, "environ", dict(environment))
     rank.join(0, ("127.0.0.1", 1), {"p": spec})
     assert values == [value]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "environment", "value"),
+    [(True, {}, "0"), (True, {NONDETERMINISTIC: "1"}, "1"), (False, {}, None)],
+)
+def test_a_deterministic_run_has_deterministic_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: bool,
+    environment: dict[str, str],
+    value: str | None,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(environment))
+    trainer_rank._set_deterministic_kernels(deterministic=deterministic)
+    assert os.environ.get(NONDETERMINISTIC) == value
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def check_layouts(config: RunConfig) -> None:
             "cp: 4 does not divide the 2 heads that tp: 2 leaves to each rank; valid here: [1, 2], nearest: 2",
         ),
         (
+            ["+policies.solver.layers=te"],
+            "layers: te runs on GPUs only, and cluster.device is cpu; use layers: local, or cluster.device: auto",
+        ),
+        (
             ["+policies.solver.cp=3"],
             "cp: 3 does not divide the 4 heads that tp: 1 leaves to each rank; valid here: [1, 2, 4], nearest: 2",
         ),
@@ -103,6 +107,11 @@ def test_a_valid_layout_passes(model: Path) -> None:
         (
             "+policies.verifier.overlap=true",
             "policies.verifier: overlap: one data-parallel rank exchanges nothing; leave overlap out, or use dp: 2",
+        ),
+        (
+            "+policies.verifier.fp8=hybrid",
+            "policies.verifier: fp8: hybrid needs Transformer Engine's layers and bfloat16; set layers: te and "
+            "bf16: true",
         ),
     ],
 )
