@@ -20,6 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.forked_program import close_descriptors, exit_fork, run_program
 from tests.support.ray_worker import JOB_ID, VARIABLE
 
@@ -41,6 +43,19 @@ def import_ray() -> None:
 
     for name in variables:
         del os.environ[name]
+    leave_out_idle_processes(pytest.MonkeyPatch())
+
+
+def leave_out_idle_processes(patch: pytest.MonkeyPatch) -> None:
+    """Let this process start Rays without the processes that a run does not use.
+
+    The scaler of clusters, the reader of logs and the server of dashboards take three of the five seconds of processor
+    time of Ray's start. `test_local_ray.py` starts all of them.
+    """
+    from ray._private.node import Node
+
+    for method in ("start_monitor", "start_log_monitor", "start_api_server"):
+        patch.setattr(Node, method, lambda *_, **__: None)
 
 
 def listen() -> socket.socket:

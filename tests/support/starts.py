@@ -133,6 +133,7 @@ def forked_ray_workers() -> Iterator[None]:
         )
         server.start()
         patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", ray_forks.SCRIPT)
+        ray_forks.leave_out_idle_processes(patch)
         try:
             yield
         finally:
