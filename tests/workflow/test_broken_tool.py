@@ -62,6 +62,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked_programs")
 def test_a_tool_that_raises_is_named_with_its_line_and_the_file_of_a_trajectory(
     tmp_path: Path,
 ) -> None:

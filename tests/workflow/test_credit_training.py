@@ -164,6 +164,7 @@ def read_turns(folder: Path, step: int) -> list[Turn]:
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked_ray_workers")
 def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     kind, folder = trained
     rows = metrics_of(folder.parent)

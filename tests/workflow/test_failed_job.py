@@ -32,6 +32,7 @@ GENERATOR = Generator(tasks=tasks)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_terminal_names_the_cause_of_a_failed_job_once(tmp_path: Path) -> None:
     (tmp_path / "lost_tasks.py").write_text(TASKS)
     data = "{generator: 'lost_tasks:GENERATOR', options: {}, train: 16, validation: 1, test: 1}"

@@ -181,7 +181,7 @@ def test_a_run_of_own_team_without_a_plan_shares_the_gpu(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("forked_programs", "node")
 def test_the_dry_run_lists_the_jobs() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mcore_mas", "run", "one_gpu.yaml", "-n"],

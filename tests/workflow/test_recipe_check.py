@@ -253,6 +253,7 @@ def test_a_larger_model_is_refused_before_jobs_start(project: Project) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_dry_run_refuses_an_edited_data_file(project: Project) -> None:
     project.write_rows("3")
     command = [sys.executable, "-m", "mcore_mas", "run", "suite.yaml", "-n"]

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,7 @@ from tests.support.tiny_bert import write_bert
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.usefixtures("forked_programs")]
+PROGRAMS = {"mcore-mas": "mcore_mas", "snakemake": "snakemake"}  # their modules
 SMALL_RUN = [
     "data.train=12",
     "data.validation=2",
@@ -112,7 +114,7 @@ class Folder:
             (path / name).symlink_to(ROOT / name)
         (path / ".venv").symlink_to(sys.prefix)
         (path / "bin").mkdir()
-        for name, module in (("mcore-mas", "mcore_mas"), ("snakemake", "snakemake")):
+        for name, module in PROGRAMS.items():
             script = path / "bin" / name
             script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
             script.chmod(0o755)
@@ -141,7 +143,11 @@ class Folder:
 
     def run(self, line: str) -> str:
         """Run a command, check that it succeeds, and return its output."""
-        command = ["bash", "-euo", "pipefail", "-c", line]
+        words = shlex.split(line)
+        if words[0] in PROGRAMS and not re.search(r"[|&;<>$]", line):
+            command = [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]  # starts as a fork
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", line]
         completed = subprocess.run(
             command, cwd=self.path, env=self.env, capture_output=True, text=True, timeout=900
         )

@@ -12,6 +12,7 @@ from tests.support.run_folder import make_run, metrics_of
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ray_workers")
 def test_a_training_under_a_grammar_agrees_with_its_engine(tmp_path: Path) -> None:
     run = make_run(
         tmp_path,
