@@ -17,13 +17,17 @@ settings.load_profile("repeatable")
 
 # Files of about a minute and more
 LONG_FILES = {
+    "test_credit_training.py",
     "test_exactness.py",
     "test_every_experiment.py",
     "test_failpoints.py",
     "test_gpu_budget.py",
     "test_gpu_kit_runs.py",
     "test_own_folder.py",
+    "test_paper_targets.py",
     "test_pipeline.py",
+    "test_placement_training.py",
+    "test_poker.py",
     "test_quickstart.py",
     "test_same_run.py",
     "test_sandbox_users.py",
