@@ -1,4 +1,4 @@
-"""Section of a config about opponents: a frozen policy that plays one agent of a game now and then."""
+"""Section of a config about an opponent: a frozen policy that plays one agent of a game now and then."""
 
 from typing import Literal
 
@@ -21,12 +21,12 @@ class PastConfig(Section):
     choose: Literal["uniform", "newest", "rating"] = "uniform"
 
 
-class OpponentsConfig(Section):
-    """Games of a trained policy against a frozen one, beside its games against itself."""
+class OpponentConfig(Section):
+    """Games of the trained policies against one frozen policy, beside their games against each other."""
 
-    # Frozen policy: a model folder, such as the base or an exported checkpoint, or a remote model.
-    policy: str
-    # Probability that the opponent plays one of the trained agents in the games of a task; each is as likely.
+    # Probability that the opponent plays one of `agents` in the games of a task; each is as likely.
     share: float = Field(0.5, gt=0, le=1)
+    # Trained agents that the opponent plays; []: all.
+    agents: list[str] = Field(default_factory=list)
     # None: the opponent plays with the weights of its own model in all steps.
     past: PastConfig | None = None

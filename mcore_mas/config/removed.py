@@ -19,6 +19,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "engine.name=embedded_local": "write engine.name: embedded",
     "engine.name=embedded_replicas": "write engine.name: embedded, and engine.replicas",
     "engine.verify": "write engine.compare_servers",
+    "opponents.policy": "name the policy as a key, opponents.NAME, as in opponents.NAME.share",
     "policies.*.own": "write policies.NAME.overrides",
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",

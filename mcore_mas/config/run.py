@@ -20,7 +20,7 @@ from mcore_mas.config.credit import (
 )
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.evaluation import EvaluationConfig
-from mcore_mas.config.opponents import OpponentsConfig
+from mcore_mas.config.opponents import OpponentConfig, PastConfig
 from mcore_mas.config.policy import (
     PolicyConfig,
     TeacherConfig,
@@ -89,8 +89,9 @@ class RunConfig(Section):
     orchestra: OrchestraConfig
     agents: dict[FolderName, CreditedAgentConfig] = Field(min_length=1)
     policies: dict[FolderName, PolicyConfig] = Field(min_length=1)
+    # Opponents by their policy: a model folder, such as the base or an exported checkpoint, or a remote model.
     # None: every agent is always played by its own policy.
-    opponents: OpponentsConfig | None = None
+    opponents: dict[FolderName, OpponentConfig] | None = None
     reward: RewardConfig
     advantage: AdvantageConfig
     filter: FilterConfig | None = None
@@ -206,10 +207,9 @@ class RunConfig(Section):
 
     @property
     def played(self) -> tuple[str, ...]:
-        """Policies that an agent or the opponent plays; the others are teachers."""
+        """Policies that an agent or an opponent plays; the others are teachers."""
         played = {agent.policy for agent in self.agents.values()}
-        if self.opponents is not None:
-            played.add(self.opponents.policy)
+        played.update(self.opponents or ())
         return tuple(name for name in self.policies if name in played)
 
     @property
@@ -427,8 +427,10 @@ def _check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
                 f"define policies.{policy}, or "
                 "take an experiment of this team (`mcore-mas list experiments`)"
             )
-    opponent = opponents.get("policy") if isinstance(opponents, Mapping) else None
-    unplayed = sorted(policies.keys() - {*played.values(), opponent} - _teacher_names(policies))
+    opponent_names = set(opponents) if isinstance(opponents, Mapping) else set()
+    unplayed = sorted(
+        policies.keys() - {*played.values()} - opponent_names - _teacher_names(policies)
+    )
     if unplayed and len(played) == len(agents):
         nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
@@ -756,30 +758,47 @@ def _check_collection_ahead(config: RunConfig) -> None:
 
 
 def _check_opponents(config: RunConfig) -> None:
-    """Check that the opponent is a frozen policy, and can play with the weights of another one."""
-    opponents = config.opponents
-    if opponents is None:
+    """Check that opponents are frozen policies, and can play with the weights of other ones."""
+    if not config.opponents:
         return
     if config.orchestra.name != "duel":
         raise ValueError(
             f"opponents play an agent of the team 'duel', and this is '{config.orchestra.name}'; leave them out"
         )
-    policy = opponents.policy
+    total = sum(opponent.share for opponent in config.opponents.values())
+    if total > 1 + 1e-9:
+        raise ValueError(
+            f"the shares of opponents add up to {total:g}; expected at most 1, and the rest is self-play"
+        )
+    for policy, opponent in config.opponents.items():
+        _check_opponent(config, policy, opponent)
+
+
+def _check_opponent(config: RunConfig, policy: str, opponent: OpponentConfig) -> None:
     if policy not in config.policies:
         raise ValueError(
-            f"opponents.policy is '{policy}', which is not defined; policies: {', '.join(config.policies)}; "
+            f"opponents names '{policy}', which is not defined; policies: {', '.join(config.policies)}; "
             f"define policies.{policy}"
         )
     if policy in config.trained:
         raise ValueError(
-            f"opponents.policy is '{policy}', which is trained; define another policy for the opponent"
+            f"opponents names '{policy}', which is trained; define another policy for the opponent"
         )
-    past = opponents.past
-    if past is None:
-        return
+    trained_agents = [name for name, agent in config.agents.items() if agent.loss_weight]
+    for name in opponent.agents:
+        if name not in trained_agents:
+            raise ValueError(
+                f"opponents.{policy}.agents names '{name}'; expected trained agents: {', '.join(trained_agents)}"
+            )
+    if opponent.past is not None:
+        _check_past(config, policy, opponent.past)
+
+
+def _check_past(config: RunConfig, policy: str, past: PastConfig) -> None:
+    """Check that an opponent's engine can be given the earlier weights of a trained policy."""
     if past.of not in config.trained:
         raise ValueError(
-            f"opponents.past.of is '{past.of}'; expected a trained policy: {', '.join(config.trained)}"
+            f"opponents.{policy}.past.of is '{past.of}'; expected a trained policy: {', '.join(config.trained)}"
         )
     if config.policies[policy].model != config.policies[past.of].model:
         raise ValueError(
@@ -788,10 +807,16 @@ def _check_opponents(config: RunConfig) -> None:
         )
     if config.policies[past.of].lora is not None:
         raise ValueError(
-            f"opponents.past keeps whole weights, and '{past.of}' trains adapters; leave past or lora out"
+            f"opponents.{policy}.past keeps whole weights, and '{past.of}' trains adapters; leave past or lora out"
         )
     if config.collects_ahead or config.engine.sleep:
         raise ValueError(
-            "opponents.past gives the opponent's engine new weights before each step; "
+            f"opponents.{policy}.past gives the opponent's engine new weights before each step; "
             "use trainer.staleness: 0 and engine.sleep: false"
+        )
+    transport = for_policy(config, policy).engine.transport
+    if transport in ("tensor", "distributed"):
+        raise ValueError(
+            f"opponents.{policy}.past: its weights come from files, and transport '{transport}' sends those of a "
+            f"trainer's GPUs; set policies.{policy}.overrides.engine.transport to disk"
         )

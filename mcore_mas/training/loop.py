@@ -126,16 +126,9 @@ async def _keep_for_opponents(session: TrainingSession, steps: int) -> None:
 
     This comes before the step's checkpoint, so that a restart finds the weights of all steps before it.
     """
-    settings = session.config.opponents
     opponents = session.rollouts.opponents
-    if opponents is None or settings is None or settings.past is None:
-        return
-    policy = settings.past.of
-    await opponents.keep(
-        steps,
-        session.trainers[policy].groups[policy],
-        oldest_restart=session.checkpoints.newest_step,
-    )
+    if opponents is not None:
+        await opponents.keep(steps, session.groups, oldest_restart=session.checkpoints.newest_step)
 
 
 async def _validate_and_report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:

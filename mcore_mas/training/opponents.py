@@ -1,16 +1,17 @@
-"""Opponents of a run: which agent the frozen policy plays in a game, and with which weights.
+"""Opponents of a run: which agent a frozen policy plays in a game, and with which weights.
 
 The ratings are Elo's: a difference of 400 points means expected scores of 10 to 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
+from mcore_mas.config.opponents import OpponentConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.runtime.trainer_group import TrainerGroup
@@ -24,83 +25,188 @@ from rollout.records.trajectory import Group
 
 _FIRST_RATING = 1000.0
 _RATING_STEP = 32.0  # points by which a rating changes if a score is 1 above the expected one
-_TRAINED = "trained"  # key of the trained policy among the ratings
+_TRAINED = "trained"  # key of the trained policies among the ratings
 
 
 class Opponents:
     """Opponents of a run.
 
-    A member is the number of steps after which the weights that an opponent plays with were kept; 0
-    is the opponent's own model. The members of a step are a function of its number, so that a run
-    that continues from a checkpoint chooses among the same ones.
-
     Attributes:
-        ratings: ratings of the trained policy and of the members.
+        ratings: ratings of the trained policies, and of the opponents' members by `<policy>/<member>`.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        engine: TrainedEngine | None,
+        engines: Mapping[str, TrainedEngine],
         ratings: Mapping[str, float] | None = None,
     ) -> None:
         """Begin with the ratings of a checkpoint.
 
         Args:
             config: config of a run with opponents.
-            engine: engine of the opponent's policy; None for a remote model.
+            engines: engines by policy; remote models have none.
             ratings: `ratings` of the checkpoint; None: the run starts.
         """
-        assert config.opponents is not None
-        self.ratings = dict(ratings or {_TRAINED: _FIRST_RATING, "0": _FIRST_RATING})
+        self.ratings = dict(ratings or {})
         self._config = config
-        self._settings = config.opponents
-        self._engine = engine
-        self._member = 0  # of the present step
-        self._loaded: int | None = None  # member whose weights the engine has
-        self._folder = config.folder / "train" / "opponents"
+        self._opponents = {
+            policy: Opponent(config, policy, settings, engines.get(policy))
+            for policy, settings in (config.opponents or {}).items()
+        }
 
     @property
-    def has_past(self) -> bool:
-        """True if the opponent plays with earlier weights of the trained policy."""
-        return self._settings.past is not None
+    def with_past(self) -> list[Opponent]:
+        """Opponents that play with earlier weights of a trained policy."""
+        return [opponent for opponent in self._opponents.values() if opponent.past is not None]
 
     def policies_of(self, step: int, task_id: str) -> dict[str, str]:
         """Return the policy of each agent that does not play its own one in a task's games; {} if all do."""
         random = Random(derive_seed(self._config.seed, "opponent", step, task_id))
-        if random.random() >= self._settings.share:
-            return {}
-        trained = [name for name, agent in self._config.agents.items() if agent.loss_weight]
-        return {random.choice(trained): self._settings.policy}
+        draw = random.random()
+        for policy, opponent in self._opponents.items():
+            if draw < opponent.share:
+                return {random.choice(opponent.agents): policy}
+            draw -= opponent.share
+        return {}
+
+    def members(self, step: int) -> dict[str, int]:
+        """Return the member of each opponent that plays in a step."""
+        return {
+            policy: opponent.choose(step, self.rating)
+            for policy, opponent in self._opponents.items()
+        }
+
+    def rating(self, key: str) -> float:
+        """Return the rating of the trained policies or of a member; the first one if there is none yet."""
+        return self.ratings.get(key, _FIRST_RATING)
+
+    async def prepare(self, step: int) -> None:
+        """Choose the members of a step, and give their weights to the opponents' engines.
+
+        Raises:
+            EngineError: an engine did not take the weights.
+        """
+        for policy, member in self.members(step).items():
+            await self._opponents[policy].prepare(member)
+
+    async def keep(
+        self, step: int, groups: Mapping[str, TrainerGroup], *, oldest_restart: int
+    ) -> None:
+        """Keep the trained policies' weights after `step` steps, if they become members.
+
+        Args:
+            step: number of steps taken.
+            groups: trainers by policy.
+            oldest_restart: step from which a restart would continue; its members are not removed.
+        """
+        for opponent in self.with_past:
+            assert opponent.past is not None
+            if step % opponent.past.every == 0:
+                await opponent.keep(step, groups[opponent.past.of], oldest_restart=oldest_restart)
+                self.ratings[opponent.key(step)] = self.rating(_TRAINED)
+
+    def record(self, step: int, groups: Iterable[Group]) -> StepMetrics:
+        """Update the ratings by the games of a step against the opponents; return metrics.
+
+        Returns:
+            `opponent/<policy>/score`, the mean score of the trained policies against the opponent, and
+            `opponent/<policy>/member`, for opponents that played; and `opponent/rating`, the rating of
+            the trained policies. Empty if there were no such games.
+        """
+        scores: dict[str, list[float]] = {policy: [] for policy in self._opponents}
+        for group in groups:
+            for agent, policy in self.policies_of(step, group.task.id).items():
+                for trajectory in group.trajectories:
+                    # A trajectory's score is that of `first`.
+                    if trajectory.score is not None:
+                        score = trajectory.score
+                        scores[policy].append(1 - score if agent == FIRST else score)
+
+        metrics: StepMetrics = {}
+        for policy, opponent in self._opponents.items():
+            if not scores[policy]:
+                continue
+            member = opponent.key(opponent.member)
+            score = fmean(scores[policy])
+            expected = expected_score(self.rating(_TRAINED), self.rating(member))
+            change = _RATING_STEP * (score - expected)
+            self.ratings[_TRAINED] = self.rating(_TRAINED) + change
+            self.ratings[member] = self.rating(member) - change
+            metrics[f"opponent/{policy}/score"] = score
+            metrics[f"opponent/{policy}/member"] = float(opponent.member)
+        if metrics:
+            metrics["opponent/rating"] = self.rating(_TRAINED)
+        return metrics
+
+
+class Opponent:
+    """An opponent: a frozen policy, which may play with earlier weights of a trained one.
+
+    A member is the number of steps after which the weights that it plays with were kept; 0 is its
+    own model. The members of a step are a function of its number, so that a run that continues from
+    a checkpoint chooses among the same ones.
+
+    Attributes:
+        share: probability that it plays in the games of a task.
+        agents: trained agents that it may play.
+        past: earlier weights that it plays with; None: those of its own model.
+        member: member of the present step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: str,
+        settings: OpponentConfig,
+        engine: TrainedEngine | None,
+    ) -> None:
+        trained = [name for name, agent in config.agents.items() if agent.loss_weight]
+        self.share = settings.share
+        self.agents = settings.agents or trained
+        self.past = settings.past
+        self.member = 0
+        self._policy = policy
+        self._seed = config.seed
+        self._model = Path(config.policies[policy].model)
+        self._engine = engine
+        self._loaded: int | None = None  # member whose weights the engine has
+        self._folder = config.folder / "train" / "opponents" / policy
+
+    def key(self, member: int) -> str:
+        """Return the key of a member among the ratings."""
+        return f"{self._policy}/{member}"
 
     def members(self, step: int) -> list[int]:
         """Return the members among which a step chooses, the oldest first."""
-        past = self._settings.past
-        if past is None:
+        if self.past is None:
             return [0]
-        return list(range(0, step + 1, past.every))[-past.size :]
+        return list(range(0, step + 1, self.past.every))[-self.past.size :]
 
-    def choose(self, step: int) -> int:
-        """Return the member that plays in a step."""
+    def choose(self, step: int, rating: Callable[[str], float]) -> int:
+        """Return the member that plays in a step.
+
+        Args:
+            rating: returns the rating of a key.
+        """
         members = self.members(step)
-        past = self._settings.past
-        if past is None or past.choose == "newest":
+        if self.past is None or self.past.choose == "newest":
             return members[-1]
-        random = Random(derive_seed(self._config.seed, "member", step))
-        if past.choose == "uniform":
+        random = Random(derive_seed(self._seed, "member", step, self._policy))
+        if self.past.choose == "uniform":
             return random.choice(members)
-        trained = self.ratings[_TRAINED]
-        weights = [expected_score(self.ratings[str(member)], trained) for member in members]
+        trained = rating(_TRAINED)
+        weights = [expected_score(rating(self.key(member)), trained) for member in members]
         return random.choices(members, weights)[0]
 
-    async def prepare(self, step: int) -> None:
-        """Choose the member of a step, and give its weights to the opponent's engine.
+    async def prepare(self, member: int) -> None:
+        """Play with a member: give its weights to the engine, unless it has them.
 
         Raises:
             EngineError: the engine did not take the weights.
         """
-        self._member = self.choose(step)
-        if self._settings.past is not None and self._loaded != self._member:
+        self.member = member
+        if self.past is not None and self._loaded != member:
             await self._load()
 
     async def resend_when_lost(self) -> None:
@@ -114,61 +220,19 @@ class Opponents:
                 self._engine.abort_update(error)
 
     async def keep(self, step: int, group: TrainerGroup, *, oldest_restart: int) -> None:
-        """Keep the trained policy's weights after `step` steps, if they become a member.
-
-        Args:
-            step: number of steps taken.
-            group: trainer of the policy.
-            oldest_restart: step from which a restart would continue; its members are not removed.
-        """
-        past = self._settings.past
-        if past is None or step % past.every:
-            return
+        """Keep the weights of a trainer after `step` steps; remove those that no step plays with any more."""
         folder = self._folder / str(step)
         await retry_while_full(partial(group.write_model, folder), folder)
-        self.ratings[str(step)] = self.ratings[_TRAINED]
         oldest = min(self.members(min(step, oldest_restart)))
         for other in self._folder.iterdir():
             if int(other.name) < oldest:
                 remove_path(other)
 
-    def record(self, step: int, groups: Iterable[Group]) -> StepMetrics:
-        """Update the ratings by the games of a step against the opponent; return metrics.
-
-        Returns:
-            `opponent/score`, the mean score of the trained policy against the opponent;
-            `opponent/member`; and `opponent/rating`, the rating of the trained policy. Empty if there
-            were no such games.
-        """
-        scores = []
-        for group in groups:
-            policies = self.policies_of(step, group.task.id)
-            for trajectory in group.trajectories:
-                # A trajectory's score is that of `first`.
-                if policies and trajectory.score is not None:
-                    score = trajectory.score
-                    scores.append(1 - score if FIRST in policies else score)
-        if not scores:
-            return {}
-
-        member = str(self._member)
-        expected = expected_score(self.ratings[_TRAINED], self.ratings[member])
-        change = _RATING_STEP * (fmean(scores) - expected)
-        self.ratings[_TRAINED] += change
-        self.ratings[member] -= change
-        return {
-            "opponent/score": fmean(scores),
-            "opponent/member": float(self._member),
-            "opponent/rating": self.ratings[_TRAINED],
-        }
-
     async def _load(self) -> None:
         assert self._engine is not None, "a remote model has no earlier weights"
-        folder = Path(self._config.policies[self._settings.policy].model)
-        if self._member:
-            folder = self._folder / str(self._member)
-        await self._engine.load_weights(read_tensors(folder), version=self._member)
-        self._loaded = self._member
+        folder = self._folder / str(self.member) if self.member else self._model
+        await self._engine.load_weights(read_tensors(folder), version=self.member)
+        self._loaded = self.member
 
 
 def expected_score(rating: float, other: float) -> float:

@@ -38,8 +38,8 @@ async def train_session(
     )
     opponents = session.rollouts.opponents
     resent: list[Resender] = list(session.weight_sync.values())
-    if opponents is not None and opponents.has_past:
-        resent.append(opponents)
+    if opponents is not None:
+        resent += opponents.with_past
     async with resend_lost_weights(resent):
         if checkpoint is None:
             await train_steps(session, 0)

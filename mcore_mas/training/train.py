@@ -322,11 +322,10 @@ class _TrainingRun:
 
     def _make_opponents(self, checkpoint: Checkpoint | None) -> Opponents | None:
         """Return the opponents of the run, with the ratings of a checkpoint; None without opponents."""
-        settings = self.config.opponents
-        if settings is None:
+        if not self.config.opponents:
             return None
         ratings = checkpoint.state.get("opponents") if checkpoint else None
-        return Opponents(self.config, self.workers.engines.get(settings.policy), ratings)
+        return Opponents(self.config, self.workers.engines, ratings)
 
 
 def _load_tasks(config: RunConfig) -> dict[str, list[Task]]:

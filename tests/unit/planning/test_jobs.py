@@ -207,7 +207,7 @@ def test_a_teacher_has_no_engine_in_an_evaluation() -> None:
             "demo_math",
             ("+policies.big={model: Qwen/Qwen3-4B}", "+policies.solver.teacher={policy: big}"),
         ),
-        ("demo_poker", ("+policies.big={model: Qwen/Qwen3-4B}", "+opponents={policy: big}")),
+        ("demo_poker", ("+policies.big={model: Qwen/Qwen3-4B}", "+opponents={big: {}}")),
     ],
 )
 def test_teachers_and_opponents_add_nothing_to_an_evaluation_on_cpus(
@@ -225,7 +225,7 @@ def test_the_opponent_has_no_engine_in_an_evaluation() -> None:
         "+engine.device=cuda",
         "cluster.device=auto",
         "+policies.rival={model: big}",
-        "+opponents={policy: rival}",
+        "+opponents={rival: {}}",
     )
     assert run.played == ("shared", "rival")
     assert gpus_per_engine(run) == {"shared": 1}

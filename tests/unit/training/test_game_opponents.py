@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.training.opponents import Opponents, expected_score
+from mcore_mas.training.opponents import Opponent, Opponents, expected_score
 from mcore_mas.training.train import train
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.models.tensors import read_tensors
@@ -21,7 +22,10 @@ from tests.support.in_process import training_here
 from tests.support.replay import sample_again
 from tests.support.run_folder import make_run, metrics_of
 
+OTHER = "+policies.other={model: elsewhere}"
+TENSOR = ["engine=sglang", "engine.transport=tensor", "cluster.pool=shared"]
 RIVAL = "+policies.rival={model: ${results}/${run}/bootstrap/model}"
+BOTH = [RIVAL, OTHER]
 PAST = "past: {of: shared, every: 2, size: 3, choose: uniform}"
 
 
@@ -31,7 +35,12 @@ def config_of(*overrides: str) -> RunConfig:
 
 
 def opponents_of(settings: str, ratings: dict[str, float] | None = None) -> Opponents:
-    return Opponents(config_of(RIVAL, f"opponents={{policy: rival, {settings}}}"), None, ratings)
+    return Opponents(config_of(RIVAL, f"opponents={{rival: {{{settings}}}}}"), {}, ratings)
+
+
+def opponent_of(settings: str) -> Opponent:
+    [opponent] = opponents_of(settings).with_past
+    return opponent
 
 
 def test_the_opponent_plays_each_agent_in_a_share_of_the_tasks() -> None:
@@ -46,23 +55,63 @@ def test_the_opponent_plays_each_agent_in_a_share_of_the_tasks() -> None:
     assert opponents_of("share: 1").policies_of(0, "t") != {}
 
 
+def test_opponents_share_the_tasks_and_play_their_own_agents() -> None:
+    config = config_of(
+        *BOTH, "opponents={rival: {share: 0.4}, other: {share: 0.2, agents: [second]}}"
+    )
+    opponents = Opponents(config, {})
+    played = [opponents.policies_of(step, f"task {n}") for step in range(20) for n in range(50)]
+    # 1,000 draws with standard deviations of at most 16
+    assert abs(played.count({}) - 400) < 70
+    assert abs(played.count({"first": "rival"}) - 200) < 60
+    assert abs(played.count({"second": "rival"}) - 200) < 60
+    assert abs(played.count({"second": "other"}) - 200) < 60
+    assert {"first": "other"} not in played
+
+
+def test_each_opponent_has_ratings_of_its_own() -> None:
+    config = config_of(*BOTH, "opponents={rival: {share: 0.5}, other: {share: 0.5}}")
+    opponents = Opponents(config, {})
+    groups = []
+    for policy, score in (("rival", 1.0), ("other", 0.5)):
+        task = next(
+            str(n) for n in range(99) if opponents.policies_of(0, str(n)) == {"second": policy}
+        )
+        groups.append(
+            SimpleNamespace(
+                task=SimpleNamespace(id=task), trajectories=[SimpleNamespace(score=score)]
+            )
+        )
+    metrics: Any = opponents.record(0, groups)  # type: ignore[arg-type]
+    # Against `rival`, half a point more than expected: 16 points. Then 1016 against 1000 expects
+    # 1/(1 + 10^(-16/400)) = 0.5230, so a draw costs 32 * 0.0230 = 0.7364 points.
+    assert opponents.ratings == {
+        "trained": pytest.approx(1015.2636, abs=1e-4),
+        "rival/0": 984.0,
+        "other/0": pytest.approx(1000.7364, abs=1e-4),
+    }
+    assert metrics["opponent/rating"] == opponents.ratings["trained"]
+    assert (metrics["opponent/rival/score"], metrics["opponent/other/score"]) == (1.0, 0.5)
+
+
 def test_members_are_the_newest_weights_that_were_kept() -> None:
+    opponent = opponent_of(PAST)
+    assert opponent.members(0) == opponent.members(1) == [0]
+    assert opponent.members(2) == [0, 2]
+    assert opponent.members(9) == [4, 6, 8]
     opponents = opponents_of(PAST)
-    assert opponents.members(0) == opponents.members(1) == [0]
-    assert opponents.members(2) == [0, 2]
-    assert opponents.members(9) == [4, 6, 8]
-    assert {opponents.choose(step) for step in range(100, 102)} <= {96, 98, 100}
-    assert opponents_of(PAST.replace("uniform", "newest")).choose(9) == 8
-    assert opponents_of("share: 1").choose(9) == 0
+    assert {opponents.members(step)["rival"] for step in range(100, 102)} <= {96, 98, 100}
+    assert opponents_of(PAST.replace("uniform", "newest")).members(9) == {"rival": 8}
+    assert opponents_of("share: 1").members(9) == {"rival": 0}
 
 
 def test_members_are_chosen_by_the_scores_that_their_ratings_expect() -> None:
     # A difference of 400 points: expected scores of 10/11 and 1/11.
     assert expected_score(1400, 1000) == pytest.approx(10 / 11)
     assert expected_score(1000, 1400) == pytest.approx(1 / 11)
-    ratings = {"trained": 1400.0, "0": 1000.0, "2000": 1400.0}
+    ratings = {"trained": 1400.0, "rival/0": 1000.0, "rival/2000": 1400.0}
     opponents = opponents_of("past: {of: shared, every: 2000, choose: rating}", ratings)
-    draws = [opponents.choose(step) for step in range(2000, 4000)]
+    draws = [opponents.members(step)["rival"] for step in range(2000, 4000)]
     # Member 2000 is as good as the trained policy: 1/2 against 1/11, so it plays in 11 of 13 steps.
     assert draws.count(2000) / len(draws) == pytest.approx(11 / 13, abs=0.04)
     assert set(draws) == {0, 2000}
@@ -80,31 +129,44 @@ def test_ratings_follow_the_scores() -> None:
     # The trained policy wins as `first`, and as `second` whenever `first` does not: a mean of 3/4.
     groups = [group(task_id, 1.0, 1.0, None), group(other_id, 0.0, 1.0)]
     assert opponents.record(0, groups) == {
-        "opponent/score": 0.75,
-        "opponent/member": 0.0,
+        "opponent/rival/score": 0.75,
+        "opponent/rival/member": 0.0,
         "opponent/rating": 1008.0,
     }
     # Equal ratings expect 1/2; a quarter of 32 points goes from one to the other.
-    assert opponents.ratings == {"trained": 1008.0, "0": 992.0}
+    assert opponents.ratings == {"trained": 1008.0, "rival/0": 992.0}
     assert opponents.record(0, []) == {}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["opponents={policy: rival}"], "opponents.policy is 'rival', which is not defined"),
-        (["opponents={policy: shared}"], "opponents.policy is 'shared', which is trained"),
+        (["opponents={policy: rival}"], "opponents.policy was removed: name the policy as a key"),
+        (["opponents={rival: {}}"], "opponents names 'rival', which is not defined"),
+        (["opponents={shared: {}}"], "opponents names 'shared', which is trained"),
         (
-            ["+policies.rival={model: elsewhere}", f"opponents={{policy: rival, {PAST}}}"],
+            [RIVAL, "opponents={rival: {agents: [third]}}"],
+            "opponents.rival.agents names 'third'; expected trained agents: first, second",
+        ),
+        (
+            [*BOTH, "opponents={rival: {share: 0.7}, other: {share: 0.4}}"],
+            "the shares of opponents add up to 1.1; expected at most 1",
+        ),
+        (
+            ["+policies.rival={model: elsewhere}", f"opponents={{rival: {{{PAST}}}}}"],
             "policies.rival plays with earlier weights of 'shared', and starts from another model",
         ),
         (
-            [RIVAL, f"opponents={{policy: rival, {PAST.replace('shared', 'rival')}}}"],
-            "opponents.past.of is 'rival'; expected a trained policy: shared",
+            [RIVAL, f"opponents={{rival: {{{PAST.replace('shared', 'rival')}}}}}"],
+            "opponents.rival.past.of is 'rival'; expected a trained policy: shared",
         ),
         (
-            [RIVAL, f"opponents={{policy: rival, {PAST}}}", "trainer.staleness=1"],
+            [RIVAL, f"opponents={{rival: {{{PAST}}}}}", "trainer.staleness=1"],
             "use trainer.staleness: 0",
+        ),
+        (
+            [RIVAL, f"opponents={{rival: {{{PAST}}}}}", *TENSOR],
+            "opponents.rival.past: its weights come from files, and transport 'tensor' sends",
         ),
         ([RIVAL], "policy 'rival' is played by no agent"),
     ],
@@ -116,7 +178,7 @@ def test_opponents_that_cannot_play_are_refused(overrides: list[str], message: s
 
 def test_other_teams_have_no_opponents() -> None:
     with pytest.raises(ConfigError, match="opponents play an agent of the team 'duel'"):
-        resolve(["experiment=demo_math", "opponents={policy: solver}"])
+        resolve(["experiment=demo_math", "opponents={solver: {}}"])
 
 
 @pytest.mark.slow
@@ -136,7 +198,7 @@ def test_a_policy_trains_against_its_earlier_weights(
         "~reward.options",
         "policies.shared.warmup_steps=0",
         f"+policies.rival={{model: {tmp_path}/demo_poker/base}}",
-        "opponents={policy: rival, share: 1, past: {of: shared, every: 2, size: 2, choose: newest}}",
+        "opponents={rival: {share: 1, past: {of: shared, every: 2, size: 2, choose: newest}}}",
         experiment="demo_poker",
     )
     config = run / "config.yaml"
@@ -144,8 +206,8 @@ def test_a_policy_trains_against_its_earlier_weights(
         train(config)
     rows = metrics_of(run)[1:]
     # The opponent plays with the weights that were kept after every second step.
-    assert [row.get("opponent/member") for row in rows] == [0, 0, 2, 2, 4]
-    kept_weights = run / "train" / "opponents"
+    assert [row.get("opponent/rival/member") for row in rows] == [0, 0, 2, 2, 4]
+    kept_weights = run / "train" / "opponents" / "rival"
     assert {folder.name for folder in kept_weights.iterdir()} == {"2", "4"}
     folders = {0: run / "base", 2: kept_weights / "2", 4: kept_weights / "4"}
     [first, last] = [dict(read_tensors(folders[member])) for member in (0, 4)]
@@ -179,11 +241,57 @@ def test_a_policy_trains_against_a_remote_model(
             "trainer.steps=1",
             "policies.shared.warmup_steps=0",
             f"+policies.rival={{remote: {{model: big, url: '{server.url}'}}}}",
-            "opponents={policy: rival, share: 1}",
+            "opponents={rival: {share: 1}}",
             experiment="demo_poker",
         )
         train(run / "config.yaml")
     file = run / "train" / "trajectories" / "step_000000.parquet"
     turns = [turn for played in read_trajectories(file) for turn in played.turns]
     assert {turn.text for turn in turns if turn.policy == "rival"} == {"bet"}
-    assert metrics_of(run)[-1]["opponent/member"] == 0
+    assert metrics_of(run)[-1]["opponent/rival/member"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_with_opponents_continues_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {}
+    for name, parts in (("whole", [4]), ("restarted", [2, 4])):
+        (tmp_path / name).mkdir()
+        for steps in parts:
+            overrides = [
+                "data.train=6",
+                "trainer.tasks_per_step=6",
+                f"trainer.steps={steps}",
+                "trainer.checkpoint_every=1",
+                "trainer.validate_every=4",
+                "policies.shared.lr=1.0e-2",
+                "reward.name=tests.support.rewards:by_first_token",
+                "~reward.options",
+                "policies.shared.warmup_steps=0",
+                "policies.shared.schedule=constant",  # does not depend on trainer.steps
+                "engine.deterministic=true",
+                f"+policies.rival={{model: {tmp_path}/{name}/demo_poker/base}}",
+                f"+policies.other={{model: {tmp_path}/{name}/demo_poker/base}}",
+                "opponents={rival: {share: 0.5, past: {of: shared, every: 1, choose: rating}},"
+                " other: {share: 0.25, agents: [second]}}",
+            ]
+            if steps == parts[0]:
+                runs[name] = make_run(tmp_path / name, *overrides, experiment="demo_poker")
+            config = runs[name] / "config.yaml"
+            values = yaml.safe_load(config.read_text())
+            values["trainer"]["steps"] = steps
+            config.write_text(yaml.safe_dump(values))
+            with training_here(monkeypatch):
+                train(config)
+    rows = {name: metrics_of(run)[1:] for name, run in runs.items()}
+    for key in ("opponent/rating", "opponent/rival/member", "opponent/other/score", "reward/mean"):
+        assert [row.get(key) for row in rows["whole"]] == [
+            row.get(key) for row in rows["restarted"]
+        ], key
+    assert len({row.get("opponent/rival/member") for row in rows["whole"]}) > 1
+    [whole, restarted] = [
+        dict(read_tensors(run / "train" / "models" / "shared")) for run in runs.values()
+    ]
+    assert whole.keys() == restarted.keys()
+    assert all(torch.equal(whole[name], restarted[name]) for name in whole)
