@@ -6,7 +6,8 @@ RLVR. `protocol` describes their methods.
 math         an answer in a box, scored 1 or 0 (math_answers, math_equality, math_limits,
              math_notation, math_numbers)
 code         a program, scored by its tests in a sandbox (fenced_programs)
-data_science tables to predict by programs in one folder, scored on hidden truths (predictions)
+data_science tables to predict by programs in one folder, scored on hidden truths (predictions,
+             table_metrics)
 repository   an issue, a patch of files (patches, protected_files), hidden tests (hidden_tests,
              hidden_verdicts, decoys)
 search       a retriever to query, then an answer, scored by exact match or token F1 (text_scores)

@@ -14,12 +14,14 @@ from pydantic import PositiveFloat, PositiveInt
 
 from retrieval.regular_files import read_regular_bytes
 from rollout.base.errors import EnvError
+from rollout.base.urls import Url
 from rollout.environments.fenced_programs import last_program
-from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.environments.predictions import Target
 from rollout.environments.protocol import AgentMistake, Step, ToolCall
-from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox
+from rollout.environments.running import PRINTED_CHARS, Tier, local_sandbox, sandbox_server
+from rollout.environments.table_metrics import TABLE_METRICS
 from rollout.records.trajectory import Task
-from rollout.sandbox import Sandbox, Session
+from rollout.sandbox import FusionSession, Sandbox, SandboxFusion, Session
 from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # in an action: score the submission
@@ -56,6 +58,8 @@ class DataScienceEnv:
     the baseline, or if there is no baseline.
 
     Args:
+        server: address of a SandboxFusion server that runs the programs; null: this machine. It
+            repeats the earlier cells of an agent with each cell.
         tier: tier of isolation of programs on this machine.
         reward: `normalised`, the score in [0, 1] by its metric; or `gap`, the share of the way from
             the baseline to the ceiling, as in DSBench.
@@ -68,7 +72,9 @@ class DataScienceEnv:
     """
 
     task: Task = field(kw_only=False)
-    sandbox: Sandbox | None = None  # None: the sandbox that this process shares
+    # Runner in place of `server` and of this process's sandbox.
+    sandbox: Sandbox | SandboxFusion | None = None
+    server: Url | None = None
     tier: Tier = "auto"
     reward: Literal["normalised", "gap"] = "normalised"
     malformed: float = 0.0
@@ -78,7 +84,7 @@ class DataScienceEnv:
     cores: PositiveInt = 1
     disk_mb: PositiveInt = 256
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
-    _session: Session | None = field(default=None, init=False)
+    _session: Session | FusionSession | None = field(default=None, init=False)
     _target: Target | None = field(default=None, init=False)
     _steps: int = field(default=0, init=False)
 
@@ -86,14 +92,12 @@ class DataScienceEnv:
         """Open a session of the sandbox whose folder holds the task's files.
 
         Raises:
-            EnvError: the task's files cannot be read or written, or the sandbox has no sessions.
+            EnvError: the task's files cannot be read or written.
         """
         files, self._target = unpack_files(task)
-        sandbox = self.sandbox or local_sandbox(self.tier)
-        if not hasattr(sandbox, "session"):
-            raise EnvError(
-                f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox"
-            )
+        sandbox = self.sandbox
+        if sandbox is None:
+            sandbox = sandbox_server(self.server) if self.server else local_sandbox(self.tier)
         limits = RunLimits(
             wall_s=self.cell_s,
             cores=self.cores,
@@ -185,7 +189,7 @@ class DataScienceEnv:
             metrics=metrics,
         )
 
-    def _opened(self) -> Session:
+    def _opened(self) -> Session | FusionSession:
         if self._session is None:
             raise EnvError("DataScienceEnv is used before open")
         return self._session

@@ -46,7 +46,7 @@ class SandboxedEnv:
         if self.sandbox is not None:
             return self.sandbox
         if self.server:
-            return _sandbox_fusion(self.server)
+            return sandbox_server(self.server)
         return local_sandbox(self.tier)
 
     @property
@@ -84,5 +84,6 @@ def local_sandbox(tier: Tier) -> Sandbox:
 
 
 @cache
-def _sandbox_fusion(server: Url) -> SandboxFusion:
+def sandbox_server(server: Url) -> SandboxFusion:
+    """Return this process's client of a SandboxFusion server."""
     return SandboxFusion(server)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from retrieval.regular_files import read_regular_text
 from rollout.base.http import HttpClient, Refused, Unanswered, retry
+from rollout.sandbox.fusion_session import FusionSession
 from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 from rollout.sandbox.runner import Runner
+
+_T = TypeVar("_T")
 
 _SERVER_OVERHEAD_S = 10.0  # added to the time that compiling and running may take
 _MAX_REPLY_BYTES = 64 << 20
 
 
 class SandboxFusion(Runner):
-    """Client of a server that has SandboxFusion's `/run_code`.
+    """Client of a server that has SandboxFusion's `/run_code` and `/run_jupyter`.
 
     The server isolates programs, and enforces the limits for which the request has no field.
     """
@@ -48,17 +53,50 @@ class SandboxFusion(Runner):
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    @asynccontextmanager
+    async def session(self, limits: RunLimits | None = None) -> AsyncIterator[FusionSession]:
+        """Yield a session whose cells share variables and files.
+
+        Args:
+            limits: limits of each cell.
+        """
+        yield FusionSession(self._run_cells, limits or self.limits, self._slot)
+
     async def _run(self, program: Program) -> RunResult:
+        return await self._retry("/run_code", partial(self._attempt, program))
+
+    async def _run_cells(self, body: dict[str, Any], wall_s: float) -> dict[str, Any]:
+        """Send a request to `/run_jupyter`; return the answer, which may report a failure of the driver."""
+        return await self._retry("/run_jupyter", partial(self._attempt_cells, body, wall_s))
+
+    async def _retry(self, path: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Make a request, and repeat it while it may help.
+
+        Raises:
+            SandboxError: the server refuses the request, or gives no verdict.
+        """
         url = self._http.url
         try:
-            return await retry(partial(self._attempt, program), retries=self._retries)
+            return await retry(attempt, retries=self._retries)
         except Refused as refusal:
-            raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
+            raise SandboxError(f"{url}{path} refused the request, {refusal}") from None
         except Unanswered as failure:
             raise SandboxError(
                 f"the sandbox server {url} gives no verdict ({failure}); is it running, and is it "
                 "SandboxFusion?"
             ) from None
+
+    async def _attempt_cells(self, body: dict[str, Any], wall_s: float) -> dict[str, Any]:
+        timeout_s = wall_s + 2 * _SERVER_OVERHEAD_S  # the server adds 10 s for its driver
+        response = await self._http.send("POST", "/run_jupyter", body, timeout_s=timeout_s)
+        response.raise_for_status()
+        try:
+            answer: dict[str, Any] = response.json()
+            if answer["status"] != "SandboxError":
+                return answer
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unanswered(f"malformed reply ({type(error).__name__}: {error})") from None
+        raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
 
     async def _attempt(self, program: Program) -> RunResult:
         """Send a program once.

@@ -27,7 +27,8 @@ from pydantic import Field
 from retrieval.regular_files import read_regular_text
 from rollout.base.yaml_files import read_yaml
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
-from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.environments.predictions import Target
+from rollout.environments.table_metrics import TABLE_METRICS
 from rollout.records.files import RecordError
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Task
@@ -261,7 +262,7 @@ def _csv_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 # Parts of DSBench's evaluation scripts. The import lines of a script name other metrics too.
-_SCRIPT_RESULT = re.compile(r"^\s*performance\s*=(.*)$", re.MULTILINE)
+_SCRIPT_RESULT = re.compile(r"^\s*performance(?:,\s*\w+)?\s*=(.*)$", re.MULTILINE)
 _SCRIPT_COLUMN = re.compile(r"""["']--value["'].*?default\s*=\s*["']([^"']+)["']""", re.DOTALL)
 _DSBENCH_NOTE = (
     f"\n\nThe files are in the working folder. Write `{SUBMISSION}` in the form of "
@@ -272,12 +273,11 @@ _DSBENCH_NOTE = (
 def dsbench_tasks(
     seed: int, sizes: Mapping[str, int], *, folder: str, metrics: Mapping[str, str] | None = None
 ) -> list[Task]:
-    """Draw sizes[split] different tasks for each split by `seed`, from those with a known metric.
+    """Draw sizes[split] different tasks for each split by `seed`, from those that can be scored.
 
     Args:
         folder: DSBench's `data_modeling`, with data.zip unpacked in it.
-        metrics: metrics (accuracy, f1, auc, rmse, mae, mse, rmsle, log_loss) by task, for tasks
-            whose script names none of these; such tasks that are not listed are left out.
+        metrics: metrics by task, in place of those that the tasks' scripts compute.
 
     Raises:
         RecordError: a file is missing or of another form.
@@ -320,11 +320,11 @@ def metric_of(script: str) -> str | None:
 
 
 def _read_dsbench_task(root: Path, name: str, metric: str | None) -> Task | None:
-    """Read a task; None if it predicts several columns or has a metric that we do not have."""
+    """Read a task; None if its script computes a metric that we do not have, or its answers lack columns."""
     data = root / "data"
     tables = data / "data_resplit" / name
     script = _read_text(root / "evaluation" / f"{name}_eval.py")
-    metric = metric or metric_of(script)
+    metric = metric or _TEXTS["metrics_by_task"].get(name) or metric_of(script)
     if metric is not None and metric not in TABLE_METRICS:
         raise RecordError(
             f"{root}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}"
@@ -334,12 +334,16 @@ def _read_dsbench_task(root: Path, name: str, metric: str | None) -> Task | None
     if not sample or not answers:
         raise RecordError(f"{data}: {name} has no rows in sample_submission.csv or test_answer.csv")
 
-    columns = list(sample[0])
+    id_column, *columns = list(sample[0])
     match = _SCRIPT_COLUMN.search(script)
-    column = match.group(1) if match else columns[-1]
-    if metric is None or len(columns) != 2 or column not in columns or column not in answers[0]:
+    named = match.group(1) if match else ""
+    if len(sample[0]) == 2 and named == id_column:  # the id is the second column
+        columns, id_column = [id_column], columns[0]
+    # Scripts of other tasks name a column that the task does not have; they score all columns.
+    if named in columns:
+        columns = [named]
+    if metric is None or not set(columns) <= set(answers[0]):
         return None
-    id_column = columns[1] if column == columns[0] else columns[0]
     id_rows = answers if id_column in answers[0] else sample
     if len(id_rows) != len(answers):
         raise RecordError(
@@ -347,14 +351,16 @@ def _read_dsbench_task(root: Path, name: str, metric: str | None) -> Task | None
             "sample_submission.csv"
         )
 
+    truth: dict[str, Any] = {}
+    for id_row, answer in zip(id_rows, answers, strict=True):
+        cells = [answer[column] for column in columns]
+        truth[id_row[id_column]] = cells[0] if len(columns) == 1 else cells
     target = Target(
         metric=metric,
         id_column=id_column,
-        column=column,
-        truth={
-            id_row[id_column]: answer[column]
-            for id_row, answer in zip(id_rows, answers, strict=True)
-        },
+        column=columns[0] if len(columns) == 1 else "",
+        columns=columns if len(columns) > 1 else (),
+        truth=truth,
         baseline=_read_score(root / "save_performance" / "baseline" / name / "result.txt"),
         ceiling=_read_score(root / "save_performance" / "GT" / name / "result.txt"),
     )

@@ -18,7 +18,7 @@ from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
 from rollout.records.files import RecordError, read_trajectories, write_trajectories
 from rollout.records.trajectory import Status, Task, Trajectory
-from rollout.sandbox import Sandbox, SandboxFusion
+from rollout.sandbox import Sandbox
 from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
@@ -224,8 +224,6 @@ def test_one_agent_can_step_it_too(box: Sandbox) -> None:
 def test_what_cannot_be_opened_fails_the_trajectory(box: Sandbox) -> None:
     with pytest.raises(EnvError, match="used before open"):
         asyncio.run(DataScienceEnv(TASK, sandbox=box).files())
-    with pytest.raises(EnvError, match="SandboxFusion has no sessions"):
-        steps(SandboxFusion("http://127.0.0.1:1"), "x")
     for answers in (
         ("{}",),
         ("no json",),
@@ -309,11 +307,16 @@ performance = accuracy_score(actual[args.value], submission[args.value])
 
 
 def folder(root: Path) -> Path:
-    """Return a folder in DSBench's layout, with a task that can be scored and a task of several columns."""
-    (root / "data.json").write_text('{"name": "titanic", "size": "1"}\n{"name": "wide"}\n')
+    """Return a folder in DSBench's layout, with a task of one column, one of several, and one that cannot be scored."""
+    (root / "data.json").write_text(
+        '{"name": "titanic", "size": "1"}\n{"name": "wide"}\n{"name": "odd"}\n'
+    )
     files = {
         "evaluation/titanic_eval.py": EVALUATION,
-        "evaluation/wide_eval.py": EVALUATION,
+        "evaluation/wide_eval.py": "performance = rmsle(predictions, answers)\n",
+        "evaluation/odd_eval.py": "performance = luck(predictions, answers)\n",
+        "data/data_resplit/odd/sample_submission.csv": "id,a\n1,0\n",
+        "data/answers/odd/test_answer.csv": "id,a\n1,0\n",
         "data/task/titanic.txt": "Who survived?\n",
         "data/task/wide.txt": "Several.",
         "data/data_resplit/titanic/train.csv": "PassengerId,Age,Survived\n1,30,1\n",
@@ -335,7 +338,14 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
     tmp_path: Path, box: Sandbox
 ) -> None:
     options = {"folder": str(folder(tmp_path))}
-    [task] = GENERATORS["dsbench"].tasks(1, {"train": 0, "test": 1}, **options)
+    tasks = GENERATORS["dsbench"].tasks(1, {"train": 0, "test": 2}, **options)
+    task, wide = sorted(tasks, key=lambda task: task.id)
+    _, several = unpack_files(wide)
+    assert (several.metric, several.columns, several.truth) == (
+        "rmsle",
+        ["a", "b"],
+        {"1": ["0", "0"]},
+    )
     assert (task.id, task.env, task.split, task.source) == (
         "dsbench/titanic",
         "data_science",
@@ -356,8 +366,8 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
     write = code("open('submission.csv', 'w').write('PassengerId,Survived\\n2,1\\n3,0\\n')")
     [end] = steps(box, f"{write}", task=task, reward="gap", max_turns=1)
     assert end.reward == pytest.approx(1.25)  # (1 - 0.5) / (0.9 - 0.5)
-    with pytest.raises(ValueError, match=r"2 tasks asked for, but .* has 1 that can be scored"):
-        GENERATORS["dsbench"].tasks(1, {"test": 2}, **options)
+    with pytest.raises(ValueError, match=r"3 tasks asked for, but .* has 2 that can be scored"):
+        GENERATORS["dsbench"].tasks(1, {"test": 3}, **options)
     (tmp_path / "data" / "task" / "titanic.txt").unlink()
     with pytest.raises(RecordError, match=r"titanic\.txt: cannot be read"):
         GENERATORS["dsbench"].tasks(1, {"test": 1}, **options)
@@ -378,7 +388,10 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
         # equal to the accuracy if every row has one label
         ("performance = f1_score(a, b, average='micro')", "accuracy"),
         ("performance = f1_score(a, b, average='macro')", "f1"),
-        ("from sklearn.metrics import roc_auc_score\nperformance = mean_spearmanr(a, b)", None),
+        (
+            "from sklearn.metrics import roc_auc_score\nperformance = mean_spearmanr(a, b)",
+            "spearman",
+        ),
         ("from sklearn.metrics import accuracy_score", None),
     ],
 )

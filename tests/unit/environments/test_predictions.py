@@ -7,8 +7,16 @@ from random import Random
 
 import pytest
 
-from rollout.environments.predictions import TABLE_METRICS, Target, auc, f1, log_loss
+from rollout.environments.predictions import Target
 from rollout.environments.protocol import AgentMistake
+from rollout.environments.table_metrics import (
+    TABLE_METRICS,
+    auc,
+    f1,
+    kappa,
+    log_loss,
+    spearman,
+)
 
 LABELS = ["1", "1", "0", "0", "1"]
 PREDICTED_LABELS = ["1", "0", "0", "1", "1.0"]
@@ -32,6 +40,18 @@ PREDICTED_VALUES = ["1", "4", "0"]
         ("mae", VALUES, PREDICTED_VALUES, 5 / 3),
         ("rmsle", ["0", "1"], ["1", "1"], math.log(2) / math.sqrt(2)),
         ("log_loss", ["1", "0"], ["0.5", "0.25"], -(math.log(0.5) + math.log(0.75)) / 2),
+        ("median_ae", ["1", "2", "3"], ["1", "4", "0"], 2),
+        ("smape_fraction", ["1", "0", "0"], ["3", "0", "1"], (1 + 0 + 2) / 3),
+        ("smape", ["1"], ["3"], 100),
+        ("r2", ["1", "2", "3"], ["1", "2", "2"], 1 - 1 / 2),
+        ("gini", ["0", "0", "1", "1"], ["0.1", "0.4", "0.35", "0.8"], 1 / 2),  # 2 * 3/4 - 1
+        ("pearson", ["1", "2", "3"], ["1", "3", "2"], 1 / 2),
+        ("pearson", ["1", "2"], ["3", "3"], 0),
+        ("spearman", ["1", "2", "3"], ["10", "1000", "100"], 1 / 2),
+        # E[(t - p)^2] = 1/4, and 5/4 for predictions of other rows
+        ("kappa", ["1", "2", "3", "2"], ["1", "2", "3", "3"], 1 - (1 / 4) / (5 / 4)),
+        ("jaccard", ["So good", "a b"], ["so", "a b"], (1 / 2 + 1) / 2),
+        ("hits_at_3", ["b", "d"], ["a b c d", "a b c d"], 1 / 2),
     ],
 )
 def test_metrics(metric: str, truth: list[str], predictions: list[str], expected: float) -> None:
@@ -55,6 +75,39 @@ def test_metrics_of_two_classes_agree_with_scikit_learn() -> None:
     assert log_loss(list(zip(truth, probabilities, strict=True))) == pytest.approx(
         metrics.log_loss(truth, probabilities)
     )
+
+
+def test_rank_metrics_agree_with_scikit_learn_and_scipy() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    stats = pytest.importorskip("scipy.stats")
+    random = Random(1)
+    truth = random.choices(range(6), k=200)
+    labels = random.choices(range(6), k=200)
+    pairs = list(zip(truth, labels, strict=True))
+    expected = metrics.cohen_kappa_score(truth, labels, weights="quadratic")
+    assert kappa(pairs) == pytest.approx(expected)
+    assert spearman(pairs) == pytest.approx(stats.spearmanr(truth, labels)[0])
+
+
+def test_several_columns_are_scored_by_their_mean_or_row_by_row() -> None:
+    truth = {"1": ["1", "0"], "2": ["0", "1"]}
+    target = Target(metric="mae", id_column="id", columns=("a", "b"), truth=truth)
+    assert target.score("id,b,a\n1,0,0.5\n2,0,0.5\n") == pytest.approx((1 / 2 + 1 / 2) / 2)
+    with pytest.raises(AgentMistake, match="no column b; expected id,a,b and found id, a"):
+        target.score("id,a\n1,0\n2,0\n")
+    with pytest.raises(AgentMistake, match="one of them is id '2'"):
+        target.score("id,a,b\n1,0,1\n2,0,\n")
+    by_row = Target(metric="class_log_loss", id_column="id", columns=("a", "b"), truth=truth)
+    # Probabilities of the right classes: 1/2, and 3/4 after scaling.
+    submission = "id,a,b\n1,0.5,0.5\n2,1,3\n"
+    assert by_row.score(submission) == pytest.approx(-(math.log(0.5) + math.log(0.75)) / 2)
+
+
+def test_whole_numbers_are_expected_by_kappa() -> None:
+    target = Target(metric="kappa", id_column="id", column="y", truth={"1": "1", "2": "2"})
+    assert target.score("id,y\n1,1.0\n2,2\n") == 1.0
+    with pytest.raises(AgentMistake, match=r"holds '1\.5'; expected whole numbers"):
+        target.score("id,y\n1,1.5\n2,2\n")
 
 
 def test_macro_f1_agrees_with_scikit_learn() -> None:
