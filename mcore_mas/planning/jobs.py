@@ -57,6 +57,8 @@ _MEASURED_PARAMETERS = 1.5e6
 # A process's memory at the peak of an update, relative to the formula of `planning/memory.py`.
 _CPU_TRAINER_GROWTH = 1.35
 _SANDBOX_MB = 2_000  # many programs of models at a time
+# A worker of an environment: 106 MB with Gymnasium, without what the environment itself loads.
+_ENV_WORKER_MB = 200
 _SANDBOX_ENVIRONMENTS = ("code", "data_science", "repository")
 
 _RETRIEVER_JOB_MB = 1_000
@@ -190,6 +192,7 @@ def _needs_of_one_node(
     memory_mb = _DRIVER_MB[device_type] + processes * _PROCESS_MB[device_type] + extra_mb
     if config.env.name in _SANDBOX_ENVIRONMENTS:
         memory_mb += _SANDBOX_MB
+    memory_mb += config.env.workers * _ENV_WORKER_MB
     retriever = config.retriever
     retriever_gpus = retriever.gpus if retriever else 0
     if retriever is not None and not retriever.elsewhere:
@@ -205,9 +208,10 @@ def _needs_of_one_node(
 def _cpus(
     config: RunConfig, device_type: DeviceType, *, gpus: int, processes: int, nodes: int
 ) -> int:
-    """Return the CPUs of each node: of the processes, the driver and the retriever."""
+    """Return the CPUs of each node: of the processes, the driver, workers of environments and the retriever."""
     threads = processes * (config.cluster.threads_per_process or 1)
     driver = 1 if device_type == "CPU" else 2 + gpus
+    driver += config.env.workers
     retriever = config.retriever
     retriever_cpus = 0
     if retriever is not None and not retriever.elsewhere:

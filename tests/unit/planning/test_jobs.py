@@ -219,6 +219,13 @@ def test_teachers_and_opponents_add_nothing_to_an_evaluation_on_cpus(
     )
 
 
+def test_workers_of_an_environment_have_a_cpu_each() -> None:
+    without = job_needs(config("demo_math", "cluster.device=cpu"), "train", 8)
+    needs = job_needs(config("demo_math", "cluster.device=cpu", "+env.workers=3"), "train", 8)
+    assert needs.cpus == without.cpus + 3
+    assert needs.memory_mb == without.memory_mb + 600
+
+
 def test_the_opponent_has_no_engine_in_an_evaluation() -> None:
     run = config(
         "demo_poker",
