@@ -30,9 +30,10 @@ _HEAD = """# On a GPU
 
 The predicted values are those of an H100. `tests/support/fake_gpu.py` runs the GPU's code without a GPU and estimates
 the time of each operation from its arithmetic, its bytes and its launch, at rates that the H100 below reached. The
-values below were measured before norms became Triton kernels, statistics were selected by one thread, and the norm of
-the gradient was computed once. For the code of that day the predicted times of updates are within 10 % of the measured
-ones, which a test checks. The predictions for today's code have not been checked on a GPU.
+values below were measured before norms became Triton kernels, the gradients of keys were computed for 128 keys at a
+time, statistics were selected by one thread, and the norm of the gradient was computed once. For the code of that day
+the predicted times of updates are within 10 % of the measured ones, which a test checks. The predictions for today's
+code have not been checked on a GPU.
 """
 _TRANSFORMER_ENGINE = """\
 With `policies.<name>.layers: te`, layers are built from Megatron's specs for Transformer Engine, which
@@ -150,15 +151,17 @@ def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. *Wide* computes the gradients of",
-        "128 keys at a time. Runs compute those of 64.",
+        "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. Runs compute the gradients of",
+        "128 keys at a time on an H100, and *narrow* computes those of 64.",
         "",
-        "| layout | Triton | wide | torch |",
+        "| layout | Triton | narrow | torch |",
         "|---|---:|---:|---:|",
     ]
     for layout in ("groups", "turns", "branches", "long", "whole"):
         line = line_of_case(measured, "attention", {"layout": layout}) or {}
-        cells = [str(line.get(key, _NOT_MEASURED)) for key in ("triton_ms", "wide_ms", "torch_ms")]
+        cells = [
+            str(line.get(key, _NOT_MEASURED)) for key in ("triton_ms", "narrow_ms", "torch_ms")
+        ]
         rows.append(f"| {layout} | {' | '.join(cells)} |")
     return rows
 

@@ -213,6 +213,13 @@ def _step_as_megatron(_: Any) -> Any:
     return lambda optimizer, _: optimizer.step()
 
 
+def _with_64_keys(sizes_of: Any) -> Any:
+    """Return a replacement of `TileSizes.of` with tiles of 64 keys in the gradients of keys and values."""
+    return staticmethod(
+        lambda *arguments, **keywords: replace(sizes_of(*arguments, **keywords), keys_kv=64)
+    )
+
+
 def _copy_one_by_one(_: Any) -> Any:
     """Return a replacement of Megatron's copy of lists that launches a kernel for each tensor."""
 
@@ -225,10 +232,11 @@ def _copy_one_by_one(_: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_measured() -> Iterator[None]:
-    """Run the code of 2026-11-28, when the H100 was measured: its norms, statistics and optimizer step."""
+    """Run the code of 2026-11-28, when the H100 was measured: its norms, tiles, statistics, step."""
     parts = (
         _patched("mcore_mas.megatron.model.norm", "use_triton", lambda _: lambda _: False),
         _patched("mcore_mas.megatron.step.statistics", "_reduce_column", _with_column_cost),
+        _patched("mcore_mas.megatron.model.layout:TileSizes", "of", _with_64_keys),
         CHANGES["norm of the gradient computed twice"],
         CHANGES["weights copied one by one"],
     )

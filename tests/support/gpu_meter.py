@@ -32,9 +32,12 @@ OTHER = "other"  # region of operations outside all others
 # Measured on an H100: AdamW and copies, a launch
 MEMORY_BANDWIDTH = 2.76e12  # bytes a second
 HOST_LAUNCH_S = 9.54e-6  # seconds that the host needs to launch a kernel
-# Triton's tree attention with heads of 128, with the masked pairs of its tiles
+# Triton's tree attention with heads of 128, with the masked pairs of its tiles: output, gradient of
+# queries, and gradients of keys and values. The last one was measured with tiles of 64 keys, where two
+# groups of warps make the same two of four products; the rate includes these.
 TREE_FORWARD_FLOPS = 257e12
-TREE_BACKWARD_FLOPS = 213e12
+TREE_QUERIES_FLOPS = 296e12
+TREE_KEYS_FLOPS = 264e12
 # Products: the best rate of large ones was 798 TFLOP/s, and all of an update of 1.7b had 735. A product is
 # computed in waves of one tile for each multiprocessor, and a tile takes as long as its columns and
 # a start of `_TILE_START` columns.
@@ -380,12 +383,9 @@ class Meter(TorchDispatchMode):
     def _visible_pairs(self, ends: torch.Tensor) -> int:
         """Return the number of pairs of a query and a key that the query sees.
 
-        The ends of tree attention's plan have no numbers on `meta`, so they are read from the host
-        tensor that was uploaded.
+        They are counted from the ends of tree attention's plan.
         """
-        uploaded = self._uploaded[ends.untyped_storage()._cdata].view(torch.int32)
-        first = ends.storage_offset()
-        numbers = uploaded[first : first + len(ends)]
+        numbers = self._uploaded_numbers(ends)
         return int((numbers - torch.arange(len(numbers))).sum())
 
     def _cache_pairs(self, blocks: torch.Tensor) -> tuple[int, int]:
@@ -399,6 +399,31 @@ class Meter(TorchDispatchMode):
         counts, positions = numbers[:, 2], numbers[:, 3]
         pairs = counts * positions + counts * (counts + 1) // 2
         return int(pairs.sum()), int((positions + counts).sum())
+
+    def _uploaded_numbers(self, plan_tensor: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a tensor of tree attention's plan.
+
+        It has none on `meta`, so they are read from the host tensor that was uploaded.
+        """
+        uploaded = self._uploaded[plan_tensor.untyped_storage()._cdata].view(torch.int32)
+        first = plan_tensor.storage_offset()
+        return uploaded[first : first + len(plan_tensor)]
+
+    def _key_tile_operations(
+        self, keys: torch.Tensor, *, plan: Sequence[Any], sizes: Sequence[int]
+    ) -> float:
+        """Return the operations of the gradients of keys and values, with those made twice."""
+        # Megatron is imported after torch is patched.
+        from mcore_mas.megatron.model.tree_ops import WARPS
+
+        group, _, _, rows, keys_of_tile = sizes
+        query_tokens = rows // group
+        largest_ends = self._uploaded_numbers(plan[5])
+        first_blocks = torch.arange(len(largest_ends)) * keys_of_tile // query_tokens
+        tiles = int((-(-largest_ends // query_tokens) - first_blocks).sum())
+        # Two of four products are shared among warps of 16 keys each. Warps beyond make them again.
+        products = 2 + 2 * max(1, 16 * WARPS // keys_of_tile)
+        return 2.0 * products * tiles * rows * keys_of_tile * keys.shape[1] * keys.shape[2]
 
     def _count_kernel(
         self,
@@ -437,10 +462,16 @@ class Meter(TorchDispatchMode):
             # two products
             model_operations = 4.0 * self._attention_elements(queries=args[0], ends=args[3][0])
         elif name == "tree_attention_backward":
-            # three products for the gradient of queries, and four for those of keys and values
-            operations = 14.0 * _tile_operations(args[1][1], plan=args[2], sizes=args[3])
+            keys = args[1][1]
+            # three products for the gradient of queries
+            query_operations = 6.0 * _tile_operations(keys, plan=args[2], sizes=args[3])
+            key_operations = self._key_tile_operations(keys, plan=args[2], sizes=args[3])
+            operations = query_operations + key_operations
             launches = 2
-            rate = _attention_rate(TREE_BACKWARD_FLOPS, args[1][1].shape[-1])
+            head_dim = keys.shape[-1]
+            seconds = query_operations / _attention_rate(TREE_QUERIES_FLOPS, head_dim)
+            seconds += key_operations / _attention_rate(TREE_KEYS_FLOPS, head_dim)
+            rate = operations / seconds
             model_operations = 8.0 * self._attention_elements(queries=args[1][0], ends=args[2][0])
         elif name == "attend_to_cache":
             pairs, key_count = self._cache_pairs(args[3])

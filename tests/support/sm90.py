@@ -27,6 +27,9 @@ from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from rollout.engines.embedded import gpu_ops
 
+# Columns of a wgmma instruction of bfloat16 factors, which multiplies [64, 16] and [16, columns]
+_WGMMA_COLUMNS = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16")
+
 
 class FakeDriver:
     """Triton driver of a GPU with this compute capability, which the machine lacks."""
@@ -47,7 +50,8 @@ class FakeDriver:
 def compiled(work: Callable[[], object], capability: int = 90) -> list[dict[str, int]]:
     """Return the figures of each kernel that `work` would launch.
 
-    They are registers, bytes spilled, KiB of shared memory, and wgmma instructions.
+    They are registers, bytes spilled, KiB of shared memory, wgmma instructions, and the multiplications
+    of these in one run through the code, by all groups of four warps.
     """
     triton.runtime.driver.set_active(FakeDriver(capability))
     kernels: list[Any] = []
@@ -86,6 +90,8 @@ def _figures(kernel: Any, gpu: str) -> dict[str, int]:
         "spilled": sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)),
         "shared": -(-kernel.metadata.shared // 1024),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "multiplications": sum(64 * int(columns) * 16 for columns in _WGMMA_COLUMNS.findall(ptx))
+        * (kernel.metadata.num_warps // 4),
     }
 
 

@@ -166,7 +166,7 @@ def test_the_page_shows_measurements_beside_predictions() -> None:
         "section": "attention",
         "date": "2026-11-22",
         "layout": "turns",
-        "triton_ms": 2.4,
+        "narrow_ms": 2.4,
         "torch_ms": 48.0,
     }
     text = page([probe, prediction, update, attention])
@@ -177,7 +177,7 @@ def test_the_page_shows_measurements_beside_predictions() -> None:
     assert update_row in text
     mixture_row = f"| 30b-a3b | selective | groups |{10 * ' not measured |'}\n"
     assert mixture_row in text
-    assert "| turns | 2.4 | not measured | 48.0 |" in text
+    assert "| turns | not measured | 2.4 | 48.0 |" in text
     assert "| groups | not measured | not measured | not measured |" in text
 
     # Measurements on a machine without a GPU are left out; predictions stay.

@@ -19,6 +19,10 @@ from mcore_mas.megatron.batch import Segment, depths
 # without a mask (512 tokens take half the time).
 _CPU_BLOCK = 128
 
+# Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
+# of warps multiplies 64 keys of a tile; with 64 keys in all, both multiplied the same ones.
+_MIN_WGMMA_KIB = 200
+
 # Blocks of queries in the CPU's kernel are a multiple of this number of tokens.
 _CPU_MULTIPLE = 32
 
@@ -75,7 +79,7 @@ class TileSizes:
 
     @classmethod
     def of(cls, group: int, head_dim: int, bf16: bool, shared_memory_kib: int = 227) -> TileSizes:
-        """Return sizes that compile for an H200 with no or almost no spilled registers.
+        """Return sizes that compile for an H200 without spilled registers.
 
         tests/unit/megatron/test_tree_kernels.py checks this.
 
@@ -89,7 +93,7 @@ class TileSizes:
                 rows=max(128, padded_group),
                 keys=64,
                 rows_kv=max(64, padded_group),
-                keys_kv=64,
+                keys_kv=128 if shared_memory_kib >= _MIN_WGMMA_KIB else 64,
             )
         is_small = shared_memory_kib <= 129 * _next_power(head_dim) // 256
         return cls(

@@ -60,6 +60,36 @@ def _query_rows(block, kv_head, tokens, shape: tl.constexpr):
 
 
 @triton.jit
+def _block_rows(x, block, kv_head, shape: tl.constexpr):
+    """Return a pointer to the first row of a tile of queries, and the offset [rows] of each row.
+
+    The offsets are the same for all blocks, and take fewer registers than a pointer to each row.
+    """
+    base, token_stride, head_stride = x
+    first_token = block * (shape[_ROWS] // shape[_GROUP])
+    first_row = first_token.to(tl.int64) * token_stride + kv_head * shape[_GROUP] * head_stride
+    row = tl.arange(0, shape[_ROWS])
+    offset = row // shape[_GROUP] * token_stride + row % shape[_GROUP] * head_stride
+    return base + first_row, offset
+
+
+@triton.jit
+def _load_block(x, block, kv_head, is_used, shape: tl.constexpr):
+    """Load a tile of queries [rows, padded head_dim], with zeros in rows that are not used."""
+    first_row, offset = _block_rows(x, block, kv_head, shape)
+    column = tl.arange(0, shape[_PADDED_DIM])
+    mask = is_used[:, None] & (column < shape[_HEAD_DIM])[None, :]
+    return tl.load(first_row + (offset[:, None] + column[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_block_numbers(x, block, kv_head, is_used, plan, shape: tl.constexpr):
+    """Load a number of each row of a tile of queries [rows]; `x` points to [T, heads]."""
+    first_row, offset = _block_rows((x, plan[_HEADS], 1), block, kv_head, shape)
+    return tl.load(first_row + offset, mask=is_used, other=0.0)
+
+
+@triton.jit
 def _pointers(x, token, head, shape: tl.constexpr):
     """Return pointers to [rows, padded head_dim] of a tensor."""
     base, token_stride, head_stride = x
@@ -268,12 +298,10 @@ def _add_key_gradients(
     grad_k, grad_v = state
     keys, values, key_token, end = key_tile
     q, grad_out, lses, deltas = tensors
-    token, head, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
-    queries = _load(q, token, head, is_used, shape)
-    grad_out_tile = _load(grad_out, token, head, is_used, shape)
-    offset = token.to(tl.int64) * plan[_HEADS] + head
-    lse = tl.load(lses + offset, mask=is_used, other=0.0) * _LOG2_E
-    delta = tl.load(deltas + offset, mask=is_used, other=0.0)
+    token, _, is_used = _query_rows(block, kv_head, plan[_TOKENS], shape)
+    queries = _load_block(q, block, kv_head, is_used, shape)
+    grad_out_tile = _load_block(grad_out, block, kv_head, is_used, shape)
+    lse = _load_block_numbers(lses, block, kv_head, is_used, plan, shape) * _LOG2_E
 
     # The scores have keys as rows, so that the weights enter the next product without being
     # transposed, which would spill registers. Rows that are not used have a gradient of 0, and add
@@ -285,6 +313,8 @@ def _add_key_gradients(
     weights = tl.exp2(scores - lse[None, :])
     grad_v = _product(weights.to(grad_out_tile.dtype), grad_out_tile, grad_v, shape)
     grad_weights = _product(values, tl.trans(grad_out_tile), None, shape)
+    # If the deltas were loaded before the products, registers would be spilled.
+    delta = _load_block_numbers(deltas, block, kv_head, is_used, plan, shape)
     grad_scores = weights * (grad_weights - delta[None, :])
     return _product(grad_scores.to(queries.dtype), queries, grad_k, shape), grad_v
 
