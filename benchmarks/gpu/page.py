@@ -30,10 +30,10 @@ _HEAD = """# On a GPU
 
 The predicted values are those of an H100. `tests/support/fake_gpu.py` runs the GPU's code without a GPU and estimates
 the time of each operation from its arithmetic, its bytes and its launch, at rates that the H100 below reached. The
-values below were measured before norms became Triton kernels, the gradients of keys were computed for 128 keys at a
-time, statistics were selected by one thread, and the norm of the gradient was computed once. For the code of that day
-the predicted times of updates are within 10 % of the measured ones, which a test checks. The predictions for today's
-code have not been checked on a GPU.
+values below were measured before norms became Triton kernels, queries and keys were computed by one kernel and the
+gradients of keys for 128 keys at a time, statistics were selected by one thread, and the norm of the gradient was
+computed once. For the code of that day the predicted times of updates are within 10 % of the measured ones, which a
+test checks. The predictions for today's code have not been checked on a GPU.
 """
 _TRANSFORMER_ENGINE = """\
 With `policies.<name>.layers: te`, layers are built from Megatron's specs for Transformer Engine, which

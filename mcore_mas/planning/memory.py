@@ -309,7 +309,7 @@ def _attention_elements(architecture: Architecture, settings: TrainerSettings) -
     rotated = queries + keys
     output = queries
     elements = projections + rotated + output
-    if architecture.qk_norm:
+    if architecture.qk_norm and not settings.fused:
         elements += queries
 
     if settings.bf16 and not settings.fused:

@@ -213,6 +213,11 @@ def _step_as_megatron(_: Any) -> Any:
     return lambda optimizer, _: optimizer.step()
 
 
+def _rotate_in_one_launch(x: Any, angles: Any, interleaved: bool = False) -> Any:
+    """Stand for the kernel that rotated queries or keys; on `meta` the numbers do not matter."""
+    return 2.0 * x
+
+
 def _with_64_keys(sizes_of: Any) -> Any:
     """Return a replacement of `TileSizes.of` with tiles of 64 keys in the gradients of keys and values."""
     return staticmethod(
@@ -232,11 +237,17 @@ def _copy_one_by_one(_: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_measured() -> Iterator[None]:
-    """Run the code of 2026-11-28, when the H100 was measured: its norms, tiles, statistics, step."""
+    """Run the code of 2026-11-28, when the H100 was measured: its norms, rotation, tiles, statistics, step."""
     parts = (
         _patched("mcore_mas.megatron.model.norm", "use_triton", lambda _: lambda _: False),
         _patched("mcore_mas.megatron.step.statistics", "_reduce_column", _with_column_cost),
         _patched("mcore_mas.megatron.model.layout:TileSizes", "of", _with_64_keys),
+        CHANGES["queries and keys not fused"],
+        _patched(
+            "megatron.core.models.common.embeddings.rope_utils",
+            "fused_apply_rotary_pos_emb",
+            lambda _: _rotate_in_one_launch,
+        ),
         CHANGES["norm of the gradient computed twice"],
         CHANGES["weights copied one by one"],
     )
@@ -250,8 +261,8 @@ _PIPELINE = "mcore_mas.megatron.step.pipeline"
 # Changes that would make an update slow or wrong on a GPU, and that no test on a CPU shows.
 CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,
-    "rotation not fused": _patched(
-        "mcore_mas.megatron.model.build", "_install_fused_rope", lambda _: lambda: False
+    "queries and keys not fused": _patched(
+        "mcore_mas.megatron.model.build", "_use_fused_attention", lambda _: lambda _: None
     ),
     "SwiGLU and head not fused": _without_fused_layers,
     "as measured": _as_measured,

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import KernelNorm, rotate_with_kernel, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelNorm, KernelQueriesAndKeys, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from rollout.engines.embedded import gpu_ops
@@ -131,14 +131,17 @@ def head_kernels() -> list[dict[str, int]]:
 
 
 def layer_kernels() -> list[dict[str, int]]:
-    """Compile, in bfloat16, SwiGLU and the rotation of queries of Qwen3 4B, each with its gradient."""
+    """Compile, in bfloat16, SwiGLU, and queries and keys of Qwen3 4B, each with its gradient."""
 
     def compute() -> None:
         options = {"dtype": torch.bfloat16, "requires_grad": True}
         angles = torch.zeros(8, 1, 1, 128)
         mixed = swiglu(torch.zeros(8, 1, 2 * 9728, **options))
-        queries = rotate_with_kernel(torch.zeros(8, 1, 32, 128, **options), angles)
         mixed.backward(torch.zeros_like(mixed))
+        packed = torch.zeros(8, 1, 48 * 128, **options)
+        weights = [torch.ones(128, **options) for _ in range(2)]
+        heads = (4, 8, 128)
+        queries, *_ = KernelQueriesAndKeys.apply(packed, *weights, angles, heads, 1e-6)
         queries.backward(torch.zeros_like(queries))
 
     return compiled(compute)

@@ -15,9 +15,11 @@ from typing import Any, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from mcore_mas.megatron.model.block_attention import BlockAttention, attend_exactly
+from mcore_mas.megatron.model.layer_ops import KernelQueriesAndKeys
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 
@@ -137,6 +139,40 @@ def _transformer_engine_attention(
         softmax_scale=scale,
     )
     return cast(torch.nn.Module, attention)
+
+
+class FusedSelfAttention(SelfAttention):
+    """Megatron's self-attention on a GPU, where one kernel normalizes and rotates queries and keys.
+
+    Megatron copies the queries out of the result of the linear layer, normalizes and rotates queries
+    and keys one after the other, and joins the gradients of all three.
+    """
+
+    _angles: Tensor  # of the current call
+
+    def forward(  # type: ignore[no-untyped-def]
+        self, hidden_states: Tensor, *args, rotary_pos_emb: Tensor, **kwargs
+    ) -> Any:
+        """Attend as Megatron does, with the angles [T, 1, 1, head_dim] of `TreeRotary`."""
+        self._angles = rotary_pos_emb
+        return super().forward(hidden_states, *args, rotary_pos_emb=None, **kwargs)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [T, 1, heads, head_dim] of this rank, rotated already."""
+        packed, _bias = self.linear_qkv(hidden_states)
+        query_weight = key_weight = None
+        if self.config.qk_layernorm:
+            query_weight = self.q_layernorm()
+            key_weight = self.k_layernorm()
+        kv_heads = self.num_query_groups_per_partition
+        group = self.num_attention_heads_per_partition // kv_heads
+        sizes = (group, kv_heads, self.hidden_size_per_attention_head)
+        query, key, value = KernelQueriesAndKeys.apply(
+            packed, query_weight, key_weight, self._angles, sizes, self.config.layernorm_epsilon
+        )
+        return query, key, value
 
 
 class ContextAttention(TreeAttention):

@@ -24,14 +24,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from mcore_mas.megatron.device import rank_device, use_triton
-from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
+from mcore_mas.megatron.model.attention import ContextAttention, FusedSelfAttention, TreeAttention
 from mcore_mas.megatron.model.cpu_ops import rotate_on_cpu
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
-from mcore_mas.megatron.model.layer_ops import rotate_with_kernel
 from mcore_mas.megatron.model.linear import ColumnLinear, RowLinear
 from mcore_mas.megatron.model.mlp import GatedMLP
-from mcore_mas.megatron.model.norm import RMSNorm
+from mcore_mas.megatron.model.norm import HeadNorm, RMSNorm
 from mcore_mas.megatron.model.router_replay import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.base.errors import ModelError
@@ -79,6 +78,8 @@ def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleS
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    if use_triton(rank_device()):
+        _use_fused_attention(layer.submodules.self_attention)
     mlp = layer.submodules.mlp
     # From megatron-core 0.18 on, the MLP is a partial function.
     mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
@@ -89,6 +90,14 @@ def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleS
     else:
         mlp.experts = GroupedExperts
     return layer
+
+
+def _use_fused_attention(attention: ModuleSpec) -> None:
+    """Make a layer build `FusedSelfAttention` in place of Megatron's self-attention."""
+    attention.module = FusedSelfAttention
+    if attention.submodules.q_layernorm is RMSNorm:
+        attention.submodules.q_layernorm = HeadNorm
+        attention.submodules.k_layernorm = HeadNorm
 
 
 def _transformer_engine_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
@@ -199,12 +208,10 @@ def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
 def _install_fused_rope() -> bool:
     """Install a fused function of rotary embeddings (RoPE) in Megatron; return True if it has one.
 
-    On a GPU, that of Transformer Engine is kept if it is installed.
+    On a GPU, `FusedSelfAttention` rotates, and layers of Transformer Engine have its function.
     """
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = rotate_on_cpu
-    elif rope_utils.fused_apply_rotary_pos_emb is None and use_triton(rank_device()):
-        rope_utils.fused_apply_rotary_pos_emb = rotate_with_kernel
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 

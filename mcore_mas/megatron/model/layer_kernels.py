@@ -1,4 +1,4 @@
-"""Triton kernels of norms, SwiGLU, rotary embeddings, expert weight gradients and head logits.
+"""Triton kernels of norms, SwiGLU, queries and keys, expert weight gradients and head logits.
 
 They are launched by `layer_ops.py` and `experts.py`. All of them compute in float32, whatever types
 they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.
@@ -152,42 +152,184 @@ def swiglu_gradient_kernel(
 
 
 @triton.jit
-def rotate_kernel(
-    x,
+def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
+    """Return the heads [padded heads, 1] of a token of a packed projection, and their kinds.
+
+    Returns:
+        The head's index; True for queries, keys and values; and the index among the queries and that
+        of the key/value head.
+    """
+    group: tl.constexpr = sizes[0]
+    kv_heads: tl.constexpr = sizes[1]
+    head = tl.arange(0, padded_heads)[:, None]
+    part = head % (group + 2)
+    kv_head = head // (group + 2)
+    exists = kv_head < kv_heads
+    is_query = exists & (part < group)
+    is_key = exists & (part == group)
+    is_value = exists & (part == group + 1)
+    return head, is_query, is_key, is_value, kv_head * group + part, kv_head
+
+
+@triton.jit
+def _load_halves(x, offset, mask, half: tl.constexpr):
+    """Load both halves of heads as float32, and 0 where the mask is False."""
+    return _load(x, offset, mask), _load(x, offset + half, mask)
+
+
+@triton.jit
+def _store_halves(x, offset, first, second, mask, half: tl.constexpr):
+    tl.store(x + offset, first.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + offset + half, second.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _head_norm_weights(weights, is_query, column, in_head, half: tl.constexpr):
+    """Return both halves of the norms' weights of queries and keys, for the heads of a token."""
+    of_queries, of_keys = weights
+    query_first, query_second = _load_halves(of_queries, column, in_head, half)
+    key_first, key_second = _load_halves(of_keys, column, in_head, half)
+    return tl.where(is_query, query_first, key_first), tl.where(is_query, query_second, key_second)
+
+
+@triton.jit
+def queries_and_keys_kernel(
+    packed,
+    weights,
     angles,
-    out,
-    sizes,
-    back: tl.constexpr,
+    results,
+    strides,
+    eps,
+    sizes: tl.constexpr,
     padded_heads: tl.constexpr,
     padded_half: tl.constexpr,
 ):
-    """Rotate all heads of a token by its angles, or if `back`, by the opposite angles.
+    """Normalize the queries and keys of a token, and rotate them by its angles.
 
     The halves (a, b) of a head become (a cos − b sin, b cos + a sin). The padded sizes are the next
     powers of two.
 
     Args:
-        x: [tokens, heads, 2 half].
+        packed: [tokens, kv_heads (group + 2) 2 half], the group of queries, the key and the value of
+            each key/value head.
+        weights: those of the norms of queries and keys, [2 half] each; None: no norm.
         angles: [tokens, 2 half] float32, of which the second half repeats the first.
-        out: [tokens, heads, 2 half], contiguous.
-        sizes: heads, half, the strides of `x` by token and by head, and that of `angles` by token.
+        results: queries [tokens, kv_heads group, 2 half] and keys [tokens, kv_heads, 2 half].
+        strides: those of `packed` and of `angles` by token.
+        eps: is added to the mean square.
+        sizes: group, kv_heads, half.
     """
-    heads, half, x_token_stride, x_head_stride, angle_stride = sizes
+    group: tl.constexpr = sizes[0]
+    kv_heads: tl.constexpr = sizes[1]
+    half: tl.constexpr = sizes[2]
+    queries, keys = results
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, padded_heads)[:, None]
+    head, is_query, is_key, _, query_head, kv_head = _packed_heads(sizes, padded_heads)
     column = tl.arange(0, padded_half)[None, :]
-    mask = (head < heads) & (column < half)
-    angle = tl.load(angles + token * angle_stride + column, mask=column < half, other=0.0)
+    in_head = column < half
+    is_rotated = (is_query | is_key) & in_head
+    offset = token * strides[0] + head * 2 * half + column
+    first, second = _load_halves(packed, offset, is_rotated, half)
+    if weights is not None:
+        square = tl.sum(first * first + second * second, 1)[:, None]
+        inverse = tl.rsqrt(square / (2 * half) + eps)
+        weight_first, weight_second = _head_norm_weights(weights, is_query, column, in_head, half)
+        first = first * inverse * weight_first
+        second = second * inverse * weight_second
+    angle = tl.load(angles + token * strides[1] + column, mask=in_head, other=0.0)
     cos = tl.cos(angle)
     sin = tl.sin(angle)
-    if back:
-        sin = -sin
-    source = x + token * x_token_stride + head * x_head_stride + column
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    target = out + (token * heads + head) * 2 * half + column
-    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=mask)
-    tl.store(target + half, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    query_offset = (token * kv_heads * group + query_head) * 2 * half + column
+    _store_halves(queries, query_offset, rotated_first, rotated_second, is_query & in_head, half)
+    key_offset = (token * kv_heads + kv_head) * 2 * half + column
+    _store_halves(keys, key_offset, rotated_first, rotated_second, is_key & in_head, half)
+
+
+@triton.jit
+def queries_and_keys_gradient_kernel(
+    packed,
+    weights,
+    angles,
+    gradients,
+    results,
+    strides,
+    eps,
+    sizes: tl.constexpr,
+    padded_heads: tl.constexpr,
+    padded_half: tl.constexpr,
+):
+    """Compute the gradients of a packed projection and of the norms' weights.
+
+    Program p computes the tokens p, p + programs, p + 2 · programs, and so on.
+
+    Args:
+        gradients: those of queries and keys, as `results` of `queries_and_keys_kernel`, and of values
+            [tokens, kv_heads, 2 half]; each contiguous.
+        results: gradient of `packed`, contiguous; and each program's part of the gradients of the
+            weights of queries and keys [programs, 2, 2 half] float32, or None if they are frozen.
+        packed, weights, angles, strides, eps, sizes: arguments of `queries_and_keys_kernel`.
+        padded_heads, padded_half: arguments of `queries_and_keys_kernel`.
+    """
+    group: tl.constexpr = sizes[0]
+    kv_heads: tl.constexpr = sizes[1]
+    half: tl.constexpr = sizes[2]
+    grad_queries, grad_keys, grad_values = gradients
+    grad_packed, weight_parts = results
+    tokens, token_stride, angle_stride = strides
+    head, is_query, is_key, is_value, query_head, kv_head = _packed_heads(sizes, padded_heads)
+    column = tl.arange(0, padded_half)[None, :]
+    in_head = column < half
+    exists = (is_query | is_key | is_value) & in_head
+    if weights is not None:
+        weight_first, weight_second = _head_norm_weights(weights, is_query, column, in_head, half)
+        part_first = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
+        part_second = tl.zeros((padded_heads, padded_half), dtype=tl.float32)
+    first_token = tl.program_id(0).to(tl.int64)
+    for token in range(first_token, tokens, tl.num_programs(0)):
+        query_offset = (token * kv_heads * group + query_head) * 2 * half + column
+        key_offset = (token * kv_heads + kv_head) * 2 * half + column
+        out_first, out_second = _load_halves(grad_queries, query_offset, is_query & in_head, half)
+        key_first, key_second = _load_halves(grad_keys, key_offset, is_key & in_head, half)
+        value_first, value_second = _load_halves(grad_values, key_offset, is_value & in_head, half)
+        angle = tl.load(angles + token * angle_stride + column, mask=in_head, other=0.0)
+        cos = tl.cos(angle)
+        sin = tl.sin(angle)
+        out_first += key_first
+        out_second += key_second
+        # The opposite rotation
+        grad_first = out_first * cos + out_second * sin
+        grad_second = out_second * cos - out_first * sin
+        if weights is not None:
+            # As in `norm_gradient_kernel`
+            offset = token * token_stride + head * 2 * half + column
+            first, second = _load_halves(packed, offset, (is_query | is_key) & in_head, half)
+            square = tl.sum(first * first + second * second, 1)[:, None]
+            inverse = tl.rsqrt(square / (2 * half) + eps)
+            first *= inverse
+            second *= inverse
+            part_first += grad_first * first
+            part_second += grad_second * second
+            grad_first *= weight_first
+            grad_second *= weight_second
+            mean = tl.sum(grad_first * first + grad_second * second, 1)[:, None] / (2 * half)
+            grad_first = inverse * (grad_first - first * mean)
+            grad_second = inverse * (grad_second - second * mean)
+        target = (token * kv_heads * (group + 2) + head) * 2 * half + column
+        first_result = tl.where(is_value, value_first, grad_first)
+        second_result = tl.where(is_value, value_second, grad_second)
+        _store_halves(grad_packed, target, first_result, second_result, exists, half)
+    if weight_parts is not None:
+        in_half = tl.arange(0, padded_half) < half
+        of_queries = weight_parts + tl.program_id(0) * 4 * half + tl.arange(0, padded_half)
+        of_keys = of_queries + 2 * half
+        query_first = tl.sum(tl.where(is_query, part_first, 0.0), 0)
+        query_second = tl.sum(tl.where(is_query, part_second, 0.0), 0)
+        tl.store(of_queries, query_first, mask=in_half)
+        tl.store(of_queries + half, query_second, mask=in_half)
+        tl.store(of_keys, tl.sum(tl.where(is_key, part_first, 0.0), 0), mask=in_half)
+        tl.store(of_keys + half, tl.sum(tl.where(is_key, part_second, 0.0), 0), mask=in_half)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Operators between the matrix products of layers and head on a GPU, one Triton launch each.
 
-They are norms, SwiGLU, the rotation by position, and two passes over each chunk of the head's
+They are norms, SwiGLU, queries and keys, and two passes over each chunk of the head's
 float32 logits. torch knows their shapes and gradients without a GPU.
 """
 
@@ -103,16 +103,21 @@ class KernelNorm(torch.autograd.Function):
         grad_x = grad_rows.view(grad_out.shape)
         if not trains_weight:
             return grad_x, None, None
-        if ctx.main_grad is None:
-            return grad_x, weight_parts.sum(0).to(weight.dtype), None
-        ctx.main_grad.add_(weight_parts.sum(0))
-        return grad_x, mark_grad_as_added(weight), None
+        return grad_x, _hand_over(weight, ctx.main_grad, weight_parts.sum(0)), None
+
+
+def _hand_over(weight: Tensor, main_grad: Tensor | None, gradient: Tensor) -> Tensor:
+    """Add a float32 gradient to Megatron's buffer, if there is one; return the gradient for autograd."""
+    if main_grad is None:
+        return gradient.to(weight.dtype)
+    main_grad.add_(gradient)
+    return mark_grad_as_added(weight)
 
 
 # Columns of a row that a program of SwiGLU computes.
 SWIGLU_BLOCK = 1024
 
-# Warps of a program of SwiGLU, and of the rotation.
+# Warps of a program of SwiGLU.
 _LAYER_WARPS = 4
 
 
@@ -193,38 +198,167 @@ swiglu.register_autograd(
 _swiglu_gradient.register_fake(_empty_swiglu_gradients)
 
 
-@torch.library.custom_op("mcore_mas::rotate", mutates_args=())
-def _rotate(x: Tensor, angles: Tensor, back: bool) -> Tensor:
+# Warps of a program of queries and keys, and of their gradient. A program computes all heads of a token.
+_HEADS_WARPS = 8
+_HEADS_GRADIENT_WARPS = 16
+
+
+def _heads_options(group: int, kv_heads: int, dim: int) -> dict[str, Any]:
+    """Return the sizes of the kernels of queries and keys, which are compile-time constants."""
+    # Triton comes with torch for CUDA only.
+    from triton.language import constexpr
+
+    heads = kv_heads * (group + 2)
+    return {
+        "sizes": tuple(map(constexpr, (group, kv_heads, dim // 2))),
+        "padded_heads": 1 << (heads - 1).bit_length(),
+        "padded_half": 1 << (dim // 2 - 1).bit_length(),
+    }
+
+
+@torch.library.custom_op("mcore_mas::queries_and_keys", mutates_args=())
+def _queries_and_keys(
+    packed: Tensor, weights: list[Tensor], angles: Tensor, heads: list[int], eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return queries [T, kv_heads · group, d] and keys [T, kv_heads, d]; see `KernelQueriesAndKeys`."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    tokens, _, heads, dim = x.shape
-    assert x.stride(3) == 1, "elements of a head must be neighbours"
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sizes = (heads, dim // 2, x.stride(0), x.stride(2), angles.stride(0))
-    padded_sizes = [1 << (size - 1).bit_length() for size in sizes[:2]]
-    kernels.rotate_kernel[(tokens,)](
-        x, angles, out, sizes, back, *padded_sizes, num_warps=_LAYER_WARPS
+    results = _empty_queries_and_keys(packed, weights, angles, heads, eps)
+    kernels.queries_and_keys_kernel[(len(packed),)](
+        packed,
+        tuple(weights) or None,
+        angles,
+        results,
+        (packed.stride(0), angles.stride(0)),
+        eps,
+        num_warps=_HEADS_WARPS,
+        **_heads_options(*heads),
     )
-    return out
+    return results
 
 
-_rotate.register_fake(lambda x, angles, back: x.new_empty(x.shape))
-_rotate.register_autograd(
-    lambda ctx, grad_out: (_rotate(grad_out.contiguous(), *ctx.saved_tensors, True), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+def _empty_queries_and_keys(
+    packed: Tensor, weights: list[Tensor], angles: Tensor, heads: list[int], eps: float
+) -> tuple[Tensor, Tensor]:
+    group, kv_heads, dim = heads
+    tokens = len(packed)
+    queries = packed.new_empty(tokens, kv_heads * group, dim)
+    return queries, packed.new_empty(tokens, kv_heads, dim)
+
+
+_queries_and_keys.register_fake(_empty_queries_and_keys)
+
+
+@torch.library.custom_op("mcore_mas::queries_and_keys_gradient", mutates_args=())
+def _queries_and_keys_gradient(
+    packed: Tensor,
+    weights: list[Tensor],
+    angles: Tensor,
+    gradients: list[Tensor],
+    heads: list[int],
+    eps: float,
+    trains_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `packed`, and partial sums [programs, 2, d] of those of the weights.
+
+    For frozen weights there are none.
+    """
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    grad_packed, weight_parts = _empty_packed_gradients(packed, heads, trains_weights)
+    kernels.queries_and_keys_gradient_kernel[(_heads_programs(len(packed)),)](
+        packed,
+        tuple(weights) or None,
+        angles,
+        tuple(gradients),
+        (grad_packed, weight_parts if trains_weights else None),
+        (len(packed), packed.stride(0), angles.stride(0)),
+        eps,
+        num_warps=_HEADS_GRADIENT_WARPS,
+        **_heads_options(*heads),
+    )
+    return grad_packed, weight_parts
+
+
+def _heads_programs(tokens: int) -> int:
+    return min(tokens, _NORM_WARPS // _HEADS_GRADIENT_WARPS)
+
+
+def _empty_packed_gradients(
+    packed: Tensor, heads: list[int], trains_weights: bool
+) -> tuple[Tensor, Tensor]:
+    programs = _heads_programs(len(packed)) if trains_weights else 0
+    weight_parts = packed.new_empty(programs, 2, heads[2], dtype=torch.float32)
+    return packed.new_empty(packed.shape), weight_parts
+
+
+_queries_and_keys_gradient.register_fake(
+    lambda packed, weights, angles, gradients, heads, eps, trains_weights: _empty_packed_gradients(
+        packed, heads, trains_weights
+    )
 )
 
 
-def rotate_with_kernel(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate queries or keys by position (RoPE, arXiv 2104.09864), as Transformer Engine does.
+class KernelQueriesAndKeys(torch.autograd.Function):
+    """`apply(packed, query_weight, key_weight, angles, heads, eps)`: queries, keys and values.
 
-    Args:
-        x: [T, 1, heads, d].
-        angles: [T, 1, 1, d].
-        interleaved: False; no supported model pairs neighbouring elements.
+    `packed` is [T, 1, kv_heads (group + 2) d], the result of the linear layer, with the queries of a
+    group, the key and the value of each key/value head. `heads` is (group, kv_heads, d). Queries and
+    keys are normalized by `KernelNorm`'s formula, unless the weights are None, and then rotated by
+    `angles` [T, 1, 1, d] (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are
+    a view. Gradients of the weights are added to Megatron's float32 buffers, if there are some.
     """
-    assert not interleaved, "no supported model pairs neighbouring elements"
-    return cast(Tensor, _rotate(x, angles, False))
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        angles: Tensor,
+        heads: tuple[int, int, int],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = packed.squeeze(1)
+        assert rows.stride(1) == 1, "elements of a token must be neighbours"
+        token_angles = angles.flatten(1)
+        weights = []
+        if query_weight is not None and key_weight is not None:
+            weights = [query_weight, key_weight]
+        queries, keys = _queries_and_keys(rows, weights, token_angles, list(heads), eps)
+
+        group, kv_heads, dim = heads
+        values = packed.view(len(rows), 1, kv_heads, (group + 2) * dim)[..., (group + 1) * dim :]
+        # Without norms, only the shape of the rows is used.
+        ctx.save_for_backward(rows, token_angles, *weights)
+        ctx.heads = heads
+        ctx.eps = eps
+        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
+        return queries[:, None], keys[:, None], values
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_queries: Tensor, grad_keys: Tensor, grad_values: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        rows, angles, *weights = ctx.saved_tensors
+        trains_weights = ctx.needs_input_grad[1]
+        grad_rows, weight_parts = _queries_and_keys_gradient(
+            rows,
+            weights,
+            angles,
+            [gradient.contiguous() for gradient in (grad_queries, grad_keys, grad_values)],
+            list(ctx.heads),
+            ctx.eps,
+            trains_weights,
+        )
+        weight_grads: list[Tensor | None] = [None, None]
+        if trains_weights:
+            totals = weight_parts.sum(0)
+            weight_grads = [
+                _hand_over(weight, main_grad, total)
+                for weight, main_grad, total in zip(weights, ctx.main_grads, totals, strict=True)
+            ]
+        return grad_rows[:, None], *weight_grads, None, None, None
 
 
 # Columns of logits that a program reads at a time, and its warps.

@@ -37,3 +37,15 @@ class RMSNorm(torch.nn.Module):
         else:
             out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out
+
+
+class HeadNorm(RMSNorm):
+    """Norm of query or key heads that `FusedSelfAttention` computes; a call returns the weight.
+
+    The weight is read through a call, so that the forward hooks of the distributed optimizer first
+    wait until all of it has been gathered.
+    """
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        """Return the weight [head_dim]."""
+        return self.weight

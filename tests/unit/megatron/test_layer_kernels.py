@@ -1,6 +1,7 @@
-"""Triton's kernels of norms, SwiGLU and rotation: in its interpreter, and compiled for an H200."""
+"""Triton's kernels of norms, SwiGLU and queries and keys: in its interpreter, and compiled for an H200."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.layer_ops import (
     SWIGLU_BLOCK,
     KernelNorm,
-    rotate_with_kernel,
+    KernelQueriesAndKeys,
     swiglu,
 )
 from tests.support.operators import assert_near, compile_for_gpu, output_and_gradients
@@ -149,48 +150,100 @@ def test_a_norm_computes_the_results_of_torch(
 
 @interpreted
 def test_a_quarter_turn_by_hand() -> None:
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+    packed = torch.tensor([1.0, 2.0, 3.0, 4.0] * 2 + [5.0, 6.0, 7.0, 8.0]).view(1, 1, 12)
+    packed.requires_grad_()
     angles = torch.tensor([0.0, math.pi / 2, 0.0, math.pi / 2]).view(1, 1, 1, 4)
-    out, gradient = output_and_gradients(lambda x: rotate_with_kernel(x, angles), x, x)
+    query, key, value = KernelQueriesAndKeys.apply(packed, None, None, angles, (1, 1, 4), 1e-6)
     # The pair (1, 3) stays. The pair (2, 4) becomes (-4, 2), and (4, -2) in the backward pass.
-    assert out.flatten().tolist() == pytest.approx([1.0, -4.0, 3.0, 2.0])
-    assert gradient.flatten().tolist() == pytest.approx([1.0, 4.0, 3.0, -2.0])
+    assert query.flatten().tolist() == pytest.approx([1.0, -4.0, 3.0, 2.0])
+    assert key.flatten().tolist() == pytest.approx([1.0, -4.0, 3.0, 2.0])
+    assert value.flatten().tolist() == [5.0, 6.0, 7.0, 8.0]
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    ((query + 10 * key + 100 * value).flatten() * x).sum().backward()
+    assert packed.grad is not None
+    turned_back = [1.0, 4.0, 3.0, -2.0]
+    expected = [
+        factor * y for factor, numbers in ((1, turned_back), (10, turned_back)) for y in numbers
+    ]
+    assert packed.grad.flatten().tolist() == pytest.approx([*expected, 100.0, 200.0, 300.0, 400.0])
+
+
+def queries_keys_values(
+    packed: Tensor, *weights: Tensor, angles: Tensor, heads: tuple[int, int, int]
+) -> Tensor:
+    """Return queries, keys and values [T, heads, d] with torch, in the type of `packed`."""
+    group, kv_heads, dim = heads
+    parts = packed.view(len(packed), kv_heads, group + 2, dim).split([group, 1, 1], dim=2)
+    queries, keys, values = (part.flatten(1, 2) for part in parts)
+    if weights:
+        queries, keys = (
+            rms_norm(x, weight.shape, weight, 1e-6)
+            for x, weight in zip((queries, keys), weights, strict=True)
+        )
+    turned = [
+        _apply_rotary_pos_emb_bshd(x[:, None], angles.to(x.dtype))[:, 0] for x in (queries, keys)
+    ]
+    return torch.cat([*turned, values], dim=1)
+
+
+def fused_queries_keys_values(
+    packed: Tensor, *weights: Tensor, angles: Tensor, heads: tuple[int, int, int]
+) -> Tensor:
+    """Return the same with the kernel."""
+    norms = weights or (None, None)
+    results = KernelQueriesAndKeys.apply(packed, *norms, angles, heads, 1e-6)
+    return torch.cat([x[:, 0] for x in results], dim=1)
 
 
 @interpreted
-@pytest.mark.parametrize(("heads", "dim"), [(1, 2), (5, 24), (8, 64)])
-def test_a_rotation_computes_the_results_of_megatron(heads: int, dim: int) -> None:
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1, 2), (7, 2, 24), (4, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_those_of_torch(
+    with_norms: bool,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bound the errors, relative to float64, by four times those of torch in float32."""
+    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 48)  # three programs for seven tokens
+    group, kv_heads, dim = heads
     tokens = 7
     draw = torch.Generator().manual_seed(dim)
-    queries_keys_values = torch.randn(tokens, 1, heads + 2, dim, generator=draw)
-    grad_out = torch.randn(tokens, 1, heads, dim, generator=draw)
+    packed = torch.randn(tokens, 1, kv_heads * (group + 2) * dim, generator=draw).to(dtype)
+    grad_out = torch.randn(tokens, kv_heads * (group + 2), dim, generator=draw).to(dtype)
+    weights = [(1 + torch.rand(dim, generator=draw)).to(dtype) for _ in range(2 * with_norms)]
     frequencies = 10_000 ** -torch.linspace(0, 1, dim // 2)
     half_angles = torch.arange(tokens)[:, None] * frequencies
     angles = torch.cat([half_angles, half_angles], dim=1).view(tokens, 1, 1, dim)
 
-    def megatrons_rotation(x: Tensor) -> Tensor:
-        rotated: Tensor = _apply_rotary_pos_emb_bshd(x.double(), angles.double())
-        return rotated
-
-    # The inner heads are a view with strides, as keys lie between queries and values.
-    results = output_and_gradients(
-        lambda x: rotate_with_kernel(x[:, :, 1:-1], angles), grad_out, queries_keys_values
-    )
-    expected = output_and_gradients(
-        lambda x: megatrons_rotation(x[:, :, 1:-1]), grad_out, queries_keys_values
-    )
-    for result, expected_result in zip(results, expected, strict=True):
-        assert float((result - expected_result).abs().max()) <= 2e-6
+    fused = partial(fused_queries_keys_values, angles=angles, heads=heads)
+    with_torch = partial(queries_keys_values, angles=angles, heads=heads)
+    inputs = [packed, *weights]
+    results = output_and_gradients(fused, grad_out, *inputs)
+    in_float32 = output_and_gradients(with_torch, grad_out.float(), *(x.float() for x in inputs))
+    exact = output_and_gradients(with_torch, grad_out.double(), *(x.double() for x in inputs))
+    assert all(result.dtype == dtype for result in results)
+    # The interpreter truncates to bfloat16.
+    rounding = 2**-24 if dtype == torch.float32 else BF16_TOLERANCE
+    for result, float32_result, expected in zip(results, in_float32, exact, strict=True):
+        error_of_float32 = float((float32_result - expected).abs().max())
+        allowed = 4 * error_of_float32 + rounding * float(expected.abs().max())
+        assert float((result - expected).abs().max()) <= allowed
 
 
 @pytest.mark.slow
 def test_kernels_for_an_h200_do_not_spill() -> None:
-    swiglu_and_rotation, *norms = compile_for_gpu(
+    (*swiglu_kernels, rotation, rotation_gradient), *norms = compile_for_gpu(
         "[layer_kernels(), *map(norm_kernels, (128, 2560, 5120))]"
     )
-    assert [kernel["spilled"] for kernel in swiglu_and_rotation] == [0] * 4
-    # Eight programs of 128 threads share the registers of a multiprocessor.
-    assert max(kernel["registers"] for kernel in swiglu_and_rotation) <= 64
+    for kernel in (*swiglu_kernels, rotation, rotation_gradient):
+        assert kernel["spilled"] == 0
+    # Eight programs of 128 threads share the registers of a multiprocessor; of queries and keys, two
+    # programs of 256 threads do, and their gradient has one of 512.
+    assert max(kernel["registers"] for kernel in swiglu_kernels) <= 64
+    assert rotation["registers"] <= 128
+    assert rotation_gradient["registers"] <= 128
     for kernels in norms:
         assert [kernel["spilled"] for kernel in kernels] == [0] * 4
         forward, gradient, *_ = kernels
