@@ -36,13 +36,21 @@ from rollout.engines.embedded.gpu_ops import (
 )
 from rollout.engines.embedded.low_rank import AddLowRank
 from rollout.engines.embedded.products import add_experts
-from rollout.models.fused_weights import LayerWeights
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import DecoderWeights, LayerWeights
 
 
-def make_decoder(*arguments: Any, device: str = "cpu", **settings: Any) -> CachedDecoder:
+def make_decoder(
+    shape: Architecture,
+    max_length: int,
+    halves: tuple[DecoderWeights, DecoderWeights] | None = None,
+    *,
+    device: str = "cpu",
+    **settings: Any,
+) -> CachedDecoder:
     """Return a decoder for a device; see `CachedDecoder`."""
     kind = CachedDecoder if device == "cpu" else GpuDecoder
-    return kind(*arguments, device=device, **settings)
+    return kind(shape, max_length, halves, device, **settings)
 
 
 class GpuDecoder(CachedDecoder):

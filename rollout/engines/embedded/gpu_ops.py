@@ -148,9 +148,8 @@ def attend_to_cache(
     part_values = None
     part_statistics = None
     if splits > 1:
-        options = {"dtype": torch.float32, "device": q.device}
-        part_values = torch.empty(splits, tokens, heads, head_dim, **options)
-        part_statistics = torch.empty(2, splits, tokens, heads, **options)
+        part_values = q.new_empty(splits, tokens, heads, head_dim, dtype=torch.float32)
+        part_statistics = q.new_empty(2, splits, tokens, heads, dtype=torch.float32)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"  # matters to float32 only
     with torch.cuda.device_of(q):
         kernels.attention_kernel[len(blocks), kv_heads, splits](
