@@ -125,10 +125,10 @@ UPDATE_BUDGETS = {
     ),
     "4b turns": Budget(
         case={"model": "4b", "layout": "turns", "recompute": "selective"},
-        mfu=0.472,
-        launches=2629,
-        gib=115.2,
-        moved_gb=779.6,
+        mfu=0.493,
+        launches=2305,
+        gib=111.1,
+        moved_gb=738.4,
         layer=SELECTIVE,
     ),
     "4b groups, full": Budget(
@@ -141,10 +141,10 @@ UPDATE_BUDGETS = {
     ),
     "4b long, full": Budget(
         case={"model": "4b", "layout": "long", "recompute": "full"},
-        mfu=0.314,
-        launches=2971,
-        gib=77.7,
-        moved_gb=1671.1,
+        mfu=0.342,
+        launches=2503,
+        gib=77.5,
+        moved_gb=1545.4,
         layer=FULL,
     ),
     "1.7b groups": Budget(
@@ -157,47 +157,47 @@ UPDATE_BUDGETS = {
     ),
     "1.7b branches": Budget(
         case={"model": "1.7b", "layout": "branches"},
-        mfu=0.483,
-        launches=1757,
-        gib=93.1,
-        moved_gb=746.8,
+        mfu=0.502,
+        launches=1505,
+        gib=89.8,
+        moved_gb=709.9,
         layer=DENSE,
     ),
     "1.7b whole": Budget(
         case={"model": "1.7b", "layout": "whole"},
-        mfu=0.413,
-        launches=1685,
-        gib=95.7,
-        moved_gb=673.8,
+        mfu=0.451,
+        launches=1433,
+        gib=92.2,
+        moved_gb=635.3,
         layer=DENSE,
     ),
     "0.5b groups": Budget(
         case={"model": "0.5b", "layout": "groups"},
-        mfu=0.34,
-        launches=1204,
+        mfu=0.359,
+        launches=1108,
         gib=25.6,
-        moved_gb=206.8,
-        layer=(3, 14, 8, 12),
+        moved_gb=204.6,
+        layer=(3, 10, 8, 12),
     ),
     # Two of 48 layers, in one micro-batch. The optimizer takes much of the update, because it steps
     # the weights of all experts.
     "30b-a3b groups": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective"},
-        mfu=0.313,
-        launches=669,
-        gib=36.3,
-        moved_gb=233.8,
-        layer=(3, 26, 55, 6),
+        mfu=0.318,
+        launches=651,
+        gib=36.0,
+        moved_gb=231.5,
+        layer=(3, 17, 55, 6),
     ),
     # Each layer waits once for the numbers of rows that ranks exchange, and the norm of experts'
     # gradients is computed separately.
     "30b-a3b groups, experts on two ranks": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective", "ep": 2, "dp": 2},
-        mfu=0.321,
-        launches=673,
-        gib=26.4,
-        moved_gb=219.9,
-        layer=(3, 26, 66, 6),
+        mfu=0.327,
+        launches=655,
+        gib=26.2,
+        moved_gb=217.6,
+        layer=(3, 17, 66, 6),
         waits=HOST_WAITS
         | {
             "token_dispatcher.py _maybe_dtoh_and_synchronize": 2,
@@ -254,7 +254,7 @@ REFERENCE_SETTINGS: dict[str, dict[str, Any]] = {
 }
 SMALL_UPDATE = Budget(
     case={"model": "tiny", "layout": "small", "microbatches": 3},
-    launches=718,
+    launches=664,
     layer=DENSE,
     order=["upload", "upload", "compute", "upload", "compute", "compute"],
 )
