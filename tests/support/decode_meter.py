@@ -15,8 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.gpu_meter import HOST_LAUNCH_S, METER
-from tests.support.gpu_patches import OnMeta, prepare
+from tests.support.gpu_patches import OnMeta, prepare_torch
 
 
 def measure(
@@ -68,7 +70,9 @@ def _figures() -> dict[str, Any]:
 
 def main(cases: list[str]) -> None:
     """Measure each case, a JSON object of arguments of `measure`, and print its figures as JSON."""
-    prepare()
+    prepare_torch()
+    # In inference mode, the meter would see composite operators instead of those that they call.
+    torch.inference_mode = torch.no_grad
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)

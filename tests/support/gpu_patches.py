@@ -112,9 +112,15 @@ class _FusedNorm(torch.autograd.Function):
         return grad_out * x, (grad_out * x).reshape(-1, len(weight)).sum(0)
 
 
+def prepare_torch() -> None:
+    """Patch torch alone, for code that uses no other library on the GPU."""
+    _patch_cuda()
+    _patch_storages()
+
+
 def prepare() -> None:
     """Patch torch, Megatron and the trainer, and count the trainer's operations by region."""
-    _patch_cuda()
+    prepare_torch()
     _patch_process_groups()
     _patch_megatron_random()
     _patch_operators()
@@ -133,7 +139,6 @@ def prepare() -> None:
         owner = getattr(importlib.import_module(module), class_name)
         setattr(owner, method, METER.in_region(region, getattr(owner, method)))
     _balance_experts()
-    _patch_storages()
 
 
 def _patch_cuda() -> None:
