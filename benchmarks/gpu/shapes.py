@@ -84,11 +84,17 @@ MODELS: dict[str, dict[str, Any]] = {
 TINY: list[dict[str, Any]] = [{"model": name, "layout": "small"} for name in ("tiny", "tiny-moe")]
 
 
-def write_model(name: str, folder: Path) -> Path:
-    """Write the config.json of one of `MODELS`, without weights, and return the folder."""
+def write_model(name: str, folder: Path, layers: int | None = None) -> Path:
+    """Write the config.json of one of `MODELS`, without weights, and return the folder.
+
+    Args:
+        layers: number of layers; None for all of the model's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     common = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960}
     config = common | MODELS[name]
+    if layers is not None:
+        config["num_hidden_layers"] = layers
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

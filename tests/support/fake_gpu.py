@@ -42,6 +42,7 @@ def measure(
     *,
     model: str,
     layout: str,
+    layers: int | None = None,
     microbatches: int = 1,
     agents: int = 1,
     updates: int = 1,
@@ -54,6 +55,7 @@ def measure(
     Args:
         folder: folder to write the model's configuration to.
         layout: layout of a micro-batch.
+        layers: number of layers; None for all of the model's.
         microbatches: micro-batches of every agent and data-parallel rank.
         updates: number of updates; the last one is measured.
         reference: measure the second scoring by the reference weights after the updates.
@@ -67,7 +69,7 @@ def measure(
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
-    model_folder = write_model(model, folder / model)
+    model_folder = write_model(model, folder / f"{model}_{layers}", layers)
     if "lora" in spec:
         spec["lora"] = LoraConfig(**spec["lora"])
     is_critic = spec.get("head") == "value"
@@ -99,7 +101,7 @@ def measure(
             call(batches)
         destroy_process_groups()
 
-    layers = int(MODELS[model]["num_hidden_layers"])
+    layers = layers or int(MODELS[model]["num_hidden_layers"])
     seconds = sum(METER.seconds.values())
     launches = sum(METER.launches.values())
     flops = CostModel.of(trainer_spec).flops(*batches) / trainer_spec.ranks
