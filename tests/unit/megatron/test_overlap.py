@@ -1,7 +1,8 @@
 """Exchanges of data-parallel ranks that overlap with computation change no bit of a training.
 
-With the distributed optimizer and all weights trained, each rank steps a part of every bucket, and the
-norm of the gradient is a sum in another order. These layouts are rows of docs/exactness.md.
+All gradients are in one bucket here. The distributed optimizer gives each rank a part of every bucket,
+so with several buckets the norm of the gradient is a sum in another order: rows of
+docs/exactness.md have buckets of a few parameters.
 """
 
 import json
@@ -16,14 +17,23 @@ from tests.support import ranks, reference
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
-STEPS = 3
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP2": {"dp": 2},
-    "LoRA, DP2 + distributed optimizer": {
-        "dp": 2,
-        "lora": LoraConfig(rank=2, alpha=4.0),
-        "distributed_optimizer": True,
-    },
+STEPS = 2
+SHARDED = {"distributed_optimizer": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DP2": ("qwen2", {"dp": 2}),
+    "DP2 + distributed optimizer": ("qwen2", {"dp": 2, **SHARDED}),
+    "DP2 + distributed optimizer, bfloat16": ("qwen3", {"dp": 2, "bf16": True, **SHARDED}),
+    "TP2 × DP2 + SP + distributed optimizer": (
+        "qwen3",
+        {"tp": 2, "dp": 2, "sp": True, **SHARDED},
+    ),
+    "PP2 × DP2 + distributed optimizer": ("qwen2", {"pp": 2, "dp": 2, **SHARDED}),
+    "CP2 + distributed optimizer": ("qwen2", {"cp": 2, **SHARDED}),
+    "DP2 × EP2 + distributed optimizer": ("qwen3_moe", {"dp": 2, "ep": 2, **SHARDED}),
+    "LoRA, DP2 + distributed optimizer": (
+        "qwen2",
+        {"dp": 2, "lora": LoraConfig(rank=2, alpha=4.0), **SHARDED},
+    ),
 }
 
 
@@ -31,12 +41,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train every layout with and without overlap; return the folder with the results."""
     folder: Path = tmp_path_factory.mktemp("overlap")
-    reference.make_model("qwen2", folder / "qwen2")
+    for family in {family for family, _ in LAYOUTS.values()}:
+        reference.make_model(family, folder / family)
     jobs = []
-    for name, layout in LAYOUTS.items():
+    for name, (family, layout) in LAYOUTS.items():
+        sizes = {size: layout[size] for size in ("tp", "pp", "cp", "dp", "ep") if size in layout}
         for overlap in (False, True):
-            # Buckets of this size hold a few parameters each.
-            spec = ranks.make_spec(str(folder / "qwen2"), overlap=overlap, bucket=5_000, **layout)
+            spec = ranks.make_spec(str(folder / family), overlap=overlap, **layout)
             arguments = {
                 "spec": spec,
                 "out": folder / name / str(overlap),
@@ -45,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "max_tokens": 12,
             }
             (folder / name).mkdir(exist_ok=True)
-            jobs.append(ranks.Job(function=ranks.train, arguments=arguments, dp=2))
+            jobs.append(ranks.Job(function=ranks.train, arguments=arguments, **sizes))
     ranks.run_jobs(jobs)
     return folder
 
