@@ -72,7 +72,7 @@ def main(cases: list[str]) -> None:
     """Measure each case, a JSON object of arguments of `measure`, and print its figures as JSON."""
     prepare_torch()
     # In inference mode, the meter would see composite operators instead of those that they call.
-    torch.inference_mode = torch.no_grad
+    torch.inference_mode = torch.no_grad  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)

@@ -92,7 +92,8 @@ def greedy(steps: GpuSteps, tokens: list[int]) -> tuple[list[list[float]], list[
     zeros = np.zeros(count, dtype=np.float32)
     step = steps.run(batch(list(range(count))), np.array(tokens), zeros, zeros)
     token_ids, logprobs = step.sampled()
-    assert (token_ids.dtype, logprobs.dtype) == (np.int64, np.float32)
+    assert token_ids.dtype == np.int64
+    assert logprobs.dtype == np.float32
     expected = step.logits.log_softmax(-1).max(-1).values
     assert logprobs.tolist() == pytest.approx(expected.tolist())
     return step.logits.tolist(), token_ids.tolist()
