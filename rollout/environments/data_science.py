@@ -5,7 +5,7 @@ The submission is scored outside the sandbox, against truths that are not in the
 
 import json
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -105,10 +105,12 @@ class DataScienceEnv:
             disk_mb=self.disk_mb,
             file_mb=self.disk_mb,
         )
-        self._session = await self._resources.enter_async_context(sandbox.session(limits))
+        opening: AbstractAsyncContextManager[Session | FusionSession] = sandbox.session(limits)
+        session = await self._resources.enter_async_context(opening)
+        self._session = session
         try:
             for name, content in files.items():
-                await self._session.put(name, content)
+                await session.put(name, content)
         except (OSError, ValueError) as error:
             raise EnvError(
                 f"task {task.id}: file {name} cannot be put into the sandbox ({error})"

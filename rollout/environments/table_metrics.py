@@ -106,7 +106,7 @@ def log_loss(pairs: Pairs) -> float:
 
 def median_ae(pairs: Pairs) -> float:
     """Return the median absolute error."""
-    return median(abs(truth - prediction) for truth, prediction in pairs)
+    return float(median(abs(truth - prediction) for truth, prediction in pairs))
 
 
 def smape_fraction(pairs: Pairs) -> float:
@@ -133,7 +133,7 @@ def r2(pairs: Pairs) -> float:
     total = sum((truth - mean) ** 2 for truth, _ in pairs)
     if not total:
         raise ValueError("r2 needs truths that differ")
-    return 1 - sum((truth - prediction) ** 2 for truth, prediction in pairs) / total
+    return float(1 - sum((truth - prediction) ** 2 for truth, prediction in pairs) / total)
 
 
 def gini(pairs: Pairs) -> float:
@@ -155,7 +155,7 @@ def _gini(pairs: Pairs) -> float:
     if not total:
         raise ValueError("gini needs truths that differ")
     shares = accumulate(truth / total for truth, _ in ordered)
-    return (sum(shares) - (len(pairs) + 1) / 2) / len(pairs)
+    return float((sum(shares) - (len(pairs) + 1) / 2) / len(pairs))
 
 
 def pearson(pairs: Pairs) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rollout.base.errors import EnvError, Undecided
 from rollout.environments.protocol import Decision, Step, ToolCall
 from rollout.records.trajectory import Task
 
+_HALF: Any = np.float32(0.5)  # a number of NumPy, as environments of users return it
 _ERRORS = {"env": EnvError("the world is out"), "undecided": Undecided("who knows")}
 
 
@@ -46,7 +48,7 @@ class BusyEnv:
             pass
         return Step(
             observation=f"step {self.steps}",
-            reward=np.float32(0.5),  # type: ignore[arg-type] -- as users' environments return it
+            reward=_HALF,
             done=order == "end",
             answer=argument,
             tools=(ToolCall(tool="order", query=order, result=argument),),

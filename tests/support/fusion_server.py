@@ -53,7 +53,12 @@ async def run_cells(cells: list[str], folder: str) -> list[dict[str, Any]]:
 
 def run_jupyter(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request."""
-    answer = {"status": "Success", "message": "", "executor_pod_name": None, "cells": []}
+    answer: dict[str, Any] = {
+        "status": "Success",
+        "message": "",
+        "executor_pod_name": None,
+        "cells": [],
+    }
     files = {}
     driver = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}
     began = time.monotonic()
@@ -65,7 +70,7 @@ def run_jupyter(request: dict[str, Any]) -> dict[str, Any]:
         Path(folder, "main.py").touch()  # the server copies its driver there
         work = asyncio.wait_for(run_cells(request["cells"], folder), request["total_timeout"] + 10)
         try:
-            answer["cells"] = asyncio.run(work)  # type: ignore[arg-type]
+            answer["cells"] = asyncio.run(work)
             for name in request["fetch_files"]:
                 if Path(folder, name).is_file():
                     files[name] = base64.b64encode(Path(folder, name).read_bytes()).decode()
