@@ -251,7 +251,7 @@ _queries_and_keys.register_fake(_empty_queries_and_keys)
 
 @torch.library.custom_op("mcore_mas::queries_and_keys_gradient", mutates_args=())
 def _queries_and_keys_gradient(
-    packed: Tensor,
+    packed: Tensor | None,
     weights: list[Tensor],
     angles: Tensor,
     gradients: list[Tensor],
@@ -261,18 +261,20 @@ def _queries_and_keys_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of `packed`, and partial sums [programs, 2, d] of those of the weights.
 
-    For frozen weights there are none.
+    For frozen weights there are none. Without norms `packed` is None.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    grad_packed, weight_parts = _empty_packed_gradients(packed, heads, trains_weights)
-    kernels.queries_and_keys_gradient_kernel[(_heads_programs(len(packed)),)](
+    grad_packed, weight_parts = _empty_packed_gradients(gradients[0], heads, trains_weights)
+    tokens = len(grad_packed)
+    packed_stride = 0 if packed is None else packed.stride(0)
+    kernels.queries_and_keys_gradient_kernel[(_heads_programs(tokens),)](
         packed,
         tuple(weights) or None,
         angles,
         tuple(gradients),
         (grad_packed, weight_parts if trains_weights else None),
-        (len(packed), packed.stride(0), angles.stride(0)),
+        (tokens, packed_stride, angles.stride(0)),
         eps,
         num_warps=_HEADS_GRADIENT_WARPS,
         **_heads_options(*heads),
@@ -285,16 +287,18 @@ def _heads_programs(tokens: int) -> int:
 
 
 def _empty_packed_gradients(
-    packed: Tensor, heads: list[int], trains_weights: bool
+    grad_queries: Tensor, heads: list[int], trains_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    programs = _heads_programs(len(packed)) if trains_weights else 0
-    weight_parts = packed.new_empty(programs, 2, heads[2], dtype=torch.float32)
-    return packed.new_empty(packed.shape), weight_parts
+    group, kv_heads, dim = heads
+    tokens = len(grad_queries)
+    programs = _heads_programs(tokens) if trains_weights else 0
+    weight_parts = grad_queries.new_empty(programs, 2, dim, dtype=torch.float32)
+    return grad_queries.new_empty(tokens, kv_heads * (group + 2) * dim), weight_parts
 
 
 _queries_and_keys_gradient.register_fake(
     lambda packed, weights, angles, gradients, heads, eps, trains_weights: _empty_packed_gradients(
-        packed, heads, trains_weights
+        gradients[0], heads, trains_weights
     )
 )
 
@@ -329,8 +333,8 @@ class KernelQueriesAndKeys(torch.autograd.Function):
 
         group, kv_heads, dim = heads
         values = packed.view(len(rows), 1, kv_heads, (group + 2) * dim)[..., (group + 1) * dim :]
-        # Without norms, only the shape of the rows is used.
-        ctx.save_for_backward(rows, token_angles, *weights)
+        # Without norms, the gradient does not depend on the rows.
+        ctx.save_for_backward(rows if weights else None, token_angles, *weights)
         ctx.heads = heads
         ctx.eps = eps
         ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
