@@ -15,8 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.support.gpu_meter import HOST_LAUNCH_S, METER
 from tests.support.gpu_patches import OnMeta, prepare_torch
 
@@ -71,8 +69,6 @@ def _figures() -> dict[str, Any]:
 def main(cases: list[str]) -> None:
     """Measure each case, a JSON object of arguments of `measure`, and print its figures as JSON."""
     prepare_torch()
-    # In inference mode, the meter would see composite operators instead of those that they call.
-    torch.inference_mode = torch.no_grad  # type: ignore[misc, assignment]
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)
