@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed import TCPStore, barrier
+from torch.distributed import TCPStore, barrier  # type: ignore[attr-defined]
 
 # Runs from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
