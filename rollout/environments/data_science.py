@@ -1,4 +1,4 @@
-"""Data science environment: agents' programs work in a folder of tables and predict a column.
+"""Data science environment: agents' programs work in a folder of tables and predict columns.
 
 The submission is scored outside the sandbox, against truths that are not in the sandbox.
 """

@@ -43,11 +43,11 @@ class Target:
         """Compute the metric of a submission.
 
         Args:
-            submission: CSV text with the columns `id_column` and `column`, rows in any order.
+            submission: CSV text with the id column and the predicted columns, rows in any order.
 
         Raises:
             AgentMistake: the submission has another form, or does not have every id once.
-            ValueError: the truths do not allow the metric: auc needs both labels.
+            ValueError: the truths do not allow the metric, such as auc with one label only.
         """
         predictions = self._parse(submission)
         metric = TABLE_METRICS[self.metric]

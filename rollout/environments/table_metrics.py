@@ -140,7 +140,7 @@ def gini(pairs: Pairs) -> float:
     """Return the normalised Gini coefficient; rows of equal predictions keep their order.
 
     Raises:
-        ValueError: all truths are equal.
+        ValueError: all truths are equal, or their sum is 0.
     """
     best = _gini([(truth, truth) for truth, _ in pairs])
     if not best:
@@ -149,11 +149,15 @@ def gini(pairs: Pairs) -> float:
 
 
 def _gini(pairs: Pairs) -> float:
-    """Return how early the sum of the truths grows, in the order of falling predictions."""
+    """Return the Gini coefficient before normalisation.
+
+    It is the mean, over rows by falling prediction, of the share of the truths' sum that the rows so
+    far have, minus the share of rows so far.
+    """
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     total = sum(truth for truth, _ in pairs)
     if not total:
-        raise ValueError("gini needs truths that differ")
+        raise ValueError("gini needs truths whose sum is not 0")
     shares = accumulate(truth / total for truth, _ in ordered)
     return float((sum(shares) - (len(pairs) + 1) / 2) / len(pairs))
 
@@ -186,7 +190,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def kappa(pairs: Pairs) -> float:
-    """Return Cohen's kappa with quadratic weights; 1 if there is nothing to confuse.
+    """Return Cohen's kappa with quadratic weights; 1 if all truths and predictions are equal.
 
     It is 1 - E[(t - p)^2] / E[(t - p')^2], where p' is the prediction of another row, at random.
     """
@@ -200,7 +204,7 @@ def kappa(pairs: Pairs) -> float:
 
 
 def jaccard(pairs: Pairs) -> float:
-    """Return the mean share of the words that truth and prediction have in common."""
+    """Return the mean Jaccard index of the words of truth and prediction."""
     shares = []
     for truth, prediction in pairs:
         words = set(truth.lower().split())
@@ -235,11 +239,11 @@ class Metric:
     """A metric of predictions, and how its value becomes a reward.
 
     Attributes:
-        measure: computes it from pairs of truth and prediction of a column; of all rows, if it is
-            `by_row`.
+        measure: computes it from the pairs of truth and prediction of a column; if `by_row`, from
+            all rows, each with a pair for every column.
         kind: form of the predictions: finite numbers, whole ones, labels, or any text.
-        scale: value of an error at which the reward is 1/e; None for a metric of at most 1 of which
-            more is better.
+        scale: value of an error metric at which the reward is 1/e; None: larger values are better,
+            and 1 is the best.
         by_row: True if all columns of a row are measured together.
     """
 

@@ -22,10 +22,10 @@ _numbers = count()
 
 
 class WorkerEnv:
-    """Environment of one trajectory in a worker process.
+    """Client of an environment that a worker process plays, for one trajectory.
 
-    It has the optional methods of the environment, which are known after `open`. The trajectory
-    keeps its worker; if the worker ends, the trajectories that it plays fail.
+    It offers the optional methods that this environment has, which are known after `open`. The
+    trajectory keeps its worker; if the worker ends, the trajectories that it plays fail.
     """
 
     def __init__(self, task: Task, *, name: str, options: Mapping[str, Any], workers: int) -> None:
@@ -38,9 +38,9 @@ class WorkerEnv:
         """
         self._name = name
         self._settings = {"name": name, "options": dict(options), "path": sys.path}
-        self._number = workers
+        self._workers = workers
         self._id = next(_numbers)
-        self._user = AsyncExitStack()
+        self._resources = AsyncExitStack()  # closing it leaves the worker
         self._worker: WorkerProcess | None = None
         self._problem: str | None = None
         self._state = ""
@@ -51,10 +51,10 @@ class WorkerEnv:
         """Make the environment in the worker with the fewest trajectories, and begin the task there."""
         command = worker_command(sys.executable, "worker_handler.py", "EnvHandler", self._settings)
         workers = per_loop(
-            ("env workers", *command, self._number),
-            partial(Workers, f"env {self._name}", command, self._number),
+            ("env workers", *command, self._workers),
+            partial(Workers, f"env {self._name}", command, self._workers),
         )
-        self._worker = await self._user.enter_async_context(workers.use())
+        self._worker = await self._resources.enter_async_context(workers.use())
         opened = await self._request("open", task=asdict(task))
         self._methods = frozenset(opened["methods"])
         self._problem = opened["problem"]
@@ -70,7 +70,7 @@ class WorkerEnv:
                 await self._request("close")
         finally:
             self._worker = None
-            await self._user.aclose()
+            await self._resources.aclose()
 
     def reset(self, task: Task) -> str:
         """Return the problem; the worker has begun the task already.
@@ -113,7 +113,7 @@ class WorkerEnv:
         """Make a call in the worker and return its plain value.
 
         Raises:
-            EnvError, Unusable: the call raised it, or the worker ended.
+            EnvError, Unusable: the call raised it, the worker ended, or `open` was not called.
             Defect: the call raised any other error.
         """
         if self._worker is None:

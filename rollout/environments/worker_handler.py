@@ -30,7 +30,7 @@ class EnvHandler:
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make the call that a request names; return its value, or the kind and text of an error.
 
-        A reply has the environment's state, if it has one.
+        If the environment has a method `state`, the reply also has its state after the call.
         """
         from rollout.base.error_location import describe_with_location
         from rollout.base.errors import EnvError, Unusable

@@ -2,8 +2,8 @@
 
     python -P worker_main.py FILE CLASS SETTINGS
 
-CLASS of the Python file FILE is made of the settings, a JSON object, and has the method
-`async answer(request) -> reply`. Requests have a `number`, which the reply
+The class CLASS of the Python file FILE is called with SETTINGS, a JSON object. The instance, the
+handler, has the method `async answer(request) -> reply`. Requests have a `number`, which the reply
 repeats; `{"cancel": 3}` cancels request 3, whose reply is then an error. The process ends with its
 standard input. This file runs in other Python environments too, so it imports nothing of this
 project.

@@ -73,7 +73,7 @@ class Workers:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[WorkerProcess]:
-        """Return a context with the process that has the fewest users."""
+        """Yield the process that has the fewest users; start one if needed."""
         index = min(range(self._number), key=self._users_of)
         worker = self._workers.get(index)
         if worker is None or worker.error:

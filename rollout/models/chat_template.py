@@ -239,7 +239,7 @@ class Renderer:
         return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
 
     def behind_context(self, context: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token ids of a prompt behind a system message, which it follows as it is.
+        """Return the token ids of a system message, followed by those of a prompt as they are.
 
         Args:
             context: text of the system message.
@@ -414,7 +414,7 @@ class Renderer:
         *,
         opens_reply: bool = True,
     ) -> str:
-        """Return the template's text of a chat, with the opening of the next reply unless it is left out."""
+        """Return the template's text of a chat; with `opens_reply`, up to where the next reply begins."""
         if self.tool_format == "fenced":
             messages = write_tools_as_text(messages, tools)
             tools = ()
