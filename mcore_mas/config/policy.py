@@ -191,7 +191,7 @@ class PolicyConfig(RateConfig):
     layers: Literal["local", "te"] = "local"
     # Products of the layers in FP8; needs layers: te and bf16. "hybrid": gradients have more exponent bits.
     fp8: Fp8Format | None = None
-    # Numbers with a common scale: those of a tensor; or blocks of 128, or on Blackwell of 32.
+    # One scale for each tensor, for each block of 128 numbers, or, on Blackwell, for each 32 numbers.
     fp8_recipe: Fp8Recipe = "tensorwise"
     # "auto": the Triton kernel on CUDA; "torch": torch's kernels.
     attention: Literal["auto", "torch"] = "auto"

@@ -429,7 +429,7 @@ def _check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
             )
     opponent_names = set(opponents) if isinstance(opponents, Mapping) else set()
     unplayed = sorted(
-        policies.keys() - {*played.values()} - opponent_names - _teacher_names(policies)
+        policies.keys() - set(played.values()) - opponent_names - _teacher_names(policies)
     )
     if unplayed and len(played) == len(agents):
         nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
@@ -758,7 +758,7 @@ def _check_collection_ahead(config: RunConfig) -> None:
 
 
 def _check_opponents(config: RunConfig) -> None:
-    """Check that opponents are frozen policies, and can play with the weights of other ones."""
+    """Check that opponents are frozen policies, that their shares fit, and that they can play."""
     if not config.opponents:
         return
     if config.orchestra.name != "duel":

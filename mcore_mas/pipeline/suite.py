@@ -94,8 +94,8 @@ class Suite:
             runs, shared=bool(suite.get("share_cold_starts"))
         )
         run_experiments = _group_seeds(overrides)
-        # Cold-started models are told apart by their folders, so the run that makes a shared cold start
-        # also shares its evaluation.
+        # The folder of a cold-started model tells which cold start it has. Without `cold_start`, the run
+        # that makes a shared cold start equals the others, and they share one evaluation.
         evaluated_runs = {run: {**config, "cold_start": None} for run, config in runs.items()}
         return cls(
             name=suite["suite"],

@@ -90,7 +90,7 @@ def training_costs(run: Path) -> dict[str, float]:
 
 
 def sampled_tokens(metrics: Metrics) -> float:
-    """Return the tokens that a training sampled, with those of the turns that follow an alternative.
+    """Return the number of tokens that a training sampled, including turns that follow an alternative.
 
     Args:
         metrics: rows of the training steps.

@@ -177,7 +177,8 @@ def _measure_run(run: str, base_run: str, config: Mapping[str, Any]) -> dict[str
     metrics = read_metrics(folder / "train" / "metrics.jsonl")
     train_metrics = [row for row in metrics if row["step"] >= 0]
 
-    # In trees and replays the mean reward of a trajectory is also that of turns beside its path.
+    # With branching or replays, trajectories also have turns beside their own path, so the mean over
+    # turns is not the reward of the path.
     trainer = config["trainer"]
     squared_advantages = {}
     if not trainer["branching"] and not trainer["replays"]:

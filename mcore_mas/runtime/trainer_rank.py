@@ -231,7 +231,7 @@ def _set_launch_order(tp: int) -> None:
 
 
 def _set_deterministic_kernels(*, deterministic: bool) -> None:
-    """Let Transformer Engine choose deterministic attention, as this package's kernels are.
+    """Make Transformer Engine choose deterministic attention; this package's kernels always are.
 
     A setting of the user is kept.
     """

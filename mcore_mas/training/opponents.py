@@ -61,7 +61,7 @@ class Opponents:
         return [opponent for opponent in self._opponents.values() if opponent.past is not None]
 
     def policies_of(self, step: int, task_id: str) -> dict[str, str]:
-        """Return the policy of each agent that does not play its own one in a task's games; {} if all do."""
+        """Return the opponent that plays in a task's games, by the agent that it plays; {} in self-play."""
         random = Random(derive_seed(self._config.seed, "opponent", step, task_id))
         draw = random.random()
         for policy, opponent in self._opponents.items():
@@ -78,7 +78,7 @@ class Opponents:
         }
 
     def rating(self, key: str) -> float:
-        """Return the rating of the trained policies or of a member; the first one if there is none yet."""
+        """Return the rating of the trained policies or of a member; _FIRST_RATING if it has none yet."""
         return self.ratings.get(key, _FIRST_RATING)
 
     async def prepare(self, step: int) -> None:
@@ -220,7 +220,7 @@ class Opponent:
                 self._engine.abort_update(error)
 
     async def keep(self, step: int, group: TrainerGroup, *, oldest_restart: int) -> None:
-        """Keep the weights of a trainer after `step` steps; remove those that no step plays with any more."""
+        """Save the weights of a trainer after `step` steps; remove those that no later step can choose."""
         folder = self._folder / str(step)
         await retry_while_full(partial(group.write_model, folder), folder)
         oldest = min(self.members(min(step, oldest_restart)))

@@ -31,7 +31,7 @@ class Teachers:
 
         Args:
             config: config of the run.
-            engines: what scores for each policy; those that do not teach may be among them.
+            engines: engines and scorers of remote models, by policy; not all of them need to teach.
             renderers: renderer of each student whose teacher reads a context.
             note: called with lines for the log.
 
@@ -56,7 +56,7 @@ class Teachers:
     ) -> list[Sample]:
         """Return the samples, with their teacher's log-probabilities where a student trains on them.
 
-        A reply that is too long for the teacher behind its context gets none, and a line tells how many.
+        A reply that is too long for the teacher with its context gets none; a line of the log counts them.
 
         Args:
             samples: samples of a step.
@@ -92,7 +92,7 @@ class Teachers:
         return has_loss and sample.policy in self._config.teachers
 
     def _reply(self, sample: Sample, tasks: Mapping[str, Task]) -> ScoredReply:
-        """Return the reply of a sample behind what its teacher reads."""
+        """Return the reply of a sample, with the prompt that its teacher reads."""
         prompt_ids = sample.prompt_ids
         context = self._config.teachers[sample.policy].context
         if context is not None:
@@ -106,7 +106,7 @@ class Teachers:
         )
 
     def _fits(self, student: str, reply: ScoredReply) -> bool:
-        """Return True unless a reply is longer than its teacher's engine takes; a server decides by itself."""
+        """Return True if the teacher's engine takes a reply of this length, or the teacher is a remote model."""
         teacher = self._config.teachers[student].policy
         if self._config.policies[teacher].remote is not None:
             return True
