@@ -110,6 +110,15 @@ def test_whole_numbers_are_expected_by_kappa() -> None:
         target.score("id,y\n1,1.5\n2,2\n")
 
 
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [(["1", "1"], "gini needs truths that differ"), (["1", "-1"], "truths whose sum is not 0")],
+)
+def test_gini_needs_truths_that_differ_and_have_a_sum(truth: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TABLE_METRICS["gini"].score(truth, ["1", "2"])
+
+
 def test_macro_f1_agrees_with_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = Random(1)
