@@ -215,14 +215,11 @@ def _engine_process_bytes(config: RunConfig, models: Models) -> float:
     """Return the GPU memory of an engine's process beside weights and KV cache."""
     if config.engine.name != "embedded":
         return PROCESS_BYTES + GRAPH_BYTES
-    passes = [
-        working_bytes(
-            architecture,
-            for_policy(config, policy).engine.slots,
-            bf16=config.policies[policy].bf16,
-        )
-        for policy, architecture in models.items()
-    ]
+    passes = []
+    for policy, architecture in models.items():
+        engine = for_policy(config, policy).engine
+        bf16 = config.policies[policy].bf16
+        passes.append(working_bytes(architecture, engine.slots, engine.max_length, bf16=bf16))
     return PROCESS_BYTES + max(passes)
 
 

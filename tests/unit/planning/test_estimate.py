@@ -132,9 +132,9 @@ def test_an_embedded_engine_has_keys_in_every_slot() -> None:
     # 24 layers, two heads of 64, keys and values of two bytes
     peak = estimate_peak_memory(run, models, H100)
     assert peak.kv_cache == 16 * 8192 * 24 * 2 * 64 * 2 * 2
-    # Prefill of 16,384 tokens: 896 elements in float32 and twice in bfloat16, and gate, up projection
-    # and their product of 4,864 elements each
-    prefill = 16_384 * (4 * 896 + 2 * (2 * 896 + 3 * 4864))
+    # Prefill of 16,384 tokens and a last prompt of 8,192: 896 elements in float32 and twice in bfloat16,
+    # and gate, up projection and their product of 4,864 elements each
+    prefill = (16_384 + 8192) * (4 * 896 + 2 * (2 * 896 + 3 * 4864))
     assert peak.rollout == 2 * n + peak.kv_cache + 1e9 + prefill
     in_float32 = config(
         "drmas_t1_4b_separate_drmas",

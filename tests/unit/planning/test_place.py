@@ -154,8 +154,8 @@ def test_an_embedded_engine_gets_the_slots_for_which_there_is_memory() -> None:
     )
     sequence = 8192 * 28 * 8 * 128 * 2 * 2
     weights = 2 * 1_720_574_976
-    # Two trainers and two engines, each of which computes prompts of 16,384 tokens at a time
-    prefill = 16_384 * (4 * 2048 + 2 * (2 * 2048 + 3 * 6144))
+    # Two trainers and two engines, each of which computes prompts of 16,384 tokens and one more at a time
+    prefill = (16_384 + 8192) * (4 * 2048 + 2 * (2 * 2048 + 3 * 6144))
     processes = 4 * 1e9 + 2 * prefill
     free = 0.92 * 80e9 - processes - 2 * weights
     assert placed.engine.slots == free // (2 * sequence)
