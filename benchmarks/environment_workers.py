@@ -1,8 +1,8 @@
 """Delay of the run's event loop (99th percentile) while 16 trajectories play a busy environment.
 
-A step takes 20 ms. Steps keep a processor busy in Python, as pages and text worlds do. Two worker processes play the
-environment; the reference plays it in the run's own process, in the same run. A printed line has
-the trajectories per second of both, and the delay of an idle loop, which depends on other load.
+A step keeps a processor busy in Python for 20 ms, as environments of web pages and of texts do. Two worker processes
+play the environment; the reference plays it in the run's own process. Other lines have the trajectories per second of
+both, and the delay of an idle loop, which depends on other load.
 """
 
 from __future__ import annotations

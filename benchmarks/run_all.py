@@ -32,7 +32,7 @@ The picture shows how the CPU time and the memory of a step grow with agents, tu
 and prompts. Each micro-batch has room for a whole group. The legend gives the exponent of each growth. The exponents of
 turns and prompts are above 1, because attention grows with the square of a sequence's length. The row `growth` has the
 largest exponent with which the time of a whole step grows with its floating-point operations. `growth_nodes_2` and
-`growth_nodes_4` are the CPU time of an update on several nodes over that on one; the nodes are network
+`growth_nodes_4` are the CPU time of an update on two and four nodes, divided by that on one node; the nodes are network
 namespaces of this machine.
 
 ![CPU time and memory over sizes](pictures/growth.png)

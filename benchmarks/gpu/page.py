@@ -43,11 +43,11 @@ nothing use Transformer Engine's. All layouts, recomputation, mixtures of expert
 reference models work with these layers. LoRA and CPUs do not, and are refused before a run starts. Checkpoints and
 exported models do not depend on `layers`: a training can be resumed with the other layers.
 
-`fp8: hybrid` or `fp8: e4m3`, with `bf16: true`, passes Megatron's setting on: the products of layers are in FP8.
-`fp8_recipe` says which numbers have a common scale: those of a `tensorwise` factor (from Ada on), of a `blockwise`
-one (Hopper), or of an `mxfp8` one (Blackwell). Delayed scaling is not offered, because checkpoints do not hold its
-scales. Tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank. The log-probabilities differ
-more from the engine's than in bfloat16, so `trainer.agreement` may have to be wider.
+`fp8: hybrid` or `fp8: e4m3`, with `bf16: true`, computes the products of layers in FP8, as Megatron's setting of this
+name. `fp8_recipe` says how many numbers have a common scale: all of a factor (`tensorwise`, from Ada on), blocks of
+128 (`blockwise`, from Hopper on) or blocks of 32 (`mxfp8`, from Blackwell on). Delayed scaling is not offered, because
+checkpoints do not hold its scales. The tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank.
+The log-probabilities differ more from the engine's than in bfloat16, so `trainer.agreement` may have to be wider.
 
 Megatron's CUDA graphs are not offered. They repeat kernels with the shapes and the trees of one micro-batch, and
 both differ between micro-batches.

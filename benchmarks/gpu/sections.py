@@ -159,8 +159,8 @@ def attention(tiny: bool) -> None:
     for layout in ("small",) if tiny else ("groups", "turns", "branches", "long", "whole"):
         forest = LAYOUTS[layout]
         inputs, triton_layout, torch_layout = attention_inputs(forest, dtype, shape)
-        # With narrow tiles, fewer of the masked pairs are multiplied, but two groups of warps make the
-        # same scores.
+        # With narrow tiles, fewer of the masked pairs are multiplied, but two groups of warps
+        # compute the same scores.
         _, narrow_layout, _ = attention_inputs(forest, dtype, shape, keys_kv=64)
 
         def attend_triton(*arguments: Tensor, plan: Any) -> Tensor:

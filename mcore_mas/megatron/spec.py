@@ -42,7 +42,7 @@ class TrainerSpec(ParallelLayout):
         recompute: activations that the backward pass recomputes.
         layers: implementation of the linear layers, Megatron's ("local") or Transformer Engine's ("te").
         fp8: format of the layers' products in FP8; None: they are not in FP8.
-        fp8_recipe: numbers of a factor in FP8 that have a common scale.
+        fp8_recipe: scaling of the factors in FP8, see `Fp8Recipe`.
         attention: "auto": Triton's kernels where there is CUDA; "torch": torch's kernels.
         bf16: train in bfloat16 with float32 master weights.
         deterministic: compute in float32 on a CPU with the same bits as the embedded engine.

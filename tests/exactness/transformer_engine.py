@@ -187,7 +187,7 @@ def _folder_jobs(folder: Path) -> list[ranks.Job]:
 
 
 def _write_folder(rank: int, spec: TrainerSpec, out: Path) -> None:
-    """Write the untrained model as a Hugging Face folder; assert what Transformer Engine named."""
+    """Write the untrained model as a Hugging Face folder; check the names of Transformer Engine's weights."""
     trainer = MegatronTrainer(spec)
     trainer.model.write(out)
     names = set(trainer.model.all_parameters)

@@ -1,4 +1,4 @@
-"""Environments that a worker process plays in tests: one that blocks, ends its process or breaks."""
+"""Environment that worker processes play in tests: on order it blocks, ends its process or raises an error."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.support.gpu_patches import OnMeta, prepare_torch
 def measure(
     folder: Path, *, rows: int, model: str = "0.5b", prompt: int = 128, bf16: bool = True
 ) -> dict[str, Any]:
-    """Return the figures of one decoding step, and of the prefill of all prompts.
+    """Return the figures of one decoding step; `first` has those of the step before, with all prompts.
 
     Args:
         folder: folder to write the model's configuration to.

@@ -216,7 +216,7 @@ def _step_as_megatron(_: Any) -> Any:
 
 
 def _rotate_in_one_launch(x: Any, angles: Any, interleaved: bool = False) -> Any:
-    """Stand for the kernel that rotated queries or keys; on `meta` the numbers do not matter."""
+    """Stand in for the kernel that rotated queries or keys; on `meta` the numbers do not matter."""
     return 2.0 * x
 
 
@@ -239,7 +239,10 @@ def _copy_one_by_one(_: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_measured() -> Iterator[None]:
-    """Run the code of 2026-11-28, when the H100 was measured: its norms, rotation, tiles, statistics, step."""
+    """Run the code of 2026-11-28, when the H100 was measured.
+
+    Its norms, rotation, tiles, statistics and optimizer step were others.
+    """
     parts = (
         _patched("mcore_mas.megatron.model.norm", "use_triton", lambda _: lambda _: False),
         _patched("mcore_mas.megatron.step.statistics", "_reduce_column", _with_column_cost),

@@ -362,8 +362,8 @@ class Meter(TorchDispatchMode):
             self.order.append("upload")
         # A micro-batch with its attention plan is uploaded as one tensor of bytes, and the inputs of the
         # embedded engine as one of int32.
-        is_plan = source.dtype in (torch.uint8, torch.int32)
-        if is_plan and source.nbytes == source.untyped_storage().nbytes():
+        is_packed = source.dtype in (torch.uint8, torch.int32)
+        if is_packed and source.nbytes == source.untyped_storage().nbytes():
             self._uploaded[target.untyped_storage()._cdata] = source
 
     def _order_on_stream(self, inputs: list[Any], outputs: list[Any]) -> None:

@@ -144,8 +144,8 @@ def _transformer_engine_attention(
 class FusedSelfAttention(SelfAttention):
     """Megatron's self-attention on a GPU, where one kernel normalizes and rotates queries and keys.
 
-    Megatron copies the queries out of the result of the linear layer, normalizes and rotates queries
-    and keys one after the other, and joins the gradients of all three.
+    Megatron's own class takes more passes over memory: it copies the queries out of the result of the
+    linear layer, normalizes and then rotates queries and keys, and joins the gradients of all three.
     """
 
     _angles: Tensor  # of the current call

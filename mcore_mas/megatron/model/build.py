@@ -208,7 +208,7 @@ def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
 def _install_fused_rope() -> bool:
     """Install a fused function of rotary embeddings (RoPE) in Megatron; return True if it has one.
 
-    On a GPU, `FusedSelfAttention` rotates, and layers of Transformer Engine have its function.
+    On a GPU, `FusedSelfAttention` rotates, and Transformer Engine's layers have a function of their own.
     """
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = rotate_on_cpu
@@ -266,8 +266,8 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         recompute_granularity=None if spec.recompute == "none" else spec.recompute,
         recompute_method="uniform" if spec.recompute == "full" else None,
         recompute_num_layers=1 if spec.recompute == "full" else None,
-        # Selective recomputation also recomputes SwiGLU: see `GatedMLP`, and of Transformer Engine's
-        # experts moe_act.
+        # Selective recomputation also recomputes SwiGLU: `GatedMLP` does so itself, and moe_act is
+        # that of Transformer Engine's experts.
         recompute_modules=["layernorm", "moe_act"] if has_grouped_experts else ["layernorm"],
         # Initialisation also marks the shards of parameters. A shard without a mark would be taken
         # for a duplicate, and be left out of the gradient norm.

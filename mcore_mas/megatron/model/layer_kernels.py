@@ -153,11 +153,11 @@ def swiglu_gradient_kernel(
 
 @triton.jit
 def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
-    """Return the heads [padded heads, 1] of a token of a packed projection, and their kinds.
+    """Return indices and masks [padded heads, 1] of the heads of a token of a packed projection.
 
     Returns:
-        The head's index; True for queries, keys and values; and the index among the queries and that
-        of the key/value head.
+        Index of each head; masks of queries, of keys and of values; index of a query among all
+        queries; and index of the key/value head.
     """
     group: tl.constexpr = sizes[0]
     kv_heads: tl.constexpr = sizes[1]
@@ -185,7 +185,7 @@ def _store_halves(x, offset, first, second, mask, half: tl.constexpr):
 
 @triton.jit
 def _head_norm_weights(weights, is_query, column, in_head, half: tl.constexpr):
-    """Return both halves of the norms' weights of queries and keys, for the heads of a token."""
+    """Return both halves of the weight of each head's norm, which is that of queries or of keys."""
     of_queries, of_keys = weights
     query_first, query_second = _load_halves(of_queries, column, in_head, half)
     key_first, key_second = _load_halves(of_keys, column, in_head, half)

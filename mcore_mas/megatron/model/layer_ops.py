@@ -103,10 +103,10 @@ class KernelNorm(torch.autograd.Function):
         grad_x = grad_rows.view(grad_out.shape)
         if not trains_weight:
             return grad_x, None, None
-        return grad_x, _hand_over(weight, ctx.main_grad, weight_parts.sum(0)), None
+        return grad_x, _add_to_main_grad(weight, ctx.main_grad, weight_parts.sum(0)), None
 
 
-def _hand_over(weight: Tensor, main_grad: Tensor | None, gradient: Tensor) -> Tensor:
+def _add_to_main_grad(weight: Tensor, main_grad: Tensor | None, gradient: Tensor) -> Tensor:
     """Add a float32 gradient to Megatron's buffer, if there is one; return the gradient for autograd."""
     if main_grad is None:
         return gradient.to(weight.dtype)
@@ -359,7 +359,7 @@ class KernelQueriesAndKeys(torch.autograd.Function):
         if trains_weights:
             totals = weight_parts.sum(0)
             weight_grads = [
-                _hand_over(weight, main_grad, total)
+                _add_to_main_grad(weight, main_grad, total)
                 for weight, main_grad, total in zip(weights, ctx.main_grads, totals, strict=True)
             ]
         return grad_rows[:, None], *weight_grads, None, None, None

@@ -20,7 +20,7 @@ from mcore_mas.megatron.batch import Segment, depths
 _CPU_BLOCK = 128
 
 # Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
-# of warps multiplies 64 keys of a tile; with 64 keys in all, both multiplied the same ones.
+# of warps multiplies 64 keys of a tile; if a tile had 64, both would multiply the same ones.
 _MIN_WGMMA_KIB = 200
 
 # Blocks of queries in the CPU's kernel are a multiple of this number of tokens.

@@ -463,7 +463,10 @@ class EmbeddedEngine:
         self._sample(live, logits)
 
     def _decode_on_gpu(self, steps: GpuSteps, live: np.ndarray) -> None:
-        """Decode and sample in one step; requests with top-p and the like are sampled behind it."""
+        """Decode and sample in one step.
+
+        If a request has top-p, top-k, a grammar or candidates, sample all rows again from the logits.
+        """
         began = time.thread_time()
         rows = self._rows
         batch, token_ids = rows.decode_batch(live)

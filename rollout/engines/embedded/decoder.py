@@ -64,7 +64,7 @@ class CachedDecoder:
     Attributes:
         exact: True if the logits of a token have the same bits in any batch.
         on_gpu: True if `GpuSteps` decodes, without an `AttentionPlanner`.
-        prefill_tokens: number of prompt tokens of one pass.
+        prefill_tokens: a pass admits prompts until it has this many tokens.
         cache_dtype: type of keys and values.
         shape: architecture of the model.
         halves: the two halves.
@@ -118,7 +118,7 @@ class CachedDecoder:
         self._norm_floor = torch.tensor(shape.norm_eps**0.5, device=self.device)
 
     def rows_that_fit(self, rows: int) -> int:
-        """Return how many of `rows` sequences the device has memory for; a CPU is not asked."""
+        """Return how many of `rows` sequences the device has memory for; all on a CPU."""
         return rows
 
     @property

@@ -56,8 +56,8 @@ def make_decoder(
 class GpuDecoder(CachedDecoder):
     """Decoder whose matrices, keys and values are in `dtype`; the residual stream is float32.
 
-    Rows of the cache have lengths, and attention reads no further, so batches are not cut into blocks:
-    `GpuSteps` decodes them with `decode_inputs` instead of `decode`.
+    Attention reads each row of the cache up to its own length, so no `AttentionPlanner` cuts a batch
+    into blocks of rows: `GpuSteps` calls `decode_inputs` instead of `decode`.
     """
 
     on_gpu = True
@@ -77,7 +77,7 @@ class GpuDecoder(CachedDecoder):
         bf16 = self.dtype == torch.bfloat16
         fitting = rows_that_fit(self.shape, rows, self.max_length, free_bytes, bf16=bf16)
         if fitting < rows:
-            say(f"the GPU has memory for {fitting} of engine.slots: {rows}; other requests wait")
+            say(f"the GPU has memory for {fitting} of {rows} engine.slots; other requests wait")
         return fitting
 
     @torch.inference_mode()

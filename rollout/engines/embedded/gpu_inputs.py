@@ -24,7 +24,7 @@ def decoding_inputs(batch: DecodeBatch, token_ids: np.ndarray) -> list[np.ndarra
 
 
 def pack_arrays(arrays: Sequence[np.ndarray]) -> Tensor:
-    """Return arrays one after another as int32, in page-locked memory if there is a GPU.
+    """Concatenate arrays as int32, in page-locked memory if there is a GPU.
 
     The bits of float32 arrays stay as they are.
     """

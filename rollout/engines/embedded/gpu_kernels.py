@@ -1,7 +1,8 @@
 """Triton kernels of the embedded engine's decoder on a GPU; `gpu_ops.py` launches them.
 
-All of them compute in float32, whatever types they read and write. Several sizes come in one tuple
-`sizes`, and compile-time constants in one tuple `shape`; each kernel names their elements.
+All of them compute in float32, whatever types they read and write, but the factors of attention's
+products keep the type of the cache. Several sizes come in one tuple `sizes`, and compile-time constants
+in one tuple `shape`; each kernel names their elements.
 
 The cache of a layer is [S, KV, M, D]: rows, key/value heads, positions and head dimension.
 """
@@ -142,7 +143,7 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     """Attend with a block of neighbouring queries of one cache row, for the heads of a key/value head.
 
     A query sees the keys up to its own position. The queries' tile has one row for each query and
-    head, so a key is loaded once for all of them. Softmax is computed block by block of keys, as in
+    head, so a key is loaded once for all of them. Softmax is computed tile by tile of keys, as in
     FlashAttention-2 (arXiv 2307.08691). With several splits each program attends to a part of the
     keys, and `combine_kernel` adds the parts up (Flash-Decoding).
 

@@ -1,6 +1,6 @@
 """Operators of the embedded engine's decoder on a GPU, one or two Triton launches each.
 
-Triton launches on the present device, so each operator makes its tensors' device the present one. The
+Triton launches on the current device, so each operator makes its tensors' device the current one. The
 operators are norms with the residual before them, SwiGLU, the rotation that fills the cache, and attention
 over the cache. torch knows the shapes of their results without a GPU.
 

@@ -16,8 +16,9 @@ from rollout.engines.embedded.gpu_decoder import GpuDecoder
 from rollout.engines.embedded.gpu_inputs import decoding_inputs, pack_arrays, unpack_arrays
 from rollout.engines.embedded.sampling import sample_on_device
 
-# A step, and its tensors in the memory that a replay reads and writes
+# Function that computes a step, and returns its logits and its sampled tokens
 DecodingStep = Callable[[], tuple[Tensor, Tensor]]
+# Function that captures a step, and returns its outputs and the function that computes them again
 Capture = Callable[[DecodingStep], tuple[tuple[Tensor, Tensor], Callable[[], object]]]
 
 
@@ -48,7 +49,7 @@ class _CapturedStep:
 
 
 class GpuSteps:
-    """Decoding steps with a decoder's present weights and a cache.
+    """Decoding steps with a decoder's active weights and a cache.
 
     A graph is captured when its number of rows is first needed. Numbers of rows are padded to a power
     of two, or to all rows of the cache, by rows that repeat the first one. Graphs hold the addresses
@@ -125,8 +126,8 @@ class GpuSteps:
     def _capture_step(self, packed: Tensor, arrays: Sequence[np.ndarray]) -> _CapturedStep | None:
         """Capture a step of these sizes; None if the GPU refuses.
 
-        The step is computed with these inputs meanwhile. That is harmless: it writes the keys and
-        values that the replay writes again.
+        Before it is captured, the step is computed once with these inputs. That is harmless: the replay
+        writes the same keys and values again.
         """
         assert self._capture is not None
         inputs = packed.to(self._decoder.device)

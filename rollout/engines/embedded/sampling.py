@@ -83,7 +83,9 @@ def sample_tokens(
 
 
 def sample_on_device(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample as `sample_tokens` without top-k and top-p; the host decides nothing and waits for nothing.
+    """Sample as `sample_tokens` without top-k and top-p.
+
+    The host reads no value from the device, so that a CUDA graph can contain the sampling.
 
     Args:
         logits: float32 [N, V].

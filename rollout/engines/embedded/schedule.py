@@ -21,7 +21,7 @@ def admit(
     Requests with equal prompts are admitted together, in neighbouring rows, and computed once.
 
     Args:
-        budget: number of tokens to compute in the pass.
+        budget: number of tokens after which no further prompt is admitted.
         reuse_prefixes: start from cached keys of other rows.
         one_by_one: admit one prompt only, and start it from no cached keys.
 

@@ -9,9 +9,9 @@ import pytest
 
 LAYERS = 24  # of the model 0.5b
 # Kernels of a layer: two norms, four products, rotation, SwiGLU, and attention with the sum of its
-# splits. Few of a step are outside its layers; most of those sample.
+# splits.
 LAYER_LAUNCHES = 10
-OTHER_LAUNCHES = 50
+OTHER_LAUNCHES = 50  # kernels outside the layers, most of which sample
 
 
 @pytest.fixture(scope="module")

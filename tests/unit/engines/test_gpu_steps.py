@@ -178,7 +178,7 @@ def test_an_engine_keeps_its_graphs_over_an_update_and_makes_new_ones_after_slee
     for version, sleeps in ((1, False), (2, True), (3, False)):
         model = make_qwen2(version)
         engine.load_weights(model.state_dict().items(), version)
-        # The second request is sampled behind the graph, from its logits.
+        # With the second request, rows are sampled from the logits of the graph.
         engine.submit(0, prompt, Sampling(max_tokens=3, seed=version))
         engine.submit(1, prompt, Sampling(max_tokens=2, seed=version, top_p=0.9))
         for completion in drain(engine).values():

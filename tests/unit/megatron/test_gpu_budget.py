@@ -208,7 +208,7 @@ UPDATE_BUDGETS = {
 
 # The second update is metered, in which Adam has its moments from the start.
 MEMORY_CASE = {"model": "0.5b", "layout": "groups", "updates": 2}
-# What is summed over agents or swapped for the reference is alike in all 24 layers.
+# Sums over agents and swaps of the reference's weights are alike in all 24 layers.
 FEW_LAYERS = {"layers": 6}
 
 # Settings of an update of 16384 tokens, and the smallest share of the planned peak that the meter may

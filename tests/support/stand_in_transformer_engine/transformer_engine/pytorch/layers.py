@@ -59,7 +59,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens of all ranks; in the backward pass each rank gets the sum of the gradients of its own."""
+    """Tokens of all ranks; in the backward pass each rank gets the summed gradients of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -70,16 +70,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_part_of_sum(grad, ctx.group), None
+        return _reduce_scatter(grad, ctx.group), None
 
 
-class _SumAndSplit(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     """This rank's tokens of the sum over ranks; the backward pass gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _own_part_of_sum(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -108,12 +108,12 @@ def _sum(x: Tensor, group: Any) -> Tensor:
     return total
 
 
-def _own_part_of_sum(x: Tensor, group: Any) -> Tensor:
+def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
     return _sum(x, group).chunk(group.size())[group.rank()].clone()
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Layer with an extra state, which is empty without FP8."""
+    """Layer with an extra state, which is always empty here."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return self._multiply(_Sum.apply(x, self.tp_group, True), weight)
         out = self._multiply(x, weight)
         if self.sequence_parallel:
-            split: Tensor = _SumAndSplit.apply(out, self.tp_group)
+            split: Tensor = _ReduceScatter.apply(out, self.tp_group)
             return split
         total: Tensor = _Sum.apply(out, self.tp_group, False)
         return total
