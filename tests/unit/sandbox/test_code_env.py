@@ -202,8 +202,7 @@ def test_the_environment_is_chosen_by_name() -> None:
         ("repository", "reward", "some", r"reward\s+Input should be 'all' or 'rate'"),
         ("search", "style", "r1", r"style\s+Input should be 'search_r1', 'verl', 'text'"),
         ("code", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
-        # A session needs the local sandbox.
-        ("data_science", "server", "http://box:8080", "has no option 'server'"),
+        ("data_science", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
     ],
 )
 def test_a_misspelt_value_is_refused_before_anything_runs(
