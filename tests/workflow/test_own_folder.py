@@ -119,7 +119,7 @@ def test_the_pages_team_trains_in_an_empty_folder(
     completed = run(installed, project, "own.yaml", "results/mine/train/done.json")
     assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-6000:]
     config = yaml.safe_load((project / "results/mine/config.yaml").read_text())
-    assert config["env"] == {"name": "my_pkg.worlds:near", "options": {"scale": 20}}
+    assert config["env"] == {"name": "my_pkg.worlds:near", "options": {"scale": 20}, "workers": 0}
     assert {agent["policy"] for agent in config["agents"].values()} == {"shared"}
     table = pq.read_table(project / "results/mine/train/trajectories/step_000001.parquet")
     agents = set()

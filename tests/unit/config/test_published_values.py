@@ -63,6 +63,7 @@ OURS = (
     "coach.*",
     "evaluation.max_failed",
     "evaluation.retries",
+    "env.workers",
     "env.options.max_turns",
     "env.options.max_tests",
     "reward.options.gamma",
