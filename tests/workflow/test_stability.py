@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from mcore_mas.config.estimators import AdvantageConfig
-from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
