@@ -131,9 +131,10 @@ def test_server_errors_and_malformed_replies_are_retried() -> None:
     ],
 )
 def test_without_a_usable_answer_the_deadline_passes(reply: tuple[int, bytes]) -> None:
-    message = r"gave no usable answer to /retrieve within 0\.3 s \((status 503: busy|malformed)"
+    # An attempt has as much time as all together. On a busy machine it may take longer than 0.3 s.
+    message = r"gave no usable answer to /retrieve within 1\.5 s \((status 503: busy|malformed)"
     with scripted_server(reply) as url, pytest.raises(RetrievalUnavailable, match=message):
-        search_once(url, timeout_s=0.3)
+        search_once(url, timeout_s=1.5)
 
 
 def test_a_refusal_is_not_retried() -> None:
