@@ -82,7 +82,12 @@ class GpuDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def decode_inputs(
-        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, places: Tensor, blocks: Tensor
+        self,
+        cache: KVCache,
+        token_ids: Tensor,
+        numbers: Tensor,
+        coordinates: Tensor,
+        blocks: Tensor,
     ) -> Tensor:
         """Compute one token in each row, from `decoding_inputs` on the device.
 
@@ -96,10 +101,10 @@ class GpuDecoder(CachedDecoder):
             tile_rows=decoding_tile_rows(self._heads_per_kv),
             splits=decoding_splits(len(token_ids), kv_heads, self.max_length),
         )
-        x, experts = self._compute_layers(cache, token_ids, numbers, places, attend)
+        x, experts = self._compute_layers(cache, token_ids, numbers, coordinates, attend)
         if cache.routing is not None:
-            host_places = places.cpu().numpy()
-            cache.routing[host_places[:, 0], host_places[:, 1]] = stack_experts(experts)
+            host_coordinates = coordinates.cpu().numpy()
+            cache.routing[host_coordinates[:, 0], host_coordinates[:, 1]] = stack_experts(experts)
         return self._logits(x)
 
     def _compute_spans(
@@ -124,7 +129,7 @@ class GpuDecoder(CachedDecoder):
         sizes = np.array([len(span.token_ids) for span in spans])
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         host_blocks, tile_rows = query_blocks(rows, starts, sizes, self._heads_per_kv, self.dtype)
-        token_ids, numbers, places, blocks, last = upload_arrays(
+        token_ids, numbers, coordinates, blocks, last = upload_arrays(
             [
                 np.concatenate([span.token_ids for span in spans]),
                 np.repeat([span.adapter for span in spans], sizes),
@@ -135,20 +140,20 @@ class GpuDecoder(CachedDecoder):
             self.device,
         )
         attend = partial(attend_to_cache, blocks=blocks, tile_rows=tile_rows, splits=1)
-        x, experts = self._compute_layers(cache, token_ids, numbers, places, attend)
+        x, experts = self._compute_layers(cache, token_ids, numbers, coordinates, attend)
         if cache.routing is not None:
             record_routing(cache.routing, spans, stack_experts(experts))
         return x[last] if last_only else x
 
     def _compute_layers(
-        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, places: Tensor, attend: Any
+        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, coordinates: Tensor, attend: Any
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute all layers for tokens, and write their keys and values into the cache.
 
         Args:
             token_ids: [T].
             numbers: adapter of each token [T].
-            places: cache row and position of each token [T, 2].
+            coordinates: cache row and position of each token [T, 2].
             attend: function of queries [T, H, D] and a layer's keys and values.
 
         Returns:
@@ -166,7 +171,7 @@ class GpuDecoder(CachedDecoder):
             normed = add_norm(x, delta, layer.input_norm, eps, self.dtype)
             qkv = self._linear("qkv", normed, layer.qkv, add_low_rank, layer.qkv_bias)
             q = rotate_and_store(
-                qkv, layer.q_norm, layer.k_norm, self._cos_sin, places, keys, values, eps
+                qkv, layer.q_norm, layer.k_norm, self._cos_sin, coordinates, keys, values, eps
             )
             attended = attend(q, keys, values).flatten(1)
             delta = self._linear("out", attended, layer.out, add_low_rank)

@@ -17,10 +17,10 @@ def decoding_inputs(batch: DecodeBatch, token_ids: np.ndarray) -> list[np.ndarra
     one query each for `attend_to_cache` [N, 4].
     """
     count = len(token_ids)
-    places = np.stack([batch.rows, batch.positions], 1)
+    coordinates = np.stack([batch.rows, batch.positions], 1)
     ones = np.ones(count, dtype=np.int64)
     blocks = np.stack([batch.rows, np.arange(count), ones, batch.positions], 1)
-    return [token_ids, batch.adapters, places, blocks]
+    return [token_ids, batch.adapters, coordinates, blocks]
 
 
 def pack_arrays(arrays: Sequence[np.ndarray]) -> Tensor:

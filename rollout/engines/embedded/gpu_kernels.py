@@ -64,7 +64,7 @@ def silu_and_mul_kernel(gate_up, out, width, block: tl.constexpr):
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv, norms, rotation, places, q, cache, sizes, eps, padded_half: tl.constexpr
+    qkv, norms, rotation, coordinates, q, cache, sizes, eps, padded_half: tl.constexpr
 ):
     """Normalize and rotate one head of a token; store a key or value in the cache.
 
@@ -74,7 +74,7 @@ def rotate_and_store_kernel(
         qkv: [T, heads + 2 kv_heads, D] projections of T tokens.
         norms: weights [D] of the norms of queries and keys; None without these norms.
         rotation: [M, D / 2, 2] float32, the cosine and sine of each position and pair.
-        places: [T, 2] int32, cache row and position of each token.
+        coordinates: [T, 2] int32, cache row and position of each token.
         q: [T, heads, D] gets the queries.
         cache: keys and values of the layer [S, KV, M, D].
         sizes: heads, kv_heads, D / 2, M.
@@ -85,8 +85,8 @@ def rotate_and_store_kernel(
     keys, values = cache
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    row = tl.load(places + 2 * token).to(tl.int64)
-    position = tl.load(places + 2 * token + 1).to(tl.int64)
+    row = tl.load(coordinates + 2 * token).to(tl.int64)
+    position = tl.load(coordinates + 2 * token + 1).to(tl.int64)
     pair = tl.arange(0, padded_half)
     mask = pair < half
     source = qkv + (token * (heads + 2 * kv_heads) + head) * 2 * half + 2 * pair

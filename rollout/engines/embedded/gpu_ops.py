@@ -76,7 +76,7 @@ def rotate_and_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     rotation: Tensor,
-    places: Tensor,
+    coordinates: Tensor,
     keys: Tensor,
     values: Tensor,
     eps: float,
@@ -89,7 +89,7 @@ def rotate_and_store(
         qkv: [T, (H + 2 KV) D] projections, contiguous.
         q_norm, k_norm: [D] weights of the norms, or None.
         rotation: [M, D / 2, 2] float32, cosine and sine.
-        places: [T, 2] int32, cache row and position of each token.
+        coordinates: [T, 2] int32, cache row and position of each token.
         keys, values: [S, KV, M, D], contiguous.
     """
     from rollout.engines.embedded import gpu_kernels as kernels
@@ -102,7 +102,7 @@ def rotate_and_store(
             qkv,
             (q_norm, k_norm),
             rotation,
-            places,
+            coordinates,
             q,
             (keys, values),
             sizes,
@@ -121,7 +121,7 @@ def _empty_queries(qkv: Tensor, keys: Tensor) -> Tensor:
 
 
 rotate_and_store.register_fake(
-    lambda qkv, q_norm, k_norm, rotation, places, keys, values, eps: _empty_queries(qkv, keys)
+    lambda qkv, q_norm, k_norm, rotation, coordinates, keys, values, eps: _empty_queries(qkv, keys)
 )
 
 

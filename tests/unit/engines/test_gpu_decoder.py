@@ -132,7 +132,7 @@ def test_keys_and_values_are_stored_and_queries_are_returned(
     norms = (1 + torch.rand(2, head_dim, generator=draw)).to(dtype)
     angles = torch.rand(20, head_dim // 2, generator=draw)
     rotation = torch.polar(torch.full_like(angles, 0.8), angles)
-    places = torch.tensor([[1, 0], [1, 1], [0, 19], [2, 7]], dtype=torch.int32)
+    coordinates = torch.tensor([[1, 0], [1, 1], [0, 19], [2, 7]], dtype=torch.int32)
     keys = torch.full((3, kv_heads, 32, head_dim), 7.0, dtype=dtype)
     values = keys.clone()
     q = gpu_ops.rotate_and_store(
@@ -140,7 +140,7 @@ def test_keys_and_values_are_stored_and_queries_are_returned(
         norms[0] if has_norms else None,
         norms[1] if has_norms else None,
         torch.view_as_real(rotation),
-        places,
+        coordinates,
         keys,
         values,
         1e-6,
@@ -151,7 +151,7 @@ def test_keys_and_values_are_stored_and_queries_are_returned(
     if has_norms:
         expected_q = rms_norm(expected_q, (head_dim,), norms[0].double(), 1e-6)
         expected_k = rms_norm(expected_k, (head_dim,), norms[1].double(), 1e-6)
-    rows, positions = places.long().unbind(1)
+    rows, positions = coordinates.long().unbind(1)
 
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())

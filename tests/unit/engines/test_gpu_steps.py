@@ -60,12 +60,12 @@ class TableDecoder:
         self.table = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
     def decode_inputs(
-        self, _: Any, token_ids: Tensor, numbers: Tensor, places: Tensor, blocks: Tensor
+        self, _: Any, token_ids: Tensor, numbers: Tensor, coordinates: Tensor, blocks: Tensor
     ) -> Tensor:
         assert blocks.tolist() == [
-            [row, query, 1, position] for query, (row, position) in enumerate(places.tolist())
+            [row, query, 1, position] for query, (row, position) in enumerate(coordinates.tolist())
         ]
-        logits: Tensor = self.table[token_ids.long()] + 10 * places[:, 1:]
+        logits: Tensor = self.table[token_ids.long()] + 10 * coordinates[:, 1:]
         return logits
 
 
