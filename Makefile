@@ -70,8 +70,6 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 test: $(STAMP) $(VENV)/chromium ## run the tests that are not slow, in three processes (WORKERS=3), in some minutes
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not slow"
 
-# They wait for other processes a third of the time.
-test-slow: WORKERS = 4
 test-slow: $(STAMP) $(VENV)/chromium ## run the slow tests: whole trainings, killed processes, compilers
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m slow
 
