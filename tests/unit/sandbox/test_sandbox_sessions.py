@@ -108,7 +108,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 while True:
     pass
 """
-        late = await session.run(stubborn, wall_s=0.3)
+        late = await session.run(stubborn, wall_s=1.5)
         assert (late.verdict, late.exit_code) == (Verdict.TLE, -9)
         after = await session.run("open('kept').read()")
         assert (after.stdout, after.fresh) == ("'1'\n", True)
