@@ -169,9 +169,13 @@ def test_the_kernel_probes_a_server_while_its_reply_is_awaited() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.3)  # until the request is acknowledged
-        port = f":{writer.get_extra_info('peername')[1]:04X}"
+        client_port = f":{writer.get_extra_info('peername')[1]:04X}"
+        server_port = f":{writer.get_extra_info('sockname')[1]:04X}"
+        # A connection that has ended with another server may have had the same port of the client.
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        timers.extend(row[5][:2] for row in rows if row[1].endswith(port))
+        for row in rows:
+            if row[1].endswith(client_port) and row[2].endswith(server_port):
+                timers.append(row[5][:2])
         writer.write(OK)
         writer.close()  # from Python 3.12 on, a server waits for its connections
 
