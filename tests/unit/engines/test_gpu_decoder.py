@@ -61,11 +61,11 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Tensor
     out = torch.zeros(q.shape, dtype=torch.float64)
     for row, first, count, position in blocks.tolist():
         for query in range(first, first + count):
-            seen = position + query - first + 1
+            visible_keys = position + query - first + 1
             for head in range(q.shape[1]):
-                row_keys = keys[row, head // group, :seen].double()
+                row_keys = keys[row, head // group, :visible_keys].double()
                 weights = (row_keys @ q[query, head].double()).softmax(0)
-                out[query, head] = weights @ values[row, head // group, :seen].double()
+                out[query, head] = weights @ values[row, head // group, :visible_keys].double()
     return out
 
 

@@ -31,8 +31,8 @@ def test_an_opponent_on_a_server_plays_with_earlier_weights(
         ]
     )
     config = RunConfig.from_values(values, "config")
-    kept = config.folder / "train" / "opponents" / "rival" / "2"
-    shutil.copytree(folder, kept)
+    member_folder = config.folder / "train" / "opponents" / "rival" / "2"
+    shutil.copytree(folder, member_folder)
     engine = make()
     opponents = Opponents(config, {"rival": engine})
 

@@ -140,7 +140,7 @@ def test_data_science_is_played_at_a_server(url: str) -> None:
     async def play() -> tuple[str, Any]:
         await env.open(task)
         env.reset(task)
-        seen = await env.step(
+        step = await env.step(
             "```python\nrow = open('test.csv').read().split()[1].split(',')\nprint(row)\n```"
         )
         await env.step(
@@ -150,7 +150,7 @@ def test_data_science_is_played_at_a_server(url: str) -> None:
         assert await env.files() == {"submission.csv": 10, "test.csv": 9}
         last = await env.step("<submit>")
         await env.close()
-        return seen.observation, last
+        return step.observation, last
 
     observation, last = asyncio.run(play())
     assert "['3', '3']" in observation
