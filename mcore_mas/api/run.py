@@ -100,8 +100,8 @@ class Run:
         folder: str | Path = "results/run",
         **settings: Any,
     ) -> None:
-        # Settings are read first: an argument under the name of another library, such as `model`, is one
-        # of them, and its error says more than that of the missing `policies`.
+        # Settings are read first: an argument of another library, such as TRL's `model`, arrives as a
+        # setting, and its error says more than the error about the missing `policies`.
         chosen = read_settings(settings)
         check_given("tasks", tasks)
         check_given("policies", policies)
@@ -286,7 +286,10 @@ class Run:
         print_credit(file, advantage, options, task, _EXPLAINED_TASKS, console)
 
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
-        """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name, each in [0, 1].
+        """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name.
+
+        There is no maj@k if the environment records no answers. The scores are in [0, 1], unless the
+        outcomes of the user's environment are not.
 
         Ctrl-C stops the evaluation. Call this method again with the same arguments to go on.
 
@@ -299,6 +302,7 @@ class Run:
             ConfigError: there is no such state.
             FolderError: the training has not finished, or another process evaluates this run.
             PlacementError: there are fewer GPUs than the engines need.
+            RemoteError, RetrievalError: a remote model or the retriever cannot be used.
             EvaluationError: too many trajectories failed.
         """
         from mcore_mas.evaluation.evaluate import evaluate

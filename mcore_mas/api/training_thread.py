@@ -156,7 +156,7 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """Return the line that a thread is at, as "file:line (function)"."""
+    """Return the line that a thread is at, as "file:line (function)", or "its end" if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "its end"
