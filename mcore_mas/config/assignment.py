@@ -8,7 +8,9 @@ from rollout.base.nested import merged
 
 
 def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with a policy for each agent and with `policy_defaults` in the assigned policies.
+    """Return the config with a policy for each agent, and with `policy_defaults` merged into every policy.
+
+    These are the policies that `sharing` assigns, and those of the section `policies`, whose own settings win.
 
     Raises:
         ConfigError: the config has no team, or `sharing` or `policy_defaults` has a wrong value.
