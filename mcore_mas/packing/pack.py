@@ -147,9 +147,9 @@ def pack(
     """Pack the samples of one policy into micro-batches, agent by agent.
 
     Samples of an agent share common prefixes of prompt and completion where that saves enough: a
-    prompt, the turns of a tree above a branch, or the earlier turns that a prompt repeats. Tokens
-    that predict no trained token are left out, so samples without trained tokens are in no
-    micro-batch.
+    prompt, the turns of a tree above a branch, or the earlier turns that a prompt repeats. The last
+    trained token of a sample and all tokens after it are left out, because they predict no trained
+    token; so samples without trained tokens are in no micro-batch.
 
     Args:
         samples: samples of one policy.
