@@ -52,9 +52,8 @@ def score_interval(
 ) -> tuple[float, float]:
     """Compute `mean_interval` of scores between 0 and 1, or of their differences, within their range.
 
-    Student's t may leave the range that the mean of such values has, so both ends are clipped to it.
-    Values of which one is outside are those of an environment with other scores; they are not
-    clipped.
+    An interval by Student's t may reach beyond the range of such values, so both ends are clipped to
+    it. If a value is outside the range, the environment has other scores, and nothing is clipped.
 
     Args:
         values: one or more values.

@@ -33,7 +33,8 @@ def export(
 ) -> None:
     """Write a trained policy to a folder, and check that transformers reads it like the run's engine.
 
-    The weights are those of the finished run or, before its end, of its newest valid checkpoint.
+    The weights are those of the finished run or, before its end, of its newest valid checkpoint. An
+    adapter alone is not checked.
 
     Args:
         run: folder of the run.
