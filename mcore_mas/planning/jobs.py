@@ -189,6 +189,7 @@ def _needs_of_one_node(
     node_gpus: int,
     extra_mb: int = 0,
 ) -> JobNeeds:
+    """Return the needs of a job if one node has all of its processes, its environments and its retriever."""
     memory_mb = _DRIVER_MB[device_type] + processes * _PROCESS_MB[device_type] + extra_mb
     if config.env.name in _SANDBOX_ENVIRONMENTS:
         memory_mb += _SANDBOX_MB
