@@ -96,8 +96,7 @@ class RetrieverSidecar:
         """Start the server and return its URL.
 
         Raises:
-            RetrievalError: the server cannot start; the message ends with the last line of its
-                output.
+            RetrievalError: the server cannot start; the message has the last line of its output.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
         self._ready_file = Path(self._folder.name, "ready.json")
