@@ -4,9 +4,9 @@ The module defines their tasks and demonstrations (`GENERATOR`), their environme
 their orchestras (`rescue`, `scale`).
 
 A task names two codes and a distractor, for example "17 30 4". Each agent answers one of the codes
-with a letter. A fixed code book, which the agents do not see, has the right letter of each code.
-There are 24 codes and 8 letters, so a guess is right in 1 of 8 cases. The right letter depends on
-one code only, so an agent's share of right letters on held-out tasks measures its skill
+with a letter. Each agent has a fixed code book with the right letter of each code, which no agent
+sees. There are 24 codes and 8 letters, so a guess is right in 1 of 8 cases. The right letter depends
+on one code only, so an agent's share of right letters on held-out tasks measures its skill
 independently of the other agent.
 """
 
