@@ -1,9 +1,9 @@
 """Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on the same model.
 
 A step generates 8 replies to each of 8 prompts of equal length, rewards them, and updates, in float32
-or in bfloat16 with float32 master weights (TRL's default). Three trainings take turns of three steps:
-TRL's in both precisions, and this project's in one precision, then in the other. The minimum of each
-phase is shown. Each side counts in its faster precision, and the result is the smaller ratio of two
+or in bfloat16 with float32 master weights (TRL's default). In each precision, this project's training
+takes turns of three steps with TRL's two trainings, one in each precision. The minimum of each phase
+is shown. Each side counts in its faster precision, and the result is the smaller ratio of two
 shapes. TRL has a separate environment (requirements/bench.txt), which is created on first use and
 sees the torch of this environment.
 
