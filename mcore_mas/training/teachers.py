@@ -78,7 +78,7 @@ class Teachers:
             if len(fitting) < len(indices):
                 self._note(
                     f"policies.{student}.teacher: {len(indices) - len(fitting)} of {len(indices)} replies are too "
-                    "long for the teacher with its context, and do not learn from it; raise "
+                    "long for the teacher with its context, which does not score them; raise "
                     f"policies.{self._config.teachers[student].policy}.overrides.engine.max_length"
                 )
             scores = await self._score_all(student, [replies[index] for index in fitting])
