@@ -1,5 +1,6 @@
 """Section of a config about the environment that the team acts in."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
@@ -11,18 +12,16 @@ from rollout.base.options import Registry
 from rollout.base.signatures import check_methods
 from rollout.config.agents import AgentConfig
 from rollout.config.choice import Choice
-from rollout.environments import ENVS
+from rollout.environments import ENVS, SUPPLIED
 from rollout.environments.protocol import Env
 from rollout.environments.worker_env import WorkerEnv
 from rollout.records.trajectory import Task
 
 _METHODS = {"reset": ("task",), "async step": ("action",)}
 _SEARCH_TOOLS = ("search", "passages")
-# Environments that cannot be played in workers, with the reason.
-_NOT_IN_WORKERS = {
-    "mcp": "its calls are on record in the run's process; leave env.workers out",
+# Environments that start processes themselves, with the option in place of `workers`.
+_WITH_OWN_PROCESSES = {
     "openenv": "its servers are processes; set env.options.servers",
-    "search": "it asks the run's retriever, and does not block; leave env.workers out",
     "verifiers": "it plays in processes already; set env.options.workers",
 }
 
@@ -30,9 +29,7 @@ _NOT_IN_WORKERS = {
 class EnvConfig(Choice):
     """The environment of a team."""
 
-    registry = Registry(
-        kind="env", registered=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
-    )
+    registry = Registry(kind="env", registered=ENVS, takes=("task",), supplied=SUPPLIED)
 
     # Number of worker processes that play the environment, for one whose steps block or need a processor;
     # 0: the run's own process plays it.
@@ -42,12 +39,25 @@ class EnvConfig(Choice):
     def _check_workers(self) -> Self:
         if not self.workers:
             return self
-        reason = _NOT_IN_WORKERS.get(self.name)
-        if self.name.startswith("here:"):
-            reason = "it is an object of a script or notebook; define it in a module and give its import path"
-        if reason is not None:
+        reason = self._reason_against_workers()
+        if reason:
             raise ValueError(f"env '{self.name}' cannot be played in workers: {reason}")
         return self
+
+    def _reason_against_workers(self) -> str:
+        """Return why worker processes cannot play this environment, and what to do; "" if they can."""
+        if self.name in _WITH_OWN_PROCESSES:
+            return _WITH_OWN_PROCESSES[self.name]
+        if self.name.startswith("here:"):
+            return "it is an object of a script or notebook; define it in a module and give its import path"
+        if self.needs:
+            needed = " and ".join(sorted(self.needs))
+            return f"it needs the {needed} of the run's process; leave env.workers out"
+        factory = self.registry.find(self.name)
+        opened_with = inspect.signature(factory.open).parameters if hasattr(factory, "open") else ()
+        if "calls" in opened_with:
+            return "its calls are on record in the run's process; leave env.workers out"
+        return ""
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:

@@ -60,6 +60,10 @@ ENVS: dict[str, Callable[..., Env]] = {
     **{name: zero_sum_env(game) for name, game in ZERO_SUM_GAMES.items()},
 }
 
+# Keyword arguments of environments that a run passes itself. Environments in workers have their own sandbox,
+# and no retriever.
+SUPPLIED = frozenset({"retriever", "sandbox"})
+
 # Tools of agents by name: called as (**options) for each trajectory.
 TOOLS: dict[str, ToolMaker] = {
     "calculator": calculator_tools,

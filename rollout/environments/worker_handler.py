@@ -20,9 +20,9 @@ class EnvHandler:
         """Find the environment; modules are found where the run's process finds them."""
         sys.path[:] = settings["path"]
         from rollout.base.options import Registry
-        from rollout.environments import ENVS
+        from rollout.environments import ENVS, SUPPLIED
 
-        registry = Registry(kind="env", registered=ENVS, takes=("task",))
+        registry = Registry(kind="env", registered=ENVS, takes=("task",), supplied=SUPPLIED)
         arguments = registry.arguments(settings["name"], settings["options"])
         self._make_env = partial(registry.find(settings["name"]), **arguments)
         self._envs: dict[int, Any] = {}

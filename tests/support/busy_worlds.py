@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.base.errors import EnvError, Undecided
 from rollout.environments.protocol import Decision, Step, ToolCall
 from rollout.records.trajectory import Task
+
+if TYPE_CHECKING:
+    from retrieval.client import RetrievalClient
+    from rollout.records.call_record import CallRecord
 
 _HALF: Any = np.float32(0.5)  # a number of NumPy, as environments of users return it
 _ERRORS = {"env": EnvError("the world is out"), "undecided": Undecided("who knows")}
@@ -61,3 +65,23 @@ class BusyEnv:
     def state(self) -> str:
         """Return the number of steps."""
         return str(self.steps)
+
+
+class PayingEnv(BusyEnv):
+    """Environment whose calls are on record."""
+
+    async def open(self, task: Task, calls: CallRecord) -> None:
+        """Begin without a call."""
+
+    async def close(self) -> None:
+        """Free nothing."""
+
+
+def ask_retriever(task: Task, *, retriever: RetrievalClient) -> BusyEnv:
+    """Return an environment that cannot do without the retriever of a run."""
+    return BusyEnv(task)
+
+
+def may_ask_retriever(task: Task, *, retriever: RetrievalClient | None = None) -> BusyEnv:
+    """Return an environment that uses the retriever of a run if there is one."""
+    return BusyEnv(task)

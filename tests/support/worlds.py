@@ -121,11 +121,14 @@ class FakeShop:
     def close(self) -> None: ...
 
 
+get_environment = {"AlfredTWEnv": FakeAlfred}.__getitem__  # of `alfworld.agents.environment`
+
+
 def modules() -> dict[str, ModuleType]:
     """Return the modules of both packages, by name."""
     environment = ModuleType("alfworld.agents.environment")
     envs = ModuleType("web_agent_site.envs")
-    environment.get_environment = {"AlfredTWEnv": FakeAlfred}.__getitem__  # type: ignore[attr-defined]
+    environment.get_environment = get_environment  # type: ignore[attr-defined]
     envs.WebAgentTextEnv = FakeShop  # type: ignore[attr-defined]
     parents = [ModuleType(name) for name in ("alfworld", "alfworld.agents", "web_agent_site")]
     return {module.__name__: module for module in (*parents, environment, envs)}

@@ -19,7 +19,7 @@ import pytest
 from rollout.base.errors import Defect, EnvError, Undecided
 from rollout.config.environment import EnvConfig, build_env
 from rollout.environments import worker_process
-from rollout.environments.protocol import Env, ToolCall
+from rollout.environments.protocol import Env, Step, ToolCall
 from rollout.records.trajectory import Status, Task, Trajectory
 from tests.support.casts import SUM, grow, play
 
@@ -126,6 +126,66 @@ def test_optional_methods_are_those_of_the_environment() -> None:
         await env.close()
 
     run(scenario)
+
+
+def test_an_environment_in_a_worker_does_without_a_retriever() -> None:
+    make = make_env("tests.support.busy_worlds:may_ask_retriever", 1)
+
+    async def scenario() -> str:
+        env = make(SUM)
+        await env.open(SUM)
+        problem = env.reset(SUM)
+        await env.close()
+        return str(problem)
+
+    assert asyncio.run(scenario()) == "What is 3+4? after 0 steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key", "purchase"),
+    [
+        (
+            "alfworld",
+            {"config": str(ROOT / "tests" / "support" / "alfworld.yaml")},
+            str(ROOT / "tests" / "support" / "near.tw-pddl"),
+            ["look", "take apple 1 from fridge 1"],
+        ),
+        ("webshop", {}, "1", ["search[hat]", "click[blue hat]", "click[buy now]"]),
+    ],
+)
+def test_text_worlds_are_played_in_workers(
+    name: str,
+    options: dict[str, Any],
+    key: str,
+    purchase: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers import the packages, here stand-ins, from where the run's process does."""
+    stand_ins = {
+        "alfworld/agents/environment.py": "from tests.support.worlds import get_environment",
+        "web_agent_site/envs.py": "from tests.support.worlds import FakeShop as WebAgentTextEnv",
+    }
+    for path, line in stand_ins.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = replace(GAME, answers=(key,), env=name)
+    make = make_env(name, 2, **options)
+
+    async def play_game() -> Step:
+        env = make(task)
+        await env.open(task)
+        env.reset(task)
+        steps = [await env.step(action) for action in purchase]
+        await env.close()
+        return steps[-1]
+
+    async def play_two() -> list[Step]:
+        return await asyncio.gather(play_game(), play_game())
+
+    for step in asyncio.run(play_two()):
+        assert (step.reward, step.done, step.metrics["solved"]) == (1.0, True, 1.0)
 
 
 def test_prints_of_an_environment_do_not_disturb_replies() -> None:
@@ -269,7 +329,9 @@ def test_workers_end_with_the_run(number: int) -> None:
     [
         ("mcp", "its calls are on record"),
         ("openenv", r"set env\.options\.servers"),
-        ("search", "it asks the run's retriever"),
+        ("search", "it needs the retriever of the run's process"),
+        ("tests.support.busy_worlds:ask_retriever", "it needs the retriever of the run's process"),
+        ("tests.support.busy_worlds:PayingEnv", "its calls are on record"),
         ("verifiers", r"set env\.options\.workers"),
     ],
 )
