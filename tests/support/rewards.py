@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rollout.records.trajectory import Group, Status
+from rollout.records.trajectory import Group, Status, Turn
 
 
 def by_first_token(group: Group) -> Group:
@@ -19,6 +19,11 @@ def by_first_token(group: Group) -> Group:
             trajectory = replace(trajectory, turns=tuple(turns))
         trajectories.append(trajectory)
     return replace(group, trajectories=tuple(trajectories))
+
+
+def first_token(turn: Turn) -> float:
+    """Return the first token of a turn modulo 5, as a penalty of the config."""
+    return float(turn.completion_ids[0] % 5)
 
 
 # Environment variable: a file that lets the reward `waiting` wait as long as it exists

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -112,11 +113,20 @@ CREDIT = {
         "+policies.frozen={model: '${policies.verifier.model}'}",
         "+policies.verifier.teacher={policy: frozen, alone: true}",
     ],
+    # C3 one step ahead of training: an alternative of each turn, and no other difference of outcomes than a
+    # random bonus of each reply.
+    "replays": [
+        "advantage=c3",
+        "+trainer.replays={alternatives: 1}",
+        "+trainer.staleness=1",
+        "reward.name=shared_outcome",
+        r"+reward.penalties={tests.support.rewards\:first_token: {}}",
+    ],
     # AT-GRPO: trees of branches; the verifier is frozen.
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
 # These are trained in this process. Adapters on a shared model need Ray actors.
-IN_PROCESS = ("ppo", "gspo", "agents", "trees", "ahead", "own", "teachers")
+IN_PROCESS = ("ppo", "gspo", "agents", "trees", "ahead", "own", "teachers", "replays")
 
 BEST_ACCURACIES = [0.0, 1.0, 0.5]  # of run `ahead`, at the start and after each step
 
@@ -200,6 +210,8 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
             check_own_settings(folder, steps)
         case "trees":
             check_trees(folder, steps)
+        case "replays":
+            check_replays(folder, steps)
         case "teachers":
             check_teachers(folder, steps)
 
@@ -244,6 +256,20 @@ def check_trees(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert "policy/verifier/grad_norm" not in steps[0]
     # The finished model of a frozen policy is its base model.
     assert read_json(folder / "done.json")["policies"]["verifier"].endswith("base")
+
+
+def check_replays(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Check that each turn has an alternative, also if older weights sampled both, and that both policies train."""
+    for number, row in enumerate(steps):
+        alternatives = 0
+        for trajectory in read_trajectories(folder / "trajectories" / f"step_{number:06d}.parquet"):
+            replies = Counter(turn.index for turn in trajectory.turns)
+            assert replies == {turn.index: 2 for turn in trajectory.path}
+            alternatives += len(trajectory.path)
+        assert row["rollout/alternatives"] == alternatives
+        for policy in ("solver", "verifier"):
+            assert row[f"policy/{policy}/grad_norm"] > 0
+    assert steps[1]["staleness/mean"] > 0
 
 
 def check_teachers(folder: Path, steps: list[dict[str, Any]]) -> None:
