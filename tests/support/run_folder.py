@@ -1,4 +1,4 @@
-"""Run folders with tasks and a random model, ready to train."""
+"""Run folders with tasks and a model, ready to train."""
 
 import json
 import shutil
@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
+from mcore_mas.pipeline.cold_start import bootstrap
 from mcore_mas.pipeline.prepare import prepare_tasks
 
 _models_folder = tempfile.TemporaryDirectory()
@@ -47,6 +48,19 @@ def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> P
         _models[key] = Path(_models_folder.name, str(len(_models)))
         make_base_model(folder / "config.yaml", folder / "tasks", _models[key])
     shutil.copytree(_models[key], folder / "base")
+    return folder
+
+
+def cold_started_run(results: Path, *overrides: str, experiment: str) -> Path:
+    """Make the run folder of an experiment up to its training, with its cold-started model; return it."""
+    values = resolve([f"experiment={experiment}", f"results={results}", *overrides])
+    folder = results / experiment
+    folder.mkdir()
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    prepare_tasks(config, folder / "tasks")
+    make_base_model(config, folder / "tasks", folder / "base")
+    bootstrap(config, folder / "base", folder / "bootstrap")
     return folder
 
 

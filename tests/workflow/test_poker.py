@@ -6,17 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from mcore_mas.config.compose import resolve
 from mcore_mas.evaluation.evaluate import evaluate
-from mcore_mas.pipeline.base_model import make_base_model
-from mcore_mas.pipeline.cold_start import bootstrap
-from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.reports.charts import write_charts
 from mcore_mas.training.train import train
 from tests.support.in_process import training_here
-from tests.support.run_folder import metrics_of
+from tests.support.run_folder import cold_started_run, metrics_of
 
 # Always betting, where policies end that do not read their card, is exploited by 1/3.
 BOUND = 0.15
@@ -27,13 +22,8 @@ BOUND = 0.15
 def test_self_play_is_exploited_less_and_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "demo_poker"
-    run.mkdir()
+    run = cold_started_run(tmp_path, experiment="demo_poker")
     config = run / "config.yaml"
-    config.write_text(yaml.safe_dump(resolve(["experiment=demo_poker", f"results={tmp_path}"])))
-    prepare_tasks(config, run / "tasks")
-    make_base_model(config, run / "tasks", run / "base")
-    bootstrap(config, run / "base", run / "bootstrap")
     with training_here(monkeypatch):
         train(config)
 
