@@ -116,7 +116,10 @@ def task_id_problem(task_id: str) -> str:
     """Return the reason why a text cannot be a task's id, or ""; ids become names of files."""
     if task_id and not _PATH_LIKE.search(task_id):
         return ""
-    return f"id {task_id[:100]!r}; expected a name without `..`, backslashes and control characters"
+    return (
+        f"id {task_id[:100]!r}; expected a name that does not begin with `/` or `~`, without the parts "
+        "`.` and `..`, backslashes and control characters"
+    )
 
 
 # --- trajectories

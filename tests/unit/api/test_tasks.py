@@ -54,8 +54,8 @@ def row(task_id: str, prompt: str) -> dict[str, str]:
         ),
         (
             [row("../x", "first"), *TASKS],
-            "tasks.train: id '../x'; expected a name without `..`, backslashes and control "
-            "characters",
+            "tasks.train: id '../x'; expected a name that does not begin with `/` or `~`, without "
+            "the parts `.` and `..`, backslashes and control characters",
         ),
     ],
 )

@@ -281,7 +281,9 @@ def test_tasks_that_have_changed_since_they_were_written_are_refused(tmp_path):
         ({"answers": [None]}, "no answers"),
         ({"id": ""}, "id ''; expected a name"),
         ({"id": "../../x"}, "id '../../x'; expected a name"),
-        ({"id": "/etc/x"}, "id '/etc/x'; expected a name"),
+        ({"id": "/etc/x"}, "id '/etc/x'; expected a name that does not begin with `/` or `~`"),
+        ({"id": "~/x"}, "id '~/x'; expected a name that does not begin with `/` or `~`"),
+        ({"id": "a/./x"}, "without the parts `.` and `..`"),
         ({"id": "a\nb"}, "expected a name"),
     ],
 )
