@@ -45,7 +45,8 @@ def start_training_record(config: RunConfig, config_path: Path, first_step: int)
 
     A training continues its MLflow run, under the same key, if it resumes from a checkpoint, or
     starts over with the same config because it was stopped before its first checkpoint. A training
-    with another config gets a new MLflow run.
+    that starts over with another config gets a new MLflow run, and so does a fork, which drops the
+    record (see `fork_if_changed`).
     """
     path = _record_path(config)
     tags = {**config_tags(config, config_path, _SPLITS), **process_tags(), "stage": "train"}
