@@ -36,8 +36,8 @@ def answers_first(turn: Turn, config: CoachConfig) -> bool:
     """Return True if the coach must do the turn's task itself before it grades the turn.
 
     A judge without a reference rewards outputs that only look right, and a policy learns to write
-    them. A result of the judge is a reference (arXiv 2607.05904). A turn that is judged with the
-    ground truth has a better one.
+    them. The judge's own result serves as a reference (arXiv 2607.05904). A turn that is judged with
+    the ground truth has a better one.
     """
     return config.form == "answer_first" and turn.agent not in config.judged_with_answer
 
