@@ -54,8 +54,8 @@ class DataScienceEnv:
     submission gets the reward `malformed`. An action without either changes nothing.
 
     Metrics: the score under the name of the task's metric, if a submission was scored; `normalised`
-    (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission beats
-    the baseline, or if there is no baseline.
+    (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission was
+    scored and, where there is a baseline, beats it.
 
     Args:
         server: address of a SandboxFusion server that runs the programs; null: this machine. It

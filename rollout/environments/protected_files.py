@@ -1,7 +1,7 @@
 """Files of a checkout that a patch cannot change.
 
-They are tests, settings of pytest and of the interpreter, and new modules that would be imported in
-place of installed ones.
+They are tests, settings of pytest and of the interpreter, compiled code, metadata of packages, and new
+modules that would be imported in place of installed ones.
 """
 
 import re
@@ -25,7 +25,7 @@ _SETTINGS = {
     "usercustomize.py",
     "pyvenv.cfg",
 }
-_SETTINGS_SUFFIXES = (".pth", ".pyc", ".so")
+_PROTECTED_SUFFIXES = (".pth", ".pyc", ".so")  # import paths and compiled code
 _METADATA_SUFFIXES = (".dist-info", ".egg-info")  # folders that may register plug-ins of pytest
 # Folders of tests, by which SWE-bench separates the patch of the tests from the repair.
 _TEST_FOLDERS = {"test", "tests", "testing", "e2e"}
@@ -64,7 +64,7 @@ def _is_protected(
     modules: Collection[str],
 ) -> bool:
     *folders, name = PurePosixPath(path).parts
-    if path in hidden_paths or name in _SETTINGS or name.endswith(_SETTINGS_SUFFIXES):
+    if path in hidden_paths or name in _SETTINGS or name.endswith(_PROTECTED_SUFFIXES):
         return True
     if any(folder.endswith(_METADATA_SUFFIXES) or folder == "__pycache__" for folder in folders):
         return True

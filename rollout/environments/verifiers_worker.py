@@ -49,7 +49,7 @@ class TasksetEnvironment:
     """An environment of verifiers 0.4 or later: a taskset and the agents that play it.
 
     Programs of agents run as processes of this machine. An agent whose taskset names no program
-    runs the one without tools of its own, `null`.
+    runs `null`, which has no tools of its own, instead of `bash`.
     """
 
     def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:

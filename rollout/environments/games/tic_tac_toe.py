@@ -22,7 +22,7 @@ _LINES = (
 class TicTacToe(ZeroSumGame[str]):
     """Rules of tic-tac-toe. A state is the board: nine cells, row by row.
 
-    Nothing is hidden and nothing is drawn, so there is one deal: the empty board.
+    Nothing is hidden or left to chance, so there is one deal: the empty board.
     """
 
     about = RULES["tic_tac_toe"]
