@@ -16,7 +16,8 @@ class Late(Exception):
     """Something took longer than its deadline.
 
     Attributes:
-        part: `agent/<name>` or `tool/<env>.<method>`, which names the late part in the metrics.
+        part: `agent/<name>`, `tool/<env>.<method>` or `tool/program`, which names the late part in the
+            metrics.
     """
 
     def __init__(self, message: str, part: str = "") -> None:

@@ -45,7 +45,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     Attributes:
         exchanges: number of calls to the actor for requests.
-        slots: the full weights, and then every adapter.
+        slots: weights that are updated alone: those of the model, and then each adapter.
         transport: weight transport. A run sets it to "disk" if the trainer is on another node.
     """
 

@@ -54,8 +54,8 @@ class _OpenUpdate:
 class SGLangEngine(StreamingEngine, TrainedEngine):
     """Engine of one policy's SGLang servers.
 
-    Servers that die are started again, all together up to `restarts` times an hour, and get the
-    present weights before they answer. Requests of one session, and requests of one prompt without a
+    Servers that die are started again, up to `restarts` times an hour in all, and get the present
+    weights before they answer. Requests of one session, and requests of one prompt without a
     session, go to one server unless it is full. SGLang samples by a request's seed only in its
     deterministic inference; otherwise seeds are not sent.
 

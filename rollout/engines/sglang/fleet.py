@@ -27,7 +27,7 @@ class ServerLeft(EngineError):
 
 
 class Fleet:
-    """Servers of one engine, which are started again after a death, all together `restarts` times an hour.
+    """Servers of one engine, which are started again after a death, up to `restarts` times an hour in all.
 
     A server that was started again and could not get the present weights stays paused: it holds its
     requests until the next update.

@@ -46,7 +46,8 @@ class Server:
         environment: variables of the server, in addition to those of this process.
         key: API key that the server requires; None: none.
         multi_node: True if the server listens at the address of its node, False at the loopback.
-        memory_share: share of the total memory of its GPUs that the server takes; None: SGLang chooses.
+        memory_share: share of the total memory of its GPUs that the server takes; None: as much as
+            `arguments` say, or as SGLang chooses.
 
     Raises:
         EngineError: there is no such interpreter.
@@ -116,7 +117,7 @@ class Server:
         return f"http://{address}:{port}"
 
     def memory_arguments(self, devices: Sequence[str]) -> list[str]:
-        """Return the arguments for `memory_share` on these GPUs; [] if there are none.
+        """Return the arguments for `memory_share` on these GPUs; [] without a share or without GPUs.
 
         SGLang takes a fraction of the memory that is free when it starts, so the share of the total
         memory is converted to such a fraction.

@@ -170,7 +170,10 @@ class SGLangSettings:
 
     @property
     def memory_share(self) -> float | None:
-        """Share of the total memory of its GPUs that each server takes; None if SGLang chooses."""
+        """Share of the total memory of its GPUs that each server takes.
+
+        None if the servers share no GPUs, or if no argument names a share.
+        """
         share = self.arguments.get("mem-fraction-static")
         return float(share) if self.shares_gpus and share is not None else None
 
