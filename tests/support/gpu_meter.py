@@ -391,7 +391,7 @@ class Meter(TorchDispatchMode):
         return int((numbers - torch.arange(len(numbers))).sum())
 
     def _cache_pairs(self, blocks: torch.Tensor) -> tuple[int, int]:
-        """Return the pairs of a query and a key that it sees, and the keys that the blocks read.
+        """Return the number of pairs of a query and a key that it sees, and that of keys that the blocks read.
 
         `blocks` are those of the embedded engine's `attend_to_cache`.
         """

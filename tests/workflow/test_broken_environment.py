@@ -1,4 +1,4 @@
-"""A tool of the user that raises ends a run with one line: the call, the file, and what to do."""
+"""An environment of the user that raises ends a run with one line: the call, the file, and what to do."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.usefixtures("forked_programs")
-def test_a_tool_that_raises_is_named_with_its_line_and_the_file_of_a_trajectory(
+def test_a_call_that_raises_is_named_with_its_line_and_the_file_of_a_trajectory(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "prices.py").write_text(PRICES)

@@ -19,7 +19,7 @@ def load_environment(env_id: str, **options: Any) -> "Sums":
 
 
 class Sums:
-    """Environment whose answers are sums, of one call or with a second one after a wrong answer."""
+    """Environment that asks for a sum; `two-turns` asks again after a wrong answer."""
 
     def __init__(self, env_id: str, size: int = 30, evaluated: int = 0) -> None:
         self.env_id = env_id
