@@ -1,4 +1,4 @@
-"""Files of trajectories: one of a file's trajectories, and the tasks of its run."""
+"""Files of trajectories: one of a file's trajectories, and the tasks of its run and the tools of its agents."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

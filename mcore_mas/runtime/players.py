@@ -123,7 +123,8 @@ def make_players(
     """Return the clients of the policies that have an engine.
 
     An engine gets as many calls at a time as it has slots. More would wait in the engine, where
-    their deadline already runs. Policies whose adapters are in one engine share its slots.
+    their deadline already runs. Policies whose adapters are in one engine share its slots. A policy
+    with `max_in_flight` has that bound instead.
 
     Args:
         config: config of the run.

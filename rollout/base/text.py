@@ -81,7 +81,7 @@ def redact_secrets(text: str) -> str:
 def nearest_hint(name: str, choices: Iterable[str]) -> str:
     """Return "; nearest: a, b" with the choices that are similar to a name, or "" if none is.
 
-    The hint ends an error message that has listed the choices.
+    The hint is a part of an error message about the name.
     """
     # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
     names = get_close_matches(name, list(dict.fromkeys(choices)), n=3, cutoff=0.66)

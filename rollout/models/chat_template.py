@@ -239,7 +239,9 @@ class Renderer:
         return before.prompt_ids + before.completion_ids + self._safe.encode(rest)
 
     def behind_context(self, context: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token ids of a system message, followed by those of a prompt as they are.
+        """Return the token ids of a system message, followed by those of a prompt.
+
+        The ids of the prompt stay as they are, but for a start token that the system message has too.
 
         Args:
             context: text of the system message.
@@ -402,7 +404,7 @@ class Renderer:
         return texts
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        """Return the template's text of a chat, from the cache if it has no tools."""
+        """Return the template's text of a chat, from the cache if it depends on neither tools nor the time."""
         if tools or self._depends_on_time:
             return self._apply_template(messages, tools)
         return self._cached_text(tuple(messages))

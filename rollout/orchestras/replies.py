@@ -227,7 +227,7 @@ def parse_change(text: str) -> str | None:
 
 
 def _split_at_bar(line: str) -> tuple[str, str] | None:
-    """Return the sides of `left | right`; None if one is empty or has a tag or another bar."""
+    """Return the sides of `left | right`; None if one is empty or has `<`, `>` or another bar."""
     left, _, right = (part.strip() for part in line.partition("|"))
     if not left or not right or set("|<>") & set(left + right):
         return None

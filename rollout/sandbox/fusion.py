@@ -24,7 +24,7 @@ _MAX_REPLY_BYTES = 64 << 20
 class SandboxFusion(Runner):
     """Client of a server that has SandboxFusion's `/run_code` and `/run_jupyter`.
 
-    The server isolates programs, and enforces the limits for which the request has no field.
+    The server isolates programs. Limits for which the request has no field are the server's own.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class DistributedSender(PushSender):
         self._groups_formed = 0
 
     def begin(self) -> None:
-        """Form the group before the first update, then begin; see `PushSender.begin`."""
+        """Form the group if there is none, then begin; see `PushSender.begin`."""
         if self._group is None:
             self._group = self._form_group()
         super().begin()

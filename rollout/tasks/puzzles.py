@@ -124,7 +124,7 @@ class _PuzzleTeacher(TeachingSession):
         self._state = self._game.read(task.prompt)
 
     def reply_of(self, agent: str, slots: Mapping[str, object]) -> str:
-        """Return the actions that an agent lists or decides on."""
+        """Return the actions that an agent proposes or decides on; play those that are decided on."""
         actions = self._actions_of(agent, str(slots.get("proposal", "")))
         if agent == "tool":
             return f"{PROPOSED_ACTIONS} {actions}"

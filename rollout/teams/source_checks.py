@@ -181,7 +181,7 @@ def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
 
 @lru_cache(maxsize=256)
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
-    """Return the agents that an orchestra asks in any case: those outside `if` and the like."""
+    """Return the agents that an orchestra asks outside of `if` and the like, also in a `for` loop."""
     definition = _definition(orchestra)
     if definition is None:
         return frozenset()

@@ -181,7 +181,8 @@ class TeamSession:
         Raises:
             KeyError: the team has no such agent, or its template has a slot that was not given.
             EngineError: the engine could not answer.
-            Defect: the engine or the role's parser raised something else.
+            Defect: the engine or the role's parser raised something else, or the trajectory has taken
+                as many turns as it may.
         """
         agent = self._team.agents[name]
         _, reply = await self.take_turn(agent, agent.role.messages(**slots))
@@ -221,7 +222,8 @@ class TeamSession:
         Raises:
             EngineError: the engine could not answer; `PromptTooLong` if the prompt leaves no room
                 for a reply.
-            Defect: the trajectory has taken as many turns as it may.
+            Defect: the trajectory has taken as many turns as it may, or the policy or the role's
+                parser raised something else.
         """
         max_turns = self._team.max_turns
         if max_turns is not None and self._calls_begun >= max_turns:
