@@ -1,9 +1,10 @@
-"""Workers of Ray that start as forks of a process that has imported their modules.
+"""Workers and agents of Ray that start as forks of a process that has imported their modules.
 
 Ray starts a script, which imports Ray to prepare the worker's environment, and then the worker,
 which imports Ray again, and later the modules of its actor: up to ten seconds of processor time for
 a rank of a trainer. Here the script is `tests.support.ray_worker`, which asks this module for a fork.
 The worker is a process like any other, with the arguments, environment and streams that Ray gave it.
+So are both agents of Ray's node, which otherwise take most of the processor time of Ray's start.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from tests.support.forked_program import close_descriptors, exit_fork, run_progr
 from tests.support.ray_worker import JOB_ID, VARIABLE
 
 SCRIPT = str(Path(__file__).with_name("ray_worker.py"))
+# With this variable an agent ends when its standard input does, which its raylet holds. It would otherwise end
+# because the raylet is not its parent.
+_AGENTS_READ_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST = 1 << 20  # bytes
 _PEER = struct.Struct("3i")  # process, user and group of a connection's other end
@@ -37,9 +41,11 @@ def import_ray() -> None:
     A worker would also end when the process RAY_RAYLET_PID has ended. Here it ends when its connection
     to the raylet does.
     """
-    variables = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": "1"}
+    variables = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": "1", _AGENTS_READ_A_PIPE: "1"}
     os.environ.update(variables)
-    import ray  # noqa: F401
+    import aiohttp.web
+    import ray.dashboard.agent
+    import ray._private.runtime_env.agent.runtime_env_agent  # noqa: F401
 
     for name in variables:
         del os.environ[name]
@@ -58,8 +64,20 @@ def leave_out_idle_processes(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Node, method, lambda *_, **__: None)
 
 
+def fork_agents(patch: pytest.MonkeyPatch) -> None:
+    """Let the Rays that this process starts fork the agents of their nodes."""
+    from ray._private import services
+
+    patch.setattr(
+        services,
+        "_build_python_executable_command_memory_profileable",
+        lambda *_, **__: [sys.executable, SCRIPT],
+    )
+
+
 def listen() -> socket.socket:
     """Return a socket whose name the script reads from this process's environment."""
+    os.environ[_AGENTS_READ_A_PIPE] = "1"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses a name
     listener.listen(64)

@@ -1,4 +1,4 @@
-"""Script that Ray starts for a worker: asks for a fork that becomes the worker, and ends with it.
+"""Script that Ray starts for a worker or an agent: asks for a fork that becomes it, and ends with it.
 
 It imports little, not even pathlib, because it is a process of its own beside each worker.
 """
@@ -17,7 +17,8 @@ JOB_ID = "01000000"
 
 def main() -> None:
     """Ask for a fork, or run Ray's own script for a worker of another job, or of none as yet."""
-    if os.environ["RAY_JOB_ID"] != JOB_ID:
+    is_worker = sys.argv[1].endswith("default_worker.py")
+    if is_worker and os.environ["RAY_JOB_ID"] != JOB_ID:
         script = os.path.join(os.path.dirname(sys.argv[1]), "setup_worker.py")  # noqa: PTH118, PTH120
         os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
     request = {

@@ -134,6 +134,7 @@ def forked_ray_workers() -> Iterator[None]:
         server.start()
         patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", ray_forks.SCRIPT)
         ray_forks.leave_out_idle_processes(patch)
+        ray_forks.fork_agents(patch)
         try:
             yield
         finally:
@@ -147,6 +148,7 @@ def _start_fork_helper() -> None:
     _fork_helper, requests = multiprocessing.Pipe()
     ray_workers = ray_forks.listen()
     ray_constants.SETUP_WORKER_FILENAME = ray_forks.SCRIPT
+    ray_forks.fork_agents(pytest.MonkeyPatch())
     subprocess.Popen = Forked  # type: ignore[misc]
     if os.fork():
         requests.close()
