@@ -186,7 +186,8 @@ class PolicyConfig(RateConfig):
     # Keep Adam's moments in host memory, except those of the weight that is being updated.
     host_moments: bool = False
     # Activations that the backward pass computes again: none; those of norms and SwiGLU; or all of every layer.
-    recompute: Recompute = "none"
+    # None: the least with which a plan fits (cluster.gpus), and none without a plan.
+    recompute: Recompute | None = None
     # Linear layers of Megatron itself, or of Transformer Engine.
     layers: Literal["local", "te"] = "local"
     # Products of the layers in FP8; needs layers: te and bf16. "hybrid": gradients have more exponent bits.
@@ -229,6 +230,11 @@ class PolicyConfig(RateConfig):
     def ranks(self) -> int:
         """Number of processes that train the policy."""
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def recomputation(self) -> Recompute:
+        """Activations that the backward pass computes again, if no plan chooses them."""
+        return self.recompute or "none"
 
     @property
     def overlaps(self) -> bool:

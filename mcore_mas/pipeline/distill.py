@@ -360,7 +360,7 @@ def _fine_tune(
         schedule="cosine",
         decay_steps=updates + 1,
         bf16=policy.bf16,
-        recompute=policy.recompute,
+        recompute=policy.recomputation,
         objective=Objective(loss="cross_entropy"),
     )
     init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)

@@ -89,7 +89,7 @@ def trainer_settings(
     trainer = TrainerSettings(
         bf16=policy.bf16,
         distributed_optimizer=policy.distributed_optimizer,
-        recompute=policy.recompute,
+        recompute=policy.recomputation,
         microbatch_tokens=for_policy(config, name).trainer.microbatch_tokens,
         fused=fused,
         host_moments=policy.host_moments,
@@ -223,23 +223,38 @@ def _engine_process_bytes(config: RunConfig, models: Models) -> float:
     return PROCESS_BYTES + max(passes)
 
 
-def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
-    """Return the bytes of an engine's KV cache, given the free bytes and the bounds of the cache."""
-    lower = 0.0
-    upper = 0.0
+def filled_kv_cache(config: RunConfig, models: Models) -> float:
+    """Return the bytes of an engine's KV cache with a sequence of the maximum length in every slot.
+
+    It is that of the engine for which it is largest.
+    """
+    sizes = [
+        for_policy(config, policy).engine.slots * sequence
+        for policy, sequence in _sequence_bytes(config, models).items()
+    ]
+    return max(sizes)
+
+
+def _sequence_bytes(config: RunConfig, models: Models) -> dict[str, float]:
+    """Return the keys and values of a sequence of the maximum length on one GPU, by policy."""
+    sizes: dict[str, float] = {}
     for policy, architecture in models.items():
         engine = for_policy(config, policy).engine
         if engine.name == "embedded":
             bf16 = config.policies[policy].bf16
-            all_slots = engine.slots * embedded_sequence_bytes(
-                architecture, engine.max_length, bf16=bf16
-            )
-            lower = max(lower, all_slots)
-            upper = max(upper, all_slots)
-            continue
-        sequence = kv_bytes_per_token(architecture, engine.tp) * engine.max_length
-        lower = max(lower, sequence)
-        upper = max(upper, _KV_CACHE_FACTOR * sequence * engine.slots, _MIN_KV_CACHE_LIMIT)
+            sizes[policy] = embedded_sequence_bytes(architecture, engine.max_length, bf16=bf16)
+        else:
+            sizes[policy] = kv_bytes_per_token(architecture, engine.tp) * engine.max_length
+    return sizes
+
+
+def _kv_cache_within(config: RunConfig, models: Models, free: float) -> float:
+    """Return the bytes of an engine's KV cache, given the free bytes and the bounds of the cache."""
+    filled = filled_kv_cache(config, models)
+    if config.engine.name == "embedded":
+        return filled
+    lower = max(_sequence_bytes(config, models).values())
+    upper = max(_KV_CACHE_FACTOR * filled, _MIN_KV_CACHE_LIMIT)
     return min(upper, max(lower, free))
 
 

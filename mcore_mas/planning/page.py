@@ -60,7 +60,11 @@ def describe_placement(config: RunConfig) -> str:
     for policy in config.trained:
         layout = asdict(layout_of(config.policies[policy]))
         sizes = [f"{name} {layout[name]}" for name in ("tp", "pp", "cp", "dp") if layout[name] > 1]
-        policies_by_layout.setdefault(" ".join(sizes) or "one rank", []).append(policy)
+        description = " ".join(sizes) or "one rank"
+        recomputation = config.policies[policy].recomputation
+        if recomputation != "none":
+            description += f" with {recomputation} recomputation"
+        policies_by_layout.setdefault(description, []).append(policy)
     trainers = "; ".join(
         f"{', '.join(policies)} {layout}" for layout, policies in policies_by_layout.items()
     )

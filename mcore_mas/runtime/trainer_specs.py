@@ -65,6 +65,7 @@ def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any)
     settings = {field: getattr(policy, field) for field in _POLICY_FIELDS}
     settings |= {field: getattr(rate, field) for field in _RATE_FIELDS}
     settings["overlap"] = policy.overlaps
+    settings["recompute"] = policy.recomputation
     settings["deterministic"] = config.engine.deterministic
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or schedule_length(config, name)

@@ -122,20 +122,22 @@ def plan_cell(config: RunConfig, gpus: str) -> str:
     except PlanError:
         return "does not fit"
     models = load_architectures(placed)
-    peak = estimate_peak_memory(placed, models, cluster.gpu).update / 1e9
-    host = estimate_host_memory(placed, models) / 1e9
-    one_by_one = ", one by one" if placed.cluster.one_by_one else ""
-    return f"{peak:.0f}, host {host:.0f}{one_by_one}"
+    peak = estimate_peak_memory(placed, models, cluster.gpu)
+    cell = [f"{max(peak.update, peak.rollout) / 1e9:.0f}"]
+    cell.append(f"host {estimate_host_memory(placed, models) / 1e9:.0f}")
+    if placed.policies["solver"].recompute != "none":
+        cell.append(str(placed.policies["solver"].recompute))
+    if placed.cluster.one_by_one:
+        cell.append("one by one")
+    return ", ".join(cell)
 
 
-def table_row(values: dict[str, Any], model: str, changes: str) -> list[str]:
-    """Return the cells of the page's table for a model with some changes."""
+def table_row(values: dict[str, Any], model: str, trained: str) -> list[str]:
+    """Return the cells of the page's table for a model of which all weights or adapters are trained."""
     changed = copy.deepcopy(values)
     for policy in changed["policies"].values():
         policy["model"] = f"/models/{model}"
-        if "recompute" in changes:
-            policy["recompute"] = "full"
-        if "LoRA" in changes:
+        if trained == "LoRA":
             policy["lora"] = {"rank": 16, "alpha": 32}
     config = RunConfig.from_values(changed, "a test")
     return [plan_cell(config, gpus) for gpus in GPUS]
@@ -145,15 +147,12 @@ def test_the_table_of_smaller_gpus_is_planned(project: Path) -> None:
     overrides = ["experiment=my_math", "engine=sglang", "policy_defaults.bf16=true"]
     values = resolve(overrides, project / "configs")
     rows = re.findall(r"^\| (Qwen\S+) \| ([^|]+) \| (.*) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 9
-    for model, changes, cells in rows:
-        assert cells.split(" | ") == table_row(values, model, changes), (model, changes)
-    for override in (
-        "policy_defaults.recompute=full",
-        "policy_defaults.lora={rank: 16, alpha: 32}",
-    ):
-        resolve([*overrides, override], project / "configs")
-        assert override in PAGE
+    assert len(rows) == 6
+    for model, trained, cells in rows:
+        assert cells.split(" | ") == table_row(values, model, trained), (model, trained)
+    override = "policy_defaults.lora={rank: 16, alpha: 32}"
+    resolve([*overrides, override], project / "configs")
+    assert override in PAGE
 
 
 def test_the_check_and_the_jobs_of_every_suite(node: Path) -> None:

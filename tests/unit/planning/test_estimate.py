@@ -29,7 +29,8 @@ def config(experiment: str, *overrides: str) -> RunConfig:
 
 def one_policy(*overrides: str) -> RunConfig:
     """A run that trains one 3.2B policy on two ranks, with one agent."""
-    return config("marti_single_llama", "policies.shared.dp=2", "policies.shared.tp=1", *overrides)
+    layout = ["policies.shared.dp=2", "policies.shared.tp=1", "policies.shared.recompute=full"]
+    return config("marti_single_llama", *layout, *overrides)
 
 
 def test_a_split_pool() -> None:

@@ -71,6 +71,7 @@ def test_an_evaluation_on_cpus_requests_its_engines() -> None:
 TWO_SMALL = (
     "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
     "policy_defaults.model=Qwen/Qwen2.5-0.5B-Instruct",
+    "policy_defaults.recompute=full",
 )
 TWO_POLICIES = "drmas_t1_4b_separate_drmas"
 SMALL_PARAMETERS = 494_032_768
