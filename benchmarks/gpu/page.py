@@ -43,11 +43,16 @@ nothing use Transformer Engine's. All layouts, recomputation, mixtures of expert
 reference models work with these layers. LoRA and CPUs do not, and are refused before a run starts. Checkpoints and
 exported models do not depend on `layers`: a training can be resumed with the other layers.
 
+The norm in such a linear layer keeps its output for the backward pass. So selective recomputation saves less memory
+than with Megatron's layers: it computes SwiGLU and the norms before experts again.
+
 `fp8: hybrid` or `fp8: e4m3`, with `bf16: true`, computes the products of layers in FP8, as Megatron's setting of this
 name. `fp8_recipe` says how many numbers have a common scale: all of a factor (`tensorwise`, from Ada on), blocks of
 128 (`blockwise`, from Hopper on) or blocks of 32 (`mxfp8`, from Blackwell on). Delayed scaling is not offered, because
 checkpoints do not hold its scales. The tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank.
 The log-probabilities differ more from the engine's than in bfloat16, so `trainer.agreement` may have to be wider.
+Each product keeps its weight in FP8 for the backward pass, in rows and in columns: two bytes a parameter more than in
+bfloat16, except with `recompute: full`. Plans count them.
 
 Megatron's CUDA graphs are not offered. They repeat kernels with the shapes and the trees of one micro-batch, and
 both differ between micro-batches.

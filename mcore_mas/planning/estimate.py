@@ -96,6 +96,8 @@ def trainer_settings(
         agents=len(agents),
         lora=policy.lora,
         borrows_base=config.holder(name) != name,
+        layers=policy.layers,
+        fp8=policy.fp8 is not None,
     )
     if policy.critic is None:
         return {"trainer": trainer}

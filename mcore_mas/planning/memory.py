@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore_mas.config.policy import LoraConfig
 from rollout.engines.embedded.gpu_memory import token_bytes
@@ -35,6 +36,8 @@ class TrainerSettings:
     lora: LoraConfig | None = None
     value_head: bool = False  # a critic, with a value head in place of the output layer
     borrows_base: bool = False  # another trainer on the same ranks holds the frozen weights
+    layers: Literal["local", "te"] = "local"  # linear layers of Megatron or of Transformer Engine
+    fp8: bool = False  # layers multiply in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,13 +273,11 @@ def activation_bytes(
     They are counted as in Korthikanti et al. 2022 (arXiv 2205.05198, §4), for layers without
     dropout and for attention that saves no scores. A pipeline holds as many micro-batches as it
     has stages. Full recomputation saves the input of every layer, and everything of the one layer
-    that is being recomputed.
+    that is being recomputed. Products in FP8 also save their weights in FP8.
     """
     # Without sequence parallelism every tensor-parallel rank saves the whole hidden states.
     hidden = architecture.hidden / (layout.tp if layout.sp else 1)
-    # A layer has two norms, each of which saves its input and, unless it is recomputed, its output.
-    tensors_per_norm = 1 if settings.recompute == "selective" else 2
-    norm_elements = 2 * tensors_per_norm * hidden
+    norm_elements = _tensors_of_norms(architecture, settings) * hidden
     split_elements = _attention_elements(architecture, settings) + _mlp_elements(
         architecture, settings
     )
@@ -293,14 +294,58 @@ def activation_bytes(
     elements_per_float32 = 2 if settings.bf16 else 1
     final_norm_elements = 2 * elements_per_float32 * hidden
     tokens = settings.microbatch_tokens / layout.cp
-    return _element_bytes(settings) * tokens * (saved_elements + final_norm_elements)
+    saved = _element_bytes(settings) * tokens * (saved_elements + final_norm_elements)
+    return saved + _fp8_weight_bytes(architecture, layout, settings)
 
 
 def _element_bytes(settings: TrainerSettings) -> int:
     return 2 if settings.bf16 else 4
 
 
-def _attention_elements(architecture: Architecture, settings: TrainerSettings) -> int:
+def _tensors_of_norms(architecture: Architecture, settings: TrainerSettings) -> float:
+    """Return how many tensors like the hidden states the two norms of a mean layer save.
+
+    Each norm saves its input, and the linear layer after it saves the output of the norm.
+    Selective recomputation drops the output, except with Transformer Engine's
+    `LayerNormLinear`: it computes norm and product in one operation, and saves both tensors
+    (`tensors_to_save` in its layernorm_linear.py). Only the norm before experts is separate.
+    """
+    recomputed_output = 0 if settings.recompute == "selective" else 1
+    separate_norm = 1 + recomputed_output
+    if settings.layers == "local":
+        return 2 * separate_norm
+
+    norm_with_linear = 1 + _product_input(settings)
+    experts = architecture.experts
+    sparse_share = 0.0
+    if experts is not None:
+        sparse_share = sum(experts.sparse) / len(experts.sparse)
+    return norm_with_linear + (1 - sparse_share) * norm_with_linear + sparse_share * separate_norm
+
+
+def _product_input(settings: TrainerSettings) -> float:
+    """Return the elements that a product saves for each element of its input, which has half as many bytes in FP8."""
+    return 0.5 if settings.fp8 else 1.0
+
+
+def _fp8_weight_bytes(
+    architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
+) -> float:
+    """Return the bytes of weights in FP8 that products save until the backward pass.
+
+    Each product quantizes its weight, in rows and in columns, in every micro-batch.
+    """
+    if not settings.fp8:
+        return 0.0
+    layers = [
+        _count_layer_parameters(architecture, layer, layout) for layer in range(architecture.layers)
+    ]
+    if settings.recompute == "full":
+        return 2.0 * max(layers)
+    return 2.0 * sum(layers)  # a stage has 1 / pp of the layers, and pp micro-batches
+
+
+def _attention_elements(architecture: Architecture, settings: TrainerSettings) -> float:
     """Return the elements that attention saves of one token, before tensor parallelism."""
     queries = architecture.heads * architecture.head_dim
     keys = architecture.kv_heads * architecture.head_dim  # and as many values
@@ -309,7 +354,13 @@ def _attention_elements(architecture: Architecture, settings: TrainerSettings) -
     rotated = queries + keys
     output = queries
     elements = projections + rotated + output
-    if architecture.qk_norm and not settings.fused:
+    if settings.layers == "te":
+        # The norms of queries and keys are operations of their own, whose input is a copy.
+        if architecture.qk_norm:
+            elements += queries + keys
+        if settings.fp8:
+            elements += _product_input(settings) * queries  # the output in FP8
+    elif architecture.qk_norm and not settings.fused:
         elements += queries
 
     if settings.bf16 and not settings.fused:
@@ -326,21 +377,22 @@ def _mlp_elements(architecture: Architecture, settings: TrainerSettings) -> floa
     This is the mean over the layers. With full recomputation it is that of the largest layer, as
     only one layer is saved completely.
     """
-    # Gate and up; their product, unless it is recomputed; and without fusion the result of SiLU.
-    saved_widths = 4
+    gate_and_up = 2
+    product_input = _product_input(settings)
+    # Unless it is recomputed: the product of gate and up, and without fusion the result of SiLU.
+    dense_widths = gate_and_up + product_input + (0 if settings.fused else 1)
+    # An expert scales the product, and saves both. Transformer Engine's experts are not fused.
+    fused_experts = settings.fused and settings.layers == "local"
+    expert_widths = gate_and_up + 1 + product_input + (0 if fused_experts else 1)
     if settings.recompute == "selective":
-        saved_widths = 2
-    elif settings.fused:
-        saved_widths = 3
+        dense_widths = expert_widths = gate_and_up
 
-    dense = saved_widths * architecture.ffn
+    dense = dense_widths * architecture.ffn
     experts = architecture.experts
     if experts is None:
         return dense
 
-    # An expert also saves its input, and its scaled product unless that is recomputed.
-    expert_widths = saved_widths + (0 if settings.recompute == "selective" else 1)
-    per_expert = expert_widths * experts.ffn + architecture.hidden
+    per_expert = expert_widths * experts.ffn + product_input * architecture.hidden
     sparse = experts.per_token * per_expert + architecture.hidden
     layers = [sparse if is_sparse else dense for is_sparse in experts.sparse]
     return max(layers) if settings.recompute == "full" else sum(layers) / len(layers)

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mcore_mas.planning.memory import TrainerSettings, activation_bytes
+from rollout.models.architecture import read_architecture
+from rollout.models.layout import ParallelLayout
 from tests.exactness.training import Measurement, measure_rows
 from tests.exactness.transformer_engine import (
     IN_FP8,
+    MEASURED,
     REPLAYED,
     RESUMED,
     RESUMED_STEPS,
@@ -93,6 +97,24 @@ def test_products_that_are_computed_again_in_fp8_have_the_same_bits(
     folder: Path, recompute: str
 ) -> None:
     assert read_history(folder, recompute) == read_history(folder, "none")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_plan_counts_what_the_layers_save(folder: Path, name: str) -> None:
+    """Norms inside linear layers save their outputs, also where those before experts do not."""
+    family, layout = MEASURED[name]
+    measured = json.loads((folder / f"memory {name}" / "0.json").read_text())
+    settings = TrainerSettings(
+        bf16=layout.get("bf16", False),
+        distributed_optimizer=False,
+        recompute=layout.get("recompute", "none"),
+        microbatch_tokens=measured["tokens"],
+        fused=False,
+        layers="te",
+    )
+    architecture = read_architecture(folder / f"measured_{family}")
+    planned = activation_bytes(architecture, ParallelLayout(), settings)
+    assert measured["activations"] == pytest.approx(planned, rel=0.1)
 
 
 def test_the_hugging_face_folder_has_the_same_bits(folder: Path) -> None:

@@ -82,6 +82,15 @@ IN_FP8 = {
 }
 
 
+# Trainers whose memory is compared with the plan.
+MEASURED = {
+    "selective": ("qwen2", {"layers": "te", "recompute": "selective"}),
+    "norms of queries and keys": ("qwen3", {"layers": "te"}),
+    "mixture": (_MIXTURE, {"layers": "te"}),
+    "mixture, selective": (_MIXTURE, {"layers": "te", "recompute": "selective"}),
+}
+
+
 def run_with_stand_in(*arguments: str) -> None:
     """Run this program in a process that finds the stand-in."""
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
@@ -98,7 +107,13 @@ def main(folder: Path) -> None:
     """Train all rows, and the resumed and the replayed trainings; write their results to `folder`."""
     assert megatron_extension.HAVE_TE, "set PYTHONPATH as in the first lines of this file"
     first_jobs, resumed_jobs = _resumed_jobs(folder)
-    other_jobs = [*first_jobs, *_replayed_jobs(folder), *_fp8_jobs(folder), *_folder_jobs(folder)]
+    other_jobs = [
+        *first_jobs,
+        *_replayed_jobs(folder),
+        *_fp8_jobs(folder),
+        *_memory_jobs(folder),
+        *_folder_jobs(folder),
+    ]
     train_rows(rows_with_transformer_engine(), folder, other_jobs)
     ranks.run_jobs(resumed_jobs)
 
@@ -177,6 +192,26 @@ def _fp8_jobs(folder: Path) -> list[ranks.Job]:
         )
         for name, (family, layout) in IN_FP8.items()
     ]
+
+
+def _memory_jobs(folder: Path) -> list[ranks.Job]:
+    jobs = []
+    for name, (family, layout) in MEASURED.items():
+        model = folder / f"measured_{family}"
+        if not model.exists():
+            reference.make_model(
+                family,
+                model,
+                layers=2,
+                vocab_size=256,
+                hidden_size=128,
+                intermediate_size=384,
+            )
+        out = folder / f"memory {name}"
+        out.mkdir()
+        samples = reference.make_samples()
+        jobs.append(_job(ranks.measure_trainer_memory, layout, model, out=out, samples=samples))
+    return jobs
 
 
 def _folder_jobs(folder: Path) -> list[ranks.Job]:

@@ -9,6 +9,7 @@ from mcore_mas.planning import jobs
 from mcore_mas.planning.memory import (
     TrainerMemory,
     TrainerSettings,
+    activation_bytes,
     checkpoint_bytes,
     combine_on_rank,
     count_adapter_parameters,
@@ -20,7 +21,7 @@ from mcore_mas.planning.memory import (
 )
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, parse_architecture
-from rollout.models.layout import ParallelLayout
+from rollout.models.layout import ParallelLayout, Recompute
 from rollout.models.published_shapes import planned_architecture, published_shapes
 
 # Exact parameter counts of the model cards on Hugging Face
@@ -210,6 +211,67 @@ def test_activations() -> None:
     assert activations(recompute="none", fused=False) == 2 * TOKENS * (2 * unfused + final_norm)
     float32 = 2 * (layer + 16) + 2 * 8
     assert activations(recompute="none", fused=False, bf16=False) == 4 * TOKENS * float32
+
+
+def test_activations_of_transformer_engine() -> None:
+    """A norm inside a linear layer saves its output also with selective recomputation."""
+    norms = 2 * 2 * 8
+    attention = 2 * (8 + 4) + 4 + 8
+    final_norm = 2 * 2 * 8
+
+    def activations(**changes: object) -> float:
+        return tiny_memory(layers="te", **changes).activations
+
+    none = norms + attention + 3 * 16
+    assert activations(recompute="none") == 2 * TOKENS * (2 * none + final_norm)
+    selective = norms + attention + 2 * 16
+    assert activations(recompute="selective") == 2 * TOKENS * (2 * selective + final_norm)
+
+    # In FP8, products save one byte for each element of their inputs and two for each weight.
+    # The output of attention is saved in bfloat16 too.
+    norms_in_fp8 = 2 * (8 + 8 / 2)
+    in_fp8 = norms_in_fp8 + attention + 8 / 2 + 2 * 16 + 16 / 2
+    weights = 2 * 2 * TINY_LAYER
+    assert activations(recompute="none", fp8=True) == (
+        2 * TOKENS * (2 * in_fp8 + final_norm) + weights
+    )
+    inputs_of_layers = 2 * 8
+    assert activations(recompute="full", fp8=True) == (
+        2 * TOKENS * (inputs_of_layers + in_fp8 + final_norm) + weights / 2
+    )
+
+
+def test_activations_of_experts_of_transformer_engine() -> None:
+    mixture = tiny(
+        model_type="qwen3_moe",
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+    )
+
+    def activations(recompute: Recompute) -> float:
+        settings = TrainerSettings(
+            bf16=True,
+            distributed_optimizer=False,
+            recompute=recompute,
+            microbatch_tokens=TOKENS,
+            layers="te",
+        )
+        return activation_bytes(mixture, ParallelLayout(), settings)
+
+    norms = 2 * 2 * 8
+    attention = 2 * (8 + 4) + 4 + 8 + (8 + 4)  # copies of queries and keys for their norms
+    # Two experts with gate, up, the result of SiLU, the product, the scaled product and the input
+    experts = 2 * (5 * 12 + 8) + 8
+    final_norm = 2 * 2 * 8
+    assert activations("none") == 2 * TOKENS * (2 * (norms + attention + experts) + final_norm)
+    # The norm before the experts is computed again, and so is all but gate and up.
+    fewer = 8 + 2 * 3 * 12
+    assert activations("selective") == (
+        2 * TOKENS * (2 * (norms + attention + experts - fewer) + final_norm)
+    )
 
 
 def test_the_peak_of_an_update() -> None:

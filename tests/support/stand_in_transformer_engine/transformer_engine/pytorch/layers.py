@@ -58,6 +58,23 @@ class _Product(torch.autograd.Function):
         return grad_x, torch.empty_like(weight), None, None
 
 
+class _Norm(torch.autograd.Function):
+    """`apply(x, weight, eps)`: root-mean-square norm, of which only the input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = F.rms_norm(x, weight.shape, weight, ctx.eps)
+        return *torch.autograd.grad(out, (x, weight), grad), None
+
+
 class _Gather(torch.autograd.Function):
     """Tokens of all ranks; in the backward pass each rank gets the summed gradients of its own tokens."""
 
@@ -301,8 +318,7 @@ class LayerNormLinear(Linear):
         fp8_grad: bool | None = False,
     ) -> Tensor:
         """Return the product with the normalised input."""
-        weight = self.layer_norm_weight
-        return super().forward(F.rms_norm(inp, weight.shape, weight, self.eps))
+        return super().forward(_Norm.apply(inp, self.layer_norm_weight, self.eps))
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -375,7 +391,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, inp: Tensor) -> Tensor:
         """Normalise along the last dimension."""
-        return F.rms_norm(inp, self.weight.shape, self.weight, self.eps)
+        normed: Tensor = _Norm.apply(inp, self.weight, self.eps)
+        return normed
 
     def get_extra_state(self) -> Tensor:
         """Return an empty tensor, as operations of Transformer Engine do."""
