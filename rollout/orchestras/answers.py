@@ -28,14 +28,36 @@ async def grade(team: TeamSession, env: PlayedEnv, turn: int, answer: str | None
     A malformed or truncated reply is graded as a reply without an answer. If the environment cannot
     decide, the turn has the score `undecided` = 1 in place of a local score, and None is returned.
     """
+    return await grade_action(team, env, turn, boxed(answer))
+
+
+async def grade_action(team: TeamSession, env: PlayedEnv, turn: int, action: str) -> float | None:
+    """Record and return the local score of a turn: the reward that the environment would give for an action."""
     try:
-        step = await env.preview(boxed(answer))
+        step = await env.preview(action)
     except Undecided:
         team.score(turn, undecided=1.0)
         return None
     # A tree selects its branch by this score, so it is recorded before another agent is asked.
     team.score(turn, local=step.reward)
     return step.reward
+
+
+def score_verdict(
+    team: TeamSession, turn: int, answer_score: float | None, *, says_right: bool | None
+) -> None:
+    """Record the local score of a verdict on an answer: 1 if it is right, else 0.
+
+    Args:
+        turn: turn of the verdict.
+        answer_score: local score of the answer; None if it could not be decided, and then the
+            verdict has the score `undecided` too.
+        says_right: True if the verdict is that the answer is right; None for a malformed verdict.
+    """
+    if answer_score is None:
+        team.score(turn, undecided=1.0)
+    else:
+        team.score(turn, local=float(says_right == (answer_score > 0)))
 
 
 async def ask_for_answer(

@@ -12,7 +12,13 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.environments.protocol import Env, PlayedEnv, after_thought
-from rollout.orchestras.answers import ask_for_answer, boxed, grade
+from rollout.orchestras.answers import (
+    ask_for_answer,
+    boxed,
+    grade,
+    grade_action,
+    score_verdict,
+)
 from rollout.orchestras.replies import with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
@@ -39,10 +45,11 @@ def solver_verifier_slots(problem: str, replies: Sequence[tuple[str, str]]) -> d
 async def solver_verifier(
     task: Task,
     team: TeamSession,
-    env: Env,
+    env: PlayedEnv,
     *,
     max_loops: PositiveInt = 2,
     malformed_verdict: Literal["approve", "reject"] = "reject",
+    local_scores: bool = False,
 ) -> None:
     """Let the solver try until the verifier approves; the solver's last reply is the team's answer.
 
@@ -51,16 +58,24 @@ async def solver_verifier(
     Args:
         max_loops: maximum number of attempts of the solver.
         malformed_verdict: verdict that a malformed reply of the verifier counts as.
+        local_scores: every reply has a local score, which AT-GRPO compares: that of the solver is
+            the reward of its answer, and that of the verifier is 1 if its verdict is right, else 0.
     """
     problem = env.reset(task)
     replies: list[tuple[str, str]] = []
     for attempt in range(1, max_loops + 1):
         solution = await team.act("solver", **solver_verifier_slots(problem, replies))
         replies.append(("solver", solution.text))
+        answer_score: float | None = None
+        if local_scores:
+            answer_score = await grade_action(team, env, solution.turn, solution.text)
         if attempt == max_loops:
             break
         verdict = await team.act("verifier", **solver_verifier_slots(problem, replies))
         replies.append(("verifier", verdict.text))
+        if local_scores:
+            says_right = {"approve": True, "reject": False}.get(verdict.value or "")
+            score_verdict(team, verdict.turn, answer_score, says_right=says_right)
         if (verdict.value or malformed_verdict) == "approve":
             break
     await env.step(solution.text)
@@ -81,11 +96,8 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     draft_score = await grade(team, env, draft.turn, draft.value)
     solution = after_thought(draft.text)
     review = await team.act("verifier", problem=problem, solution=solution)
-    if draft_score is None:
-        team.score(review.turn, undecided=1.0)
-    else:
-        true_verdict = str(int(draft_score > 0))
-        team.score(review.turn, local=float(review.value == true_verdict))
+    says_right = {"1": True, "0": False}.get(review.value or "")
+    score_verdict(team, review.turn, draft_score, says_right=says_right)
     final = await ask_for_answer(
         team, env, "refiner", problem=problem, solution=solution, review=after_thought(review.text)
     )

@@ -114,6 +114,28 @@ def test_a_solution_without_a_box_is_malformed_and_scores_zero() -> None:
 
 
 @pytest.mark.parametrize(
+    ("replies", "scores"),
+    [
+        ((RIGHT, APPROVE), [1.0, 1.0]),
+        ((WRONG, APPROVE), [0.0, 0.0]),
+        ((WRONG, REJECT, RIGHT), [0.0, 1.0, 1.0]),
+        ((RIGHT, REJECT, WRONG), [1.0, 0.0, 0.0]),
+        ((WRONG, MALFORMED, MALFORMED), [0.0, 0.0, 0.0]),
+    ],
+)
+def test_local_scores_are_those_of_answers_and_verdicts(
+    replies: tuple[str, ...], scores: list[float]
+) -> None:
+    trajectory, _ = play(*replies, local_scores=True)
+    assert [turn.scores["local"] for turn in trajectory.turns] == scores
+
+
+def test_without_the_option_no_reply_has_a_local_score() -> None:
+    trajectory, _ = play(RIGHT, APPROVE)
+    assert ["local" in turn.scores for turn in trajectory.turns] == [False, False]
+
+
+@pytest.mark.parametrize(
     ("text", "verdict"),
     [
         ("fine. <verify>approve</verify>", "approve"),
