@@ -43,9 +43,9 @@ def import_ray() -> None:
     """
     variables = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": "1", _AGENTS_READ_A_PIPE: "1"}
     os.environ.update(variables)
-    import aiohttp.web
-    import ray.dashboard.agent
-    import ray._private.runtime_env.agent.runtime_env_agent  # noqa: F401
+    import aiohttp.web  # noqa: F401
+    import ray._private.runtime_env.agent.runtime_env_agent
+    import ray.dashboard.agent  # noqa: F401
 
     for name in variables:
         del os.environ[name]
