@@ -353,7 +353,7 @@ def _attention_elements(architecture: Architecture, settings: TrainerSettings) -
     projections = queries + 2 * keys
     rotated = queries + keys
     output = queries
-    elements = projections + rotated + output
+    elements: float = projections + rotated + output
     if settings.layers == "te":
         # The norms of queries and keys are operations of their own, whose input is a copy.
         if architecture.qk_norm:

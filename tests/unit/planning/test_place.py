@@ -164,7 +164,9 @@ def test_machines_limit_the_tensor_parallelism(tmp_path: Path) -> None:
     file.write_text("{gpus: 16xH100, node: 4}")
     experiment = "marti_mars2_32b"
     assert place_run(config(experiment), Cluster.parse("16xH100")).engine.tp == 8
-    with pytest.raises(PlanError, match="nothing fits 16xH100; the fullest GPU lacks .* with tp 4"):
+    with pytest.raises(
+        PlanError, match=r"nothing fits 16xH100; the fullest GPU lacks .* with tp 4"
+    ):
         place_run(config(experiment), Cluster.read(file))
 
 
