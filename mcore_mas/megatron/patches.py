@@ -13,6 +13,10 @@ warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
     lambda record: "DEPRECATED" not in record.getMessage()
 )
+# Megatron logs for every layer that it does not know the class of this package's MLP.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
+)
 # Megatron warns of its own default each time that a model is built.
 warnings.filterwarnings("ignore", message="full scope is deprecated")
 

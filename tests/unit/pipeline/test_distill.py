@@ -90,13 +90,17 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_one_model_learns_the_right_answers(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     to = tmp_path / "one"
     settings = DistillSettings(start="base", lr=3e-3, epochs=30, batch=6)
     team, student = distill(run, to, settings)
     # Two samples of six tasks give the same reply, which is learned once.
     assert "6 right answers of solver\n" in capsys.readouterr().out
+    assert [record for record in caplog.records if record.name.startswith("megatron")] == []
     assert 0 <= team.accuracy <= 1
     assert student.sampled > 0
     assert student.read < team.read
