@@ -176,6 +176,7 @@ class TrainerRank:
             last_route, sender = self._senders[policy]
             if last_route == lasting_route:
                 return sender
+            sender.close()
         sender = make_sender(lasting_route, rank=self._rank, all_gather=all_gather_json)
         self._senders[policy] = lasting_route, sender
         return sender

@@ -116,6 +116,7 @@ class TrainedEngine(Engine, Protocol):
         route = await self.begin_update()
         sender = make_sender(route)
         update = await asyncio.to_thread(sender.send, tensors, version, route.half)
+        await asyncio.to_thread(sender.close)
         await self.commit_update(update)
 
     @abstractmethod

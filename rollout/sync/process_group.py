@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,8 @@ from rollout.sync.transport import SyncRoute
 # Name of the group on the servers, and SGLang's answer if there is no group to destroy.
 _GROUP_NAME = "mcore_mas"
 _NO_GROUP = "does not exist"
+# Numbers of the groups that this process forms, for all of its senders: torch takes a name once.
+_group_numbers = count()
 
 
 class DistributedSender(PushSender):
@@ -36,7 +39,7 @@ class DistributedSender(PushSender):
         super().__init__(route, **ranks)
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
-        self._groups_formed = 0
+        self._abandoned: list[str] = []  # names of groups of which servers may still be members
 
     def begin(self) -> None:
         """Form the group if there is none, then begin; see `PushSender.begin`."""
@@ -61,11 +64,17 @@ class DistributedSender(PushSender):
                 work, _ = in_flight
                 work.wait()
 
+    def close(self) -> None:
+        """Leave the group, and destroy it on the servers that are still there; see `WeightSender.close`."""
+        self._leave_group()
+        self._destroy_abandoned_groups()
+
     def _form_group(self) -> dist.ProcessGroup:
         """Form the process group with all server ranks, which connect to a free port of this machine."""
         tp = self.route.servers.tp
         world_size = 1 + tp * len(self.urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+        self._destroy_abandoned_groups()
         self._group_name = self._free_group_name()
         listener = socket.create_server((_address_towards(self.urls[0]), 0))
         address, port = listener.getsockname()
@@ -83,24 +92,34 @@ class DistributedSender(PushSender):
         # Both sides block until all have joined.
         joined = self.post("/init_weights_update_group", bodies)
         here = self._pool.submit(_join_group, listener, world_size, backend, self._group_name)
-        wait_for([*joined, here], FIRST_EXCEPTION)
+        try:
+            wait_for([*joined, here], FIRST_EXCEPTION)
+        except BaseException:
+            self._abandoned.append(self._group_name)
+            raise
         return here.result()
 
     def _free_group_name(self) -> str:
-        """Return a name for a new group, after destroying what an earlier trainer left under it.
+        """Return a name for a new group, after destroying what an earlier trainer left under it."""
+        name = f"{_GROUP_NAME}-{next(_group_numbers)}"
+        if self._destroy_group(name):
+            return name
+        return f"{name}-{uuid.uuid4().hex[:12]}"
 
-        Servers keep a group, with its communicator, until it is destroyed. A trainer numbers its
-        groups, because torch does not use a name twice in one process.
+    def _destroy_abandoned_groups(self) -> None:
+        """Destroy the groups that this sender has abandoned; keep the names of those that remain."""
+        self._abandoned = [name for name in self._abandoned if not self._destroy_group(name)]
+
+    def _destroy_group(self, name: str) -> bool:
+        """Destroy a group on all servers; return False if one of them may still be a member.
+
+        Servers keep a group, with its communicator, until it is destroyed.
         """
-        name = f"{_GROUP_NAME}-{self._groups_formed}"
-        self._groups_formed += 1
         answers = self.post(
             "/destroy_weights_update_group", [{"group_name": name}] * len(self.urls)
         )
         errors = [answer.exception() for answer in answers]
-        if all(error is None or _NO_GROUP in str(error) for error in errors):
-            return name
-        return f"{name}-{uuid.uuid4().hex[:12]}"  # a server could not destroy its group
+        return all(error is None or _NO_GROUP in str(error) for error in errors)
 
     def _broadcast(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
         """Start the broadcast of a bucket once the servers have loaded the one before."""
@@ -133,8 +152,14 @@ class DistributedSender(PushSender):
             raise EngineError(f"SGLang: broadcast: {error}") from error
 
     def _leave_group(self) -> None:
-        """Abandon a group in which a rank has failed; the next update forms a new one."""
+        """Abandon the group, if there is one; the next update forms a new one.
+
+        Servers are told only then, because they may still wait for a broadcast.
+        """
         group, self._group = self._group, None
+        if group is None:
+            return
+        self._abandoned.append(self._group_name)
         if torch.cuda.is_available():
             # NCCL would otherwise wait for the broadcast that is under way.
             dist.distributed_c10d._abort_process_group(group)

@@ -24,6 +24,7 @@ from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 PUSHED_BUCKET_BYTES = 2 << 30  # up to two buckets exist at a time
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name for full tensors, one after another in one buffer
 REQUEST_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 30.0  # a lost node does not answer at all
 
 
 class PushSender(WeightSender):
@@ -44,7 +45,8 @@ class PushSender(WeightSender):
         headers = {}
         if route.servers.key:
             headers["Authorization"] = f"Bearer {route.servers.key}"
-        self.http = httpx.Client(headers=headers, trust_env=False, timeout=REQUEST_TIMEOUT_S)
+        timeout = httpx.Timeout(REQUEST_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self.http = httpx.Client(headers=headers, trust_env=False, timeout=timeout)
         self.bucket_bytes = PUSHED_BUCKET_BYTES
         self._shapes = tensor_shapes(route.model)
         self._pool = ThreadPoolExecutor(max_workers=len(self.urls) + 1)

@@ -150,6 +150,9 @@ class WeightSender:
         """Write the weights; see `send`."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Release what servers hold for this sender; most hold nothing. Called on every rank, after its last update."""
+
 
 def make_sender(
     route: SyncRoute,

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_mas.runtime import trainer_rank
 from mcore_mas.runtime.trainer_rank import TrainerRank
+from rollout.sync.transport import SyncRoute
 from tests.support import ranks, reference
 
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -69,3 +70,18 @@ def test_tensor_parallel_ranks_start_kernels_in_order_unless_the_user_says_other
     monkeypatch.setattr(os, "environ", dict(environment))
     trainer_rank._set_launch_order(tp)
     assert os.environ.get(CONNECTIONS) == value
+
+
+def test_a_sender_is_closed_when_its_route_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    senders = [MagicMock(), MagicMock()]
+    made = iter(senders)
+    monkeypatch.setattr(trainer_rank, "make_sender", lambda *_, **__: next(made))
+    rank = TrainerRank(1, None)
+    monkeypatch.setattr(rank, "_trainers", {"p": MagicMock()})
+    route = SyncRoute(transport="distributed", target="http://a", model="m")
+    after_restart = replace(route, servers=replace(route.servers, starts=1))
+    for version, next_route in enumerate([route, route, after_restart]):
+        rank.send_weights("p", next_route, version)
+    first, second = senders
+    assert (first.send.call_count, first.close.call_count) == (2, 1)
+    assert (second.send.call_count, second.close.call_count) == (1, 0)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from rollout.models.tensors import buckets
 from rollout.sync.cuda_ipc import TensorSender
 from rollout.sync.process_group import DistributedSender
 from rollout.sync.push import flatten
-from rollout.sync.transport import SyncRoute
+from rollout.sync.transport import ServerOptions, SyncRoute
 from tests.support.meeting import meeting
 from tests.support.three_tensors import NAMES, tensors
 
@@ -195,11 +196,91 @@ def test_the_process_group_of_an_earlier_trainer_is_destroyed_before_a_new_one_i
 
     sender = DistributedSender(route(model))
     sender.http = httpx.Client(transport=httpx.MockTransport(answer))
-    for number in range(2):
-        name = f"mcore_mas-{number}"
+    for _ in range(2):
         with pytest.raises(EngineError, match="no group today"):
             sender.begin()
-        assert bodies["/destroy_weights_update_group"] == {"group_name": name}
+        destroyed = str(bodies["/destroy_weights_update_group"]["group_name"])
         new_name = str(bodies["/init_weights_update_group"]["group_name"])
-        assert new_name.startswith(name)
-        assert (new_name == name) is is_reused
+        assert new_name.startswith(destroyed)
+        assert (new_name == destroyed) is is_reused
+
+
+class GroupServers:
+    """Stand-in for SGLang servers that remember their process groups, and never join them.
+
+    Attributes:
+        groups: names of the groups of each server, by its port.
+        refusing: port of a server that refuses the next bucket.
+    """
+
+    def __init__(self, *ports: int) -> None:
+        self.groups: dict[int, set[str]] = {port: set() for port in ports}
+        self.refusing: int | None = None
+
+    def sender(self, model: Path) -> DistributedSender:
+        """Return a sender to the servers, whose groups have one rank: the sender's."""
+        urls = " ".join(f"http://127.0.0.1:{port}" for port in self.groups)
+        target = replace(route(model), target=urls, servers=ServerOptions(tp=0))
+        sender = DistributedSender(target)
+        sender.http = httpx.Client(transport=httpx.MockTransport(self._answer))
+        return sender
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        port = int(request.url.port or 0)
+        body = json.loads(request.content or "null")
+        message = ""
+        if request.url.path == "/init_weights_update_group":
+            self.groups[port].add(body["group_name"])
+        elif request.url.path == "/destroy_weights_update_group":
+            if body["group_name"] not in self.groups[port]:
+                message = "The group to be destroyed does not exist."
+            self.groups[port].discard(body["group_name"])
+        elif request.url.path.startswith("/update_weights"):
+            assert {body["group_name"]} == self.groups[port]
+            if port == self.refusing:
+                self.refusing = None
+                message = "no memory"
+        status = 400 if message else 200
+        return httpx.Response(status, json={"success": not message, "message": message})
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the groups use gloo."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_servers_leave_a_group_that_an_update_has_abandoned(model: Path, without_gpu: None) -> None:
+    servers = GroupServers(81, 82)
+    sender = servers.sender(model)
+    sender.send(tensors().items(), 1)
+    (first,) = servers.groups[81]
+    assert servers.groups[82] == {first}
+
+    servers.refusing = 82
+    with pytest.raises(EngineError, match="status 400: no memory"):
+        sender.send(tensors().items(), 2)
+    assert servers.groups[81] == {first}  # a server may still wait for the broadcast
+
+    servers.groups[82].clear()  # this server was started again
+    sender.send(tensors().items(), 2)
+    (second,) = servers.groups[81]
+    assert second != first
+    assert servers.groups[82] == {second}
+
+    sender.close()
+    assert servers.groups == {81: set(), 82: set()}
+
+
+def test_senders_of_one_process_form_groups_of_different_names(
+    model: Path, without_gpu: None
+) -> None:
+    """As for two policies of one trainer process, or after a server was started again."""
+    policies = GroupServers(81), GroupServers(82)
+    senders = [servers.sender(model) for servers in policies]
+    for sender in senders:
+        sender.send(tensors().items(), 1)
+    first, second = (servers.groups for servers in policies)
+    assert len(first[81] | second[82]) == 2
+    for sender in senders:
+        sender.close()
