@@ -182,7 +182,10 @@ def attention(tiny: bool) -> None:
 
 
 def head(tiny: bool) -> None:
-    """Measure the output layer, forward and backward, on 14,336 rows, by size of a chunk of logits."""
+    """Measure the output layer, forward and backward, on 14,336 rows, by size of a chunk of logits.
+
+    With `one_pass`, logits are computed once, as in updates whose loss is a sum over tokens.
+    """
     from mcore_mas.megatron.model import head as output_layer
     from mcore_mas.megatron.spec import init_process_groups
 
@@ -197,21 +200,41 @@ def head(tiny: bool) -> None:
         labels = torch.randint(vocab, (rows,), device=device())
         temperatures = torch.ones(rows, device=device())
 
+        def gradients_of_sum(
+            logprobs: Tensor, _entropies: Tensor, _rows: slice
+        ) -> tuple[Tensor, None]:
+            return torch.ones_like(logprobs), None
+
         def compute(
             x: Tensor = x,
             weight: Tensor = weight,
             labels: Tensor = labels,
             temperatures: Tensor = temperatures,
+            *,
+            one_pass: bool,
         ) -> None:
             logprobs, _ = output_layer.logprobs_and_entropy(
-                x, weight, labels, temperatures, vocab, embeds=False, exact=False
+                x,
+                weight,
+                labels,
+                temperatures,
+                vocab,
+                embeds=False,
+                exact=False,
+                row_gradients=gradients_of_sum if one_pass else None,
             )
             logprobs.sum().backward()
 
-        for mebibytes in (64, 512, 1024, 2048):
-            output_layer.CHUNK_BYTES[device().type] = mebibytes << 20
-            milliseconds = 1e3 * median_seconds(compute, repeats=3)
-            say(hidden=hidden, chunk_mib=mebibytes, ms=round(milliseconds, 2))
+        for one_pass, sizes in ((True, (512, 1024, 2048)), (False, (64, 512, 1024, 2048))):
+            for mebibytes in sizes:
+                output_layer.CHUNK_BYTES[device().type] = mebibytes << 20
+                seconds = median_seconds(partial(compute, one_pass=one_pass), repeats=3)
+                say(
+                    hidden=hidden,
+                    chunk_mib=mebibytes,
+                    one_pass=one_pass,
+                    ms=round(1e3 * seconds, 2),
+                )
     stop_trainer()
 
 

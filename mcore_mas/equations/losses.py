@@ -13,6 +13,7 @@ Options:
     dual_clip: the loss of a negative advantage A is at most dual_clip · |A|.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ LOSSES: dict[str, Loss] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
 }
+# Losses of which a token's value depends on that token alone.
+_TOKEN_LOSSES = (cross_entropy, reinforce, ppo_clip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +226,18 @@ class Objective:
                 "objective: kl_coef is not zero, but no token has reference log-probabilities; add them"
             )
         return loss - tokens.entropy_coef * tokens.entropy, statistics
+
+    @property
+    def is_by_token(self) -> bool:
+        """True if a token's loss depends on that token alone, and not on others of its reply."""
+        if LOSSES[self.loss] not in _TOKEN_LOSSES:
+            return False
+        if self.correction == "none":
+            return True
+        parameters = inspect.signature(CORRECTIONS[self.correction]).parameters
+        level = self.correction_options.get("level", parameters["level"].default)
+        veto = self.correction_options.get("veto", parameters["veto"].default)
+        return bool(level == "token" and veto <= 0.0)
 
     def _old_logprobs(self, tokens: TokenBatch) -> Tensor:
         """Return the log-probabilities [N] of π_old."""

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.model import layer_ops
+from mcore_mas.megatron.model import head_ops
 from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import KernelNorm, KernelQueriesAndKeys, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
@@ -124,8 +124,8 @@ def head_kernels() -> list[dict[str, int]]:
         logits = torch.zeros(8, 151_936)
         labels = torch.zeros(8, dtype=torch.int64)
         numbers = torch.zeros(5, 8)
-        layer_ops.head_row_statistics(logits, labels, numbers[0], 151_669)
-        layer_ops.head_logits_gradient(logits, labels, numbers, 151_669, torch.bfloat16)
+        head_ops.head_row_statistics(logits, labels, numbers[0], 151_669)
+        head_ops.head_logits_gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
     return compiled(rows)
 

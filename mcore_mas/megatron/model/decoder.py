@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import rank_device
 from mcore_mas.megatron.model.head import OutputWeight, ValueHead, logprobs_and_entropy
+from mcore_mas.megatron.model.head_ops import RowGradients
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.megatron.model.parameter_names import EXPERT_NUMBER, LAYER_NUMBER, renumber
 from mcore_mas.megatron.model.rotary import TreeRotary
@@ -26,6 +27,7 @@ class PackedGPTModel(GPTModel):
     """
 
     _microbatch: Microbatch  # of the next forward pass: this rank's tokens and rows
+    _row_gradients: RowGradients | None  # of that pass; see `logprobs_and_entropy`
     _row_positions: Tensor  # [N] position of each row's token among the outputs of the last layer
     _predicting_tokens: Tensor  # [n] tokens that leave the last layer, where it is narrowed
 
@@ -69,14 +71,21 @@ class PackedGPTModel(GPTModel):
                 self._narrow_attention, with_kwargs=True
             )
 
-    def prepare(self, microbatch: Microbatch, layout: PackedTrees) -> None:
+    def prepare(
+        self,
+        microbatch: Microbatch,
+        layout: PackedTrees,
+        row_gradients: RowGradients | None = None,
+    ) -> None:
         """Set the rows that the next forward pass returns; call it before each forward pass.
 
         Args:
             microbatch: this rank's tokens and rows.
             layout: layout of the same micro-batch; handed to the forward pass as `packed_seq_params`.
+            row_gradients: see `logprobs_and_entropy`.
         """
         self._microbatch = microbatch
+        self._row_gradients = row_gradients
         self._row_positions = microbatch.predictors
         if self._narrows_last_layer:
             layout.predictors, self._row_positions = microbatch.predictors.unique(
@@ -145,6 +154,7 @@ class PackedGPTModel(GPTModel):
             exact=self.config.deterministic_mode,
             masks=self._microbatch.masks,
             mask_rows=self._microbatch.mask_rows,
+            row_gradients=self._row_gradients,
         )
 
 

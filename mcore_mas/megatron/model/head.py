@@ -14,7 +14,7 @@ from mcore_mas.megatron.device import use_triton
 from mcore_mas.megatron.main_grad import HeadWeightGrad
 from mcore_mas.megatron.model.column_masks import FORBIDDEN_LOGIT, ColumnMasks
 from mcore_mas.megatron.model.cpu_ops import exponential
-from mcore_mas.megatron.model.layer_ops import KernelHead
+from mcore_mas.megatron.model.head_ops import KernelHead, OnePassHead, RowGradients
 from mcore_mas.megatron.model.linear import linear_product
 from rollout.models.batch_invariant import row_product
 
@@ -78,13 +78,14 @@ def logprobs_and_entropy(
     exact: bool,
     masks: Tensor | None = None,
     mask_rows: Tensor | None = None,
+    row_gradients: RowGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of `labels` and entropies of the policy, in float32.
 
     The policy is softmax(hidden · weightᵀ / temperature) over the tokens that a row's mask allows.
     Both are differentiable; an entropy that no loss uses costs nothing in the backward pass. Logits
-    are computed in chunks of rows, and most of them again in the backward pass, so that they never
-    exist for all rows at once.
+    are computed in chunks of rows, so that they never exist for all rows at once. Without
+    `row_gradients`, most of them are computed again in the backward pass.
 
     Args:
         hidden: [N, hidden], the same on every tensor-parallel rank. So is its gradient.
@@ -96,6 +97,8 @@ def logprobs_and_entropy(
             on its gradient.
         exact: True if the bits of a row's logits must not depend on the other rows.
         masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
+        row_gradients: returns the gradients that the backward pass will be given, so that on a GPU
+            logits are computed once; None if they cannot be known for a chunk of rows.
 
     Returns:
         Natural log-probabilities [N]; entropies [N] in nats.
@@ -110,9 +113,20 @@ def logprobs_and_entropy(
         )
     if use_triton(weight.device):
         chunks = list(_chunks(len(labels), weight))
-        logprobs, entropy = KernelHead.apply(
-            hidden, weight, local_labels, temperatures, columns, embeds, chunks, column_masks
+        arguments = (
+            hidden,
+            weight,
+            local_labels,
+            temperatures,
+            columns,
+            embeds,
+            chunks,
+            column_masks,
         )
+        if row_gradients is None:
+            logprobs, entropy = KernelHead.apply(*arguments)
+        else:
+            logprobs, entropy = OnePassHead.apply(*arguments, row_gradients)
     else:
         logprobs, entropy = ChunkedHead.apply(
             hidden, weight, local_labels, temperatures, columns, embeds, exact, column_masks

@@ -1,6 +1,6 @@
 """Triton kernels of norms, SwiGLU, queries and keys, expert weight gradients and head logits.
 
-They are launched by `layer_ops.py` and `experts.py`. All of them compute in float32, whatever types
+They are launched by `layer_ops.py`, `head_ops.py` and `experts.py`. All of them compute in float32, whatever types
 they read and write. Several sizes come in one tuple `sizes`, whose elements each kernel names.
 """
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics
 from mcore_mas.equations.effective_samples import reply_statistics
-from mcore_mas.equations.losses import TokenBatch
+from mcore_mas.equations.losses import Objective, TokenBatch
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.decoder import PackedGPTModel
+from mcore_mas.megatron.model.head_ops import RowGradients
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.spec import TrainerSpec
@@ -250,7 +251,7 @@ class Pipeline:
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
         decoder.rotary_pos_emb.positions = layout.longest_sequence
-        decoder.prepare(part, layout)
+        decoder.prepare(part, layout, self._row_gradients(stage_input))
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
         def compute_loss(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
@@ -281,6 +282,29 @@ class Pipeline:
     ) -> tuple[Tensor, TokenStatistics]:
         return output[0].new_zeros(()), {"score": output[0]}
 
+    def _row_gradients(self, stage_input: _StageInput) -> RowGradients | None:
+        """Return a function of the gradients of the loss by rows of the head, for `logprobs_and_entropy`.
+
+        None if the gradient of a row depends on other rows, or if there is no backward pass.
+        """
+        objective = self._spec.objective
+        is_by_token = isinstance(objective, Objective) and objective.is_by_token
+        if not is_by_token or self._spec.cp > 1 or not torch.is_grad_enabled():
+            return None
+
+        def row_gradients(
+            logprobs: Tensor, entropy: Tensor, rows: slice
+        ) -> tuple[Tensor, Tensor | None]:
+            logprobs = logprobs.detach().requires_grad_()
+            entropy = entropy.detach().requires_grad_()
+            with torch.enable_grad():
+                tokens = self._token_batch((logprobs, entropy), stage_input, rows)
+                losses, _ = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
+            weights = stage_input.whole.weights[rows]
+            return torch.autograd.grad(losses, (logprobs, entropy), weights, allow_unused=True)  # type: ignore[return-value]
+
+        return row_gradients
+
     def _weighted_loss(
         self, output: _Output, stage_input: _StageInput
     ) -> tuple[Tensor, TokenStatistics]:
@@ -299,17 +323,7 @@ class Pipeline:
         """Compute losses [N] and statistics of a policy."""
         logprobs, entropy = output
         batch = stage_input.whole
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            behaviour=batch.behaviour,
-            advantages=batch.advantages,
-            sequences=batch.sequences,
-            entropy=entropy if stage_input.has_entropy_loss else entropy.detach(),
-            kl_coef=batch.kl_coef if stage_input.has_kl_loss else None,
-            entropy_coef=batch.entropy_coef,
-            proximal=batch.proximal,
-            reference=batch.reference,
-        )
+        tokens = self._token_batch(output, stage_input, slice(None))
         losses, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
         if self._spec.effective_samples:
             statistics |= reply_statistics(logprobs, batch.behaviour, batch.sequences)
@@ -325,6 +339,22 @@ class Pipeline:
             behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
         gap = gap_statistics(logprobs_at_start, behaviour)
         return losses, {"entropy": entropy.detach(), **gap, **statistics}
+
+    def _token_batch(self, output: _Output, stage_input: _StageInput, rows: slice) -> TokenBatch:
+        """Return the objective's inputs for some rows, of which `output` is the head's output."""
+        logprobs, entropy = output
+        batch = stage_input.whole
+        return TokenBatch(
+            logprobs=logprobs,
+            behaviour=batch.behaviour[rows],
+            advantages=batch.advantages[rows],
+            sequences=batch.sequences[rows],
+            entropy=entropy if stage_input.has_entropy_loss else entropy.detach(),
+            kl_coef=batch.kl_coef[rows] if stage_input.has_kl_loss else None,
+            entropy_coef=batch.entropy_coef[rows],
+            proximal=None if batch.proximal is None else batch.proximal[rows],
+            reference=None if batch.reference is None else batch.reference[rows],
+        )
 
     def _value_loss(
         self, output: _Output, stage_input: _StageInput

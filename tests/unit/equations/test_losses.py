@@ -268,6 +268,34 @@ def test_supervised_tokens_need_no_sampler(correction: str) -> None:
     assert gradient(loss, batch) == [-1.0, -1.0]
 
 
+@pytest.mark.parametrize(
+    ("objective", "is_by_token"),
+    [
+        *((Objective(loss=loss), True) for loss in ("cross_entropy", "reinforce", "ppo_clip")),
+        (Objective(loss="gspo"), False),
+        (Objective(correction="importance"), True),
+        (Objective(correction="tis"), True),
+        (Objective(correction="tis", correction_options={"level": "geometric"}), False),
+        (Objective(correction="tis", correction_options={"veto": 1e-1}), False),
+        (Objective(correction="mis"), False),
+        (Objective(correction="mis", correction_options={"level": "token"}), True),
+        (Objective(correction="icepop"), True),
+    ],
+)
+def test_a_loss_by_token_does_not_depend_on_the_other_tokens(
+    objective: Objective, is_by_token: bool
+) -> None:
+    """The first of two tokens of a reply keeps its gradient if the second one changes."""
+    gradients = []
+    for other_ratio in (1.0, 0.05):
+        batch = tokens([0.9, other_ratio], [2.0, 1.0], kl_coef=doubles(0.1, 0.1))
+        batch = replace(batch, reference=doubles(OLD - 0.5, OLD), entropy_coef=doubles(0.1, 0.1))
+        loss, _ = objective(batch)
+        gradients.append(gradient(loss, batch)[0])
+    assert objective.is_by_token == is_by_token
+    assert (gradients[0] == gradients[1]) == is_by_token
+
+
 def test_an_objective_is_plain_data() -> None:
     objective = Objective(loss="gspo", options={"clip_low": 1e-3}, kl="k2", correction="tis")
     assert copy.deepcopy(objective) == objective  # what pickling does, too

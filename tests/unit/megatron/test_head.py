@@ -8,7 +8,7 @@ import torch
 
 from mcore_mas.megatron.model.column_masks import ColumnMasks
 from mcore_mas.megatron.model.head import ChunkedHead, logprobs_and_entropy
-from mcore_mas.megatron.model.layer_ops import KernelHead
+from mcore_mas.megatron.model.head_ops import KernelHead, OnePassHead
 from tests.support.operators import assert_near, compile_for_gpu
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
@@ -58,10 +58,11 @@ def test_a_mask_renormalises_over_the_allowed_tokens(
 
 
 @interpreted
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_kernels_compute_the_results_of_the_cpu(
-    with_entropy: bool, masked: bool, one_rank: None
+    with_entropy: bool, masked: bool, one_pass: bool, one_rank: None
 ) -> None:
     rows = 7
     hidden_size = 12
@@ -80,6 +81,11 @@ def test_kernels_compute_the_results_of_the_cpu(
         is_allowed[torch.arange(rows), labels.clamp(0)] = True
         masks = column_masks(is_allowed, vocab)
 
+    def row_gradients(
+        logprobs: torch.Tensor, entropy: torch.Tensor, chunk: slice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return grad_logprobs[chunk], grad_entropy[chunk] if with_entropy else None
+
     results = []
     for kernels in (False, True):
         hidden = initial_hidden.clone().requires_grad_()
@@ -88,9 +94,11 @@ def test_kernels_compute_the_results_of_the_cpu(
             chunks = [slice(0, 4), slice(4, 7)]
             previous_gradient = torch.ones(columns, hidden_size)
             weight.main_grad = previous_gradient.clone()  # type: ignore[attr-defined]
-            logprobs, entropy = KernelHead.apply(
-                hidden, weight, labels, temperatures, vocab, False, chunks, masks
-            )
+            arguments = (hidden, weight, labels, temperatures, vocab, False, chunks, masks)
+            if one_pass:
+                logprobs, entropy = OnePassHead.apply(*arguments, row_gradients)
+            else:
+                logprobs, entropy = KernelHead.apply(*arguments)
         else:
             logprobs, entropy = ChunkedHead.apply(
                 hidden, weight, labels, temperatures, vocab, False, False, masks
@@ -115,14 +123,21 @@ def test_kernels_compute_the_results_of_the_cpu(
 
 
 @interpreted
-def test_a_head_that_embeds_leaves_its_gradient_to_the_embedding(one_rank: None) -> None:
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_head_that_embeds_leaves_its_gradient_to_the_embedding(
+    one_pass: bool, one_rank: None
+) -> None:
     hidden = torch.randn(3, 8, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(16, 8))
     main_grad = torch.zeros(16, 8)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     labels = torch.tensor([1, 2, 3])
     chunks = [slice(0, 3)]
-    logprobs, _ = KernelHead.apply(hidden, weight, labels, torch.ones(3), 16, True, chunks, None)
+    arguments = (hidden, weight, labels, torch.ones(3), 16, True, chunks, None)
+    if one_pass:
+        logprobs, _ = OnePassHead.apply(*arguments, lambda *_: (torch.ones(3), None))
+    else:
+        logprobs, _ = KernelHead.apply(*arguments)
     logprobs.sum().backward()
     assert weight.grad is None
     assert not hasattr(weight, "grad_added_to_main_grad")
