@@ -28,7 +28,7 @@ from mcore_mas.megatron.model.attention import ContextAttention, FusedSelfAttent
 from mcore_mas.megatron.model.cpu_ops import rotate_on_cpu
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
-from mcore_mas.megatron.model.linear import ColumnLinear, RowLinear
+from mcore_mas.megatron.model.linear import ColumnLinear, LastLinear, RowLinear
 from mcore_mas.megatron.model.mlp import GatedMLP
 from mcore_mas.megatron.model.norm import HeadNorm, RMSNorm
 from mcore_mas.megatron.model.router_replay import replay_routing
@@ -85,7 +85,7 @@ def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleS
     mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if experts is None:
         mlp.linear_fc1 = ColumnLinear
-        mlp.linear_fc2 = RowLinear
+        mlp.linear_fc2 = LastLinear if config.recompute_granularity == "full" else RowLinear
         _use_gated_mlp(layer)
     else:
         mlp.experts = GroupedExperts

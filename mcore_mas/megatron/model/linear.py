@@ -51,6 +51,22 @@ class RowLinear(RowParallelLinear):
         return trained_linear(super()._forward_impl, input, weight, exact=exact, **kwargs)
 
 
+class LastLinear(RowLinear):
+    """Last linear layer of a transformer layer, for full recomputation.
+
+    Full recomputation computes a layer again to restore what its backward pass reads. The backward
+    pass does not read the layer's output, so this product is not computed again.
+    """
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Megatron runs the forward pass of a layer without autograd, and recomputes it with autograd.
+        is_recomputed = self.training and torch.is_grad_enabled()
+        if is_recomputed and weight.requires_grad:
+            out: Tensor = _TrainedLinear.apply(input, weight, None)
+            return out
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
+
 def trained_linear(
     megatron_forward: Callable[..., Tensor],
     x: Tensor,
@@ -92,18 +108,24 @@ def trained_linear(
             **options,
         )
 
-    out: Tensor = _CPULinear.apply(x, weight, exact)
+    out: Tensor = _TrainedLinear.apply(x, weight, row_product if exact else linear_product)
     return out if bias is None else out + bias
 
 
-class _CPULinear(torch.autograd.Function):
-    """`apply(x, weight, exact)`: x weightᵀ; accumulates in the weight's `main_grad`, if any."""
+class _TrainedLinear(torch.autograd.Function):
+    """`apply(x, weight, multiply)`: x weightᵀ; accumulates in the weight's `main_grad`, if any.
+
+    `multiply` computes the product. If it is None, the output is not computed and has any values.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        multiply = row_product if exact else linear_product
+        if multiply is None:
+            return x.new_empty(*x.shape[:-1], len(weight))
         return multiply(x, weight)
 
     @staticmethod
