@@ -518,7 +518,8 @@ class Meter(TorchDispatchMode):
         seconds = max(seconds, LAUNCH_S * launches)
         self.launches[region] += launches
         self.seconds[region] += seconds
-        CLOCK.launch(HOST_LAUNCH_S * launches, seconds)
+        for _ in range(launches):
+            CLOCK.launch(HOST_LAUNCH_S, seconds / launches)
 
     def _attention_elements(self, *, queries: torch.Tensor, ends: torch.Tensor) -> int:
         """Return visible pairs · heads · head dimension."""
