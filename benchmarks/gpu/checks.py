@@ -212,8 +212,8 @@ def _attention_mask(forest: Forest) -> Tensor:
 
 
 def _check_norm(tiny: bool) -> None:
-    """Compare the norms of keys and of hidden states with PyTorch's in float64."""
-    from mcore_mas.megatron.model.layer_ops import KernelNorm
+    """Compare the norms of keys and of hidden states, and sums with their norms, with PyTorch in float64."""
+    from mcore_mas.megatron.model.layer_ops import KernelNorm, KernelSumAndNorm
 
     sizes = ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560))
     for rows, width in sizes:
@@ -232,6 +232,24 @@ def _check_norm(tiny: bool) -> None:
             case = {"what": "norm", "width": width, "dtype": _dtype_name(dtype)}
             _check_kernel(case, normalise, inputs, references, tolerance)
 
+            # Both results are joined, and so are their gradients.
+            def add_and_normalise(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+                return torch.cat(KernelSumAndNorm.apply(x, residual, weight, 1e-6))
+
+            def add_and_normalise_exactly(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+                total = x + residual
+                return torch.cat([total, normalise_exactly(total, weight)])
+
+            x, weight, grad_out = inputs
+            # Powers of two, so that the sum is not rounded
+            residual = torch.full_like(x, 2.0**-6) * x.round()
+            sum_inputs = [x.round(), residual, weight, torch.cat([grad_out, grad_out])]
+            references = gradients(
+                add_and_normalise_exactly, [tensor.to(torch.float64) for tensor in sum_inputs]
+            )
+            case["what"] = "sum and norm"
+            _check_kernel(case, add_and_normalise, sum_inputs, references, tolerance)
+
 
 def _check_head(tiny: bool) -> None:
     """Compare the output layer in three chunks with one that computes all logits at once in float32."""
@@ -244,38 +262,51 @@ def _check_head(tiny: bool) -> None:
     chunk_bytes = 4 * padded_vocab * rows // 3
     labels = torch.randint(vocab, (rows,)).to(device())
     temperatures, *output_gradients = (torch.rand(rows).add(0.5).to(device()) for _ in range(3))
+
+    def gradients_of_rows(_: Tensor, __: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        grad_logprobs, grad_entropies = output_gradients
+        return grad_logprobs[chunk], grad_entropies[chunk]
+
     for dtype, tolerance in TOLERANCES.items():
-        x = torch.randn(rows, hidden).to(device(), dtype).requires_grad_()
-        drawn_weight = torch.randn(padded_vocab, hidden) * 2 * hidden**-0.5
-        weight = torch.nn.Parameter(drawn_weight.to(device(), dtype))
-        weight.main_grad = torch.zeros(padded_vocab, hidden, device=device())  # type: ignore[attr-defined]
-        exact_x = x.detach().float().requires_grad_()
-        exact_weight = weight.detach().float().requires_grad_()
-
-        with patch.dict(output_layer.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), chunk_bytes)):
-            outputs = output_layer.logprobs_and_entropy(
-                x, weight, labels, temperatures, vocab, embeds=False, exact=False
-            )
-            torch.autograd.backward(outputs, output_gradients)
-
+        drawn_x = torch.randn(rows, hidden).to(device(), dtype)
+        drawn_weight = (torch.randn(padded_vocab, hidden) * 2 * hidden**-0.5).to(device(), dtype)
+        exact_x = drawn_x.float().requires_grad_()
+        exact_weight = drawn_weight.float().requires_grad_()
         logits = (exact_x @ exact_weight.t())[:, :vocab] / temperatures[:, None]
         all_logprobs = logits.log_softmax(-1)
         exact_logprobs = all_logprobs.gather(1, labels[:, None])[:, 0]
         exact_entropies = -(all_logprobs * all_logprobs.exp()).sum(-1)
         torch.autograd.backward((exact_logprobs, exact_entropies), output_gradients)
 
-        pairs = {
-            "logprobs": (outputs[0], exact_logprobs),
-            "entropies": (outputs[1], exact_entropies),
-            "of_x": (x.grad, exact_x.grad),
-            "of_weight": (weight.main_grad, exact_weight.grad),  # type: ignore[attr-defined]
-        }
-        errors = {
-            name: _largest_error([result.detach()], [reference.detach()])
-            for name, (result, reference) in pairs.items()
-        }
-        ok = max(errors.values()) <= tolerance
-        say(what="head", dtype=_dtype_name(dtype), **errors, ok=ok)
+        for one_pass in (False, True):
+            x = drawn_x.clone().requires_grad_()
+            weight = torch.nn.Parameter(drawn_weight.clone())
+            weight.main_grad = torch.zeros(padded_vocab, hidden, device=device())  # type: ignore[attr-defined]
+            with patch.dict(output_layer.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), chunk_bytes)):
+                outputs = output_layer.logprobs_and_entropy(
+                    x,
+                    weight,
+                    labels,
+                    temperatures,
+                    vocab,
+                    embeds=False,
+                    exact=False,
+                    row_gradients=gradients_of_rows if one_pass else None,
+                )
+                torch.autograd.backward(outputs, output_gradients)
+
+            pairs = {
+                "logprobs": (outputs[0], exact_logprobs),
+                "entropies": (outputs[1], exact_entropies),
+                "of_x": (x.grad, exact_x.grad),
+                "of_weight": (weight.main_grad, exact_weight.grad),  # type: ignore[attr-defined]
+            }
+            errors = {
+                name: _largest_error([result.detach()], [reference.detach()])
+                for name, (result, reference) in pairs.items()
+            }
+            ok = max(errors.values()) <= tolerance
+            say(what="head", dtype=_dtype_name(dtype), one_pass=one_pass, **errors, ok=ok)
     stop_trainer()
 
 

@@ -227,6 +227,13 @@ def _with_64_keys(sizes_of: Any) -> Any:
     )
 
 
+def _row_linear(_: Any) -> Any:
+    """Return the linear layer that computes its product again in full recomputation."""
+    from mcore_mas.megatron.model.linear import RowLinear
+
+    return RowLinear
+
+
 def _copy_one_by_one(_: Any) -> Any:
     """Return a replacement of Megatron's copy of lists that launches a kernel for each tensor."""
 
@@ -255,6 +262,9 @@ def _as_measured() -> Iterator[None]:
         ),
         CHANGES["norm of the gradient computed twice"],
         CHANGES["weights copied one by one"],
+        CHANGES["logits computed twice"],
+        CHANGES["residuals not fused"],
+        CHANGES["last products computed again"],
     )
     with contextlib.ExitStack() as stack:
         for part in parts:
@@ -271,6 +281,15 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     ),
     "SwiGLU and head not fused": _without_fused_layers,
     "as measured": _as_measured,
+    "logits computed twice": _patched(
+        f"{_PIPELINE}:Pipeline", "_row_gradients", lambda _: lambda *_: None
+    ),
+    "residuals not fused": _patched(
+        "mcore_mas.megatron.model.build", "_fuse_residuals", lambda _: lambda _: None
+    ),
+    "last products computed again": _patched(
+        "mcore_mas.megatron.model.build", "LastLinear", _row_linear
+    ),
     "norm of the gradient computed twice": _patched(
         "mcore_mas.megatron.step.trainer", "step_optimizer", _step_as_megatron
     ),

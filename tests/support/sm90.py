@@ -22,7 +22,12 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import head_ops
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import KernelNorm, KernelQueriesAndKeys, swiglu
+from mcore_mas.megatron.model.layer_ops import (
+    KernelNorm,
+    KernelQueriesAndKeys,
+    KernelSumAndNorm,
+    swiglu,
+)
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from rollout.engines.embedded import gpu_ops
@@ -156,6 +161,18 @@ def norm_kernels(width: int) -> list[dict[str, int]]:
             x = torch.zeros(64, 2, width, **options)[:, :1]
             out: Tensor = KernelNorm.apply(x, weight, 1e-6)
             out.backward(torch.zeros_like(out))
+
+    return compiled(compute)
+
+
+def sum_kernels(width: int) -> list[dict[str, int]]:
+    """Compile a sum and its norm in bfloat16, and their gradient."""
+
+    def compute() -> None:
+        options = {"dtype": torch.bfloat16, "requires_grad": True}
+        x, residual = (torch.zeros(64, 1, width, **options) for _ in range(2))
+        total, normed = KernelSumAndNorm.apply(x, residual, torch.ones(width, **options), 1e-6)
+        torch.autograd.backward([total, normed], [torch.zeros_like(total)] * 2)
 
     return compiled(compute)
 

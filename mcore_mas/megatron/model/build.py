@@ -16,6 +16,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -30,7 +31,12 @@ from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
 from mcore_mas.megatron.model.linear import ColumnLinear, LastLinear, RowLinear
 from mcore_mas.megatron.model.mlp import GatedMLP
-from mcore_mas.megatron.model.norm import HeadNorm, RMSNorm
+from mcore_mas.megatron.model.norm import (
+    HeadNorm,
+    ResidualAddition,
+    ResidualNorm,
+    RMSNorm,
+)
 from mcore_mas.megatron.model.router_replay import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.base.errors import ModelError
@@ -69,8 +75,8 @@ def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleS
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = _hidden_norm()
+    layer.submodules.pre_mlp_layernorm = _hidden_norm()
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = _core_attention(config)
     attention.linear_qkv = ColumnLinear
@@ -90,6 +96,30 @@ def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleS
     else:
         mlp.experts = GroupedExperts
     return layer
+
+
+def _hidden_norm() -> type[RMSNorm]:
+    """Return the class of the norms of hidden states."""
+    return ResidualNorm if use_triton(rank_device()) else RMSNorm
+
+
+def _fuse_residuals(decoder: TransformerBlock) -> None:
+    """Compute each residual addition in the kernel of the norm that follows it.
+
+    With full recomputation a layer is recomputed by itself, so its last addition is separate.
+    """
+    next_norms = [layer.input_layernorm for layer in decoder.layers[1:]]
+    next_norms.append(decoder.final_layernorm)  # None, except in the last pipeline stage
+    for layer, next_norm in zip(decoder.layers, next_norms, strict=True):
+        if decoder.config.recompute_granularity == "full":
+            next_norm = None
+        layer.self_attn_bda = ResidualAddition(layer.input_layernorm, layer.pre_mlp_layernorm)
+        layer.mlp_bda = ResidualAddition(layer.pre_mlp_layernorm, next_norm)
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            norm.frees_output = decoder.config.recompute_granularity == "selective"
+        # Megatron's own way of freeing them
+        layer.recompute_input_layernorm = False
+        layer.recompute_pre_mlp_layernorm = False
 
 
 def _use_fused_attention(attention: ModuleSpec) -> None:
@@ -139,7 +169,7 @@ def _transformer_engine_norm() -> Any:
 LAYERS: dict[
     str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]
 ] = {
-    "local": (_local_layer_spec, lambda: RMSNorm),
+    "local": (_local_layer_spec, _hidden_norm),
     "te": (_transformer_engine_layer_spec, _transformer_engine_norm),
 }
 
@@ -315,6 +345,8 @@ def build_model(
         vocab=architecture.vocab,
         rotary_base=architecture.rope_theta,
     )
+    if spec.layers == "local" and use_triton(rank_device()):
+        _fuse_residuals(model.decoder)
     # Megatron's own frequencies of Llama 3 have fixed bands.
     model.rotary_pos_emb.inv_freq.copy_(architecture.inverse_frequencies())
     for module in model.modules():

@@ -23,23 +23,40 @@ def _inverse_rms(value, columns, eps):
 
 
 @triton.jit
-def norm_kernel(x, weight, out, sizes, eps, block_rows: tl.constexpr, block_columns: tl.constexpr):
+def norm_kernel(
+    x,
+    residual,
+    weight,
+    results,
+    sizes,
+    eps,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
     """Normalize rows by their root mean square (RMSNorm, arXiv 1910.07467).
 
     A program computes `block_rows` rows. `block_columns` is the next power of two of the columns.
 
     Args:
         x: [rows, columns].
+        residual: [rows, columns], contiguous, that is added to `x` first; or None.
         weight: [columns].
-        out: [rows, columns], contiguous; gets x / rms(x) · weight.
+        results: the sum, or None without a residual; and the sum / rms(sum) · weight. Both are
+            [rows, columns] and contiguous.
         sizes: rows, columns, and the stride of the rows of `x`.
         eps: is added to the mean square.
     """
+    total, out = results
     rows, columns, x_stride = sizes
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows)).to(tl.int64)[:, None]
     column = tl.arange(0, block_columns)[None, :]
     mask = (row < rows) & (column < columns)
     value = _load(x, row * x_stride + column, mask)
+    if residual is not None:
+        value += _load(residual, row * columns + column, mask)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * columns + column, rounded, mask=mask)
+        value = rounded.to(tl.float32)
     factor = _load(weight, column, column < columns)
     normed = value * _inverse_rms(value, columns, eps)
     tl.store(out + row * columns + column, (normed * factor).to(out.dtype.element_ty), mask=mask)
@@ -49,7 +66,7 @@ def norm_kernel(x, weight, out, sizes, eps, block_rows: tl.constexpr, block_colu
 def norm_gradient_kernel(
     x,
     weight,
-    grad_out,
+    gradients,
     results,
     sizes,
     eps,
@@ -61,11 +78,13 @@ def norm_gradient_kernel(
     Program p computes the blocks of rows p, p + programs, p + 2 · programs, and so on.
 
     Args:
-        grad_out: [rows, columns], contiguous.
+        gradients: gradient of the norm's output; and gradient of its input by other operations, or
+            None. Both are [rows, columns] and contiguous.
         results: gradient of `x`, contiguous; each program's part of the gradient of the weight
             [programs, columns] float32, or None if the weight is frozen.
         x, weight, sizes, eps, block_rows, block_columns: arguments of `norm_kernel`.
     """
+    grad_out, other_grad_x = gradients
     grad_x, weight_parts = results
     rows, columns, x_stride = sizes
     grad_weight = tl.zeros((block_rows, block_columns), dtype=tl.float32)
@@ -76,10 +95,12 @@ def norm_gradient_kernel(
     for first_row in range(first_block, rows, step):
         row = (first_row + tl.arange(0, block_rows)).to(tl.int64)[:, None]
         mask = (row < rows) & (column < columns)
-        # Both loads come before the first sum over a row: the sum has a barrier, and loads behind a
+        # The loads come before the first sum over a row: the sum has a barrier, and loads behind a
         # barrier are not started ahead of it.
         value = _load(x, row * x_stride + column, mask)
         grad = _load(grad_out, row * columns + column, mask)
+        if other_grad_x is not None:
+            other_grad = _load(other_grad_x, row * columns + column, mask)
 
         # y = n w, n = x r, r = (mean x² + ε)^-1/2: dx = r (w dy − n mean(w dy n)) and dw = Σ dy n
         inverse = _inverse_rms(value, columns, eps)
@@ -87,6 +108,8 @@ def norm_gradient_kernel(
         grad_normed = grad * factor
         mean = (tl.sum(grad_normed * normed, 1) / columns)[:, None]
         grad_value = inverse * (grad_normed - normed * mean)
+        if other_grad_x is not None:
+            grad_value += other_grad
         target = grad_x + row * columns + column
         tl.store(target, grad_value.to(grad_x.dtype.element_ty), mask=mask)
         grad_weight += grad * normed

@@ -3,7 +3,7 @@
 They are norms, SwiGLU, and queries and keys. torch knows their shapes and gradients without a GPU.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +32,46 @@ def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
     return blocks, gradient_programs, options
 
 
-@torch.library.custom_op("mcore_mas::norm", mutates_args=())
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@torch.library.custom_op("mcore_mas::write_norm", mutates_args={"out"})
+def write_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Write the norm of x [rows, width] to `out`; see `KernelNorm`."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     blocks, _, options = _norm_blocks(*x.shape)
     sizes = (*x.shape, x.stride(0))
-    kernels.norm_kernel[(blocks,)](x, weight, out, sizes, eps, **options)
-    return out
+    kernels.norm_kernel[(blocks,)](x, None, weight, (None, out), sizes, eps, **options)
+
+
+@torch.library.custom_op("mcore_mas::sum_and_norm", mutates_args=())
+def _sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sum of x and residual [..., width], which are contiguous, and its norm."""
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    total, normed = _empty_sum_and_norm(x)
+    rows, width = x.flatten(0, -2).shape
+    blocks, _, options = _norm_blocks(rows, width)
+    sizes = (rows, width, width)
+    kernels.norm_kernel[(blocks,)](x, residual, weight, (total, normed), sizes, eps, **options)
+    return total, normed
+
+
+def _empty_sum_and_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
 
 
 @torch.library.custom_op("mcore_mas::norm_gradient", mutates_args=())
 def _norm_gradient(
-    x: Tensor, weight: Tensor, grad_out: Tensor, eps: float, trains_weight: bool
+    x: Tensor,
+    weight: Tensor,
+    grad_out: Tensor,
+    other_grad_x: Tensor | None,
+    eps: float,
+    trains_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and the partial sums [programs, width] of the weight's gradient.
 
-    Each program of the kernel computes one partial sum. For a frozen weight there are none.
+    The gradient of x includes `other_grad_x`, that of other operations, if there is one. Each
+    program of the kernel computes one partial sum. For a frozen weight there are none.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -57,7 +79,8 @@ def _norm_gradient(
     grad_x, weight_parts = _empty_norm_gradients(x, trains_weight)
     results = (grad_x, weight_parts if trains_weight else None)
     sizes = (*x.shape, x.stride(0))
-    kernels.norm_gradient_kernel[(programs,)](x, weight, grad_out, results, sizes, eps, **options)
+    gradients = (grad_out, other_grad_x)
+    kernels.norm_gradient_kernel[(programs,)](x, weight, gradients, results, sizes, eps, **options)
     return grad_x, weight_parts
 
 
@@ -66,9 +89,12 @@ def _empty_norm_gradients(x: Tensor, trains_weight: bool) -> tuple[Tensor, Tenso
     return x.new_empty(x.shape), x.new_empty(programs, x.shape[1], dtype=torch.float32)
 
 
-_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
+write_norm.register_fake(lambda *_: None)
+_sum_and_norm.register_fake(_empty_sum_and_norm)
 _norm_gradient.register_fake(
-    lambda x, weight, grad_out, eps, trains_weight: _empty_norm_gradients(x, trains_weight)
+    lambda x, weight, grad_out, other_grad_x, eps, trains_weight: _empty_norm_gradients(
+        x, trains_weight
+    )
 )
 
 
@@ -86,19 +112,64 @@ class KernelNorm(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.eps = eps
         ctx.main_grad = getattr(weight, "main_grad", None)
-        return cast(Tensor, _norm(rows, weight, eps)).view(x.shape)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        write_norm(out.flatten(0, -2), rows, weight, eps)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         trains_weight = ctx.needs_input_grad[1]
         grad_rows, weight_parts = _norm_gradient(
-            rows, weight, grad_out.contiguous(), ctx.eps, trains_weight
+            rows, weight, grad_out.contiguous(), None, ctx.eps, trains_weight
         )
         grad_x = grad_rows.view(grad_out.shape)
         if not trains_weight:
             return grad_x, None, None
         return grad_x, _add_to_main_grad(weight, ctx.main_grad, weight_parts.sum(0)), None
+
+
+class KernelSumAndNorm(torch.autograd.Function):
+    """`apply(x, residual, weight, eps)`: the sum x + residual and its `KernelNorm`, in one launch.
+
+    Both inputs are [..., width] and contiguous. The sum is rounded before it is normalized.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous() and residual.is_contiguous(), "rows must follow each other"
+        total: Tensor
+        normed: Tensor
+        total, normed = _sum_and_norm(x, residual, weight, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return total, normed
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if grad_normed is None:
+            return grad_total, grad_total, None, None
+        total, weight = ctx.saved_tensors
+        trains_weight = ctx.needs_input_grad[2]
+        grad_rows, weight_parts = _norm_gradient(
+            total.flatten(0, -2),
+            weight,
+            grad_normed.contiguous(),
+            None if grad_total is None else grad_total.contiguous(),
+            ctx.eps,
+            trains_weight,
+        )
+        grad_x = grad_rows.view(total.shape)
+        grad_weight = None
+        if trains_weight:
+            grad_weight = _add_to_main_grad(weight, ctx.main_grad, weight_parts.sum(0))
+        return grad_x, grad_x, grad_weight, None
 
 
 def _add_to_main_grad(weight: Tensor, main_grad: Tensor | None, gradient: Tensor) -> Tensor:
@@ -116,6 +187,16 @@ SWIGLU_BLOCK = 1024
 _LAYER_WARPS = 4
 
 
+@torch.library.custom_op("mcore_mas::write_swiglu", mutates_args={"out"})
+def write_swiglu(out: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> None:
+    """Write SwiGLU to `out`; see `swiglu`."""
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    kernels.swiglu_kernel[_swiglu_grid(out)](
+        gate_and_up, scale, out, out.shape[-1], SWIGLU_BLOCK, num_warps=_LAYER_WARPS
+    )
+
+
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
 def swiglu(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     """Compute SwiGLU, silu(gate) · up (arXiv 2002.05202).
@@ -127,14 +208,8 @@ def swiglu(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     Returns:
         [..., f]
     """
-    from mcore_mas.megatron.model import layer_kernels as kernels
-
     out = _empty_swiglu_output(gate_and_up)
-    width = out.shape[-1]
-    grid = _swiglu_grid(out)
-    kernels.swiglu_kernel[grid](
-        gate_and_up, scale, out, width, SWIGLU_BLOCK, num_warps=_LAYER_WARPS
-    )
+    write_swiglu(out, gate_and_up, scale)
     return out
 
 
@@ -186,6 +261,7 @@ def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None]
     return grad_gate_and_up, None if scale is None else scale_parts.sum(-1).to(scale.dtype)
 
 
+write_swiglu.register_fake(lambda *_: None)
 swiglu.register_fake(_empty_swiglu_output)
 swiglu.register_autograd(
     _swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)

@@ -1,6 +1,7 @@
 """MLP with a SwiGLU activation (arXiv 2002.05202), for dense layers and for experts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
 from mcore_mas.megatron.model.cpu_ops import CPUSwiGLU
-from mcore_mas.megatron.model.layer_ops import swiglu
+from mcore_mas.megatron.model.layer_ops import swiglu, write_swiglu
+from mcore_mas.megatron.model.recompute import free_until_backward
 
 
 class GatedMLP(MLP):
@@ -57,10 +59,21 @@ def gated_projection(
     if config.recompute_granularity != "selective":
         return projection(gated(gate_and_up, row_scale))
 
+    if use_triton(gate_and_up.device):
+        product = swiglu(gate_and_up, row_scale)
+        result = projection(product)
+        write = partial(_write_product, gate_and_up.detach(), row_scale)
+        free_until_backward(product, write, reader=result[0])
+        return result
+
     checkpoint = CheckpointWithoutOutput()
     result = projection(checkpoint.checkpoint(gated, gate_and_up, row_scale))
     checkpoint.discard_output_and_register_recompute(result[0])
     return result
+
+
+def _write_product(gate_and_up: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
+    write_swiglu(out, gate_and_up, row_scale)
 
 
 def gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:

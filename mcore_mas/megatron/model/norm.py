@@ -1,5 +1,7 @@
-"""Root-mean-square norm of layers (arXiv 1910.07467)."""
+"""Root-mean-square norm of layers (arXiv 1910.07467), and the residual addition before it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import use_triton
 from mcore_mas.megatron.model.cpu_ops import CPUNorm
-from mcore_mas.megatron.model.layer_ops import KernelNorm
+from mcore_mas.megatron.model.layer_ops import KernelNorm, KernelSumAndNorm, write_norm
+from mcore_mas.megatron.model.recompute import free_until_backward
 
 
 class RMSNorm(torch.nn.Module):
@@ -37,6 +40,85 @@ class RMSNorm(torch.nn.Module):
         else:
             out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out
+
+
+class ResidualNorm(RMSNorm):
+    """Norm of hidden states on a GPU, with the residual addition before it in the same kernel.
+
+    `norm(x, residual)` returns the sum, and the next call, `norm(sum)`, its norm. `ResidualAddition`
+    makes the first call and Megatron's layer the second. The first is also a call, so that the
+    forward hooks of the distributed optimizer wait for the weight.
+
+    Attributes:
+        frees_output: `free_output` is called after each forward pass, and frees the output.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """Build as `RMSNorm`."""
+        super().__init__(config, *args, **kwargs)
+        self.frees_output = False
+        self._sum: Tensor | None = None
+        self._norm_of_sum: Tensor | None = None
+        self._last_call: tuple[Tensor, Tensor] | None = None  # input and output
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the norm of x [..., hidden_size], or with a residual the sum of both."""
+        if residual is not None:
+            total: Tensor
+            total, self._norm_of_sum = KernelSumAndNorm.apply(x, residual, self.weight, self.eps)
+            self._sum = total
+            return total
+
+        norm_of_sum = self._norm_of_sum if x is self._sum else None
+        self._sum = None
+        self._norm_of_sum = None
+        out = super().forward(x) if norm_of_sum is None else norm_of_sum
+        if self.frees_output:
+            self._last_call = x.detach(), out
+        return out
+
+    def free_output(self, reader: Tensor) -> None:
+        """Free the last output until the backward pass of the attention or MLP that has read it.
+
+        Args:
+            reader: output of the attention or MLP.
+        """
+        if self._last_call is not None:
+            x, out = self._last_call
+            self._last_call = None
+            free_until_backward(out, partial(self._write, x), reader)
+
+    def _write(self, x: Tensor, out: Tensor) -> None:
+        write_norm(out.flatten(0, -2), x.flatten(0, -2), self.weight, self.eps)
+
+
+class ResidualAddition:
+    """Bias-dropout-add of a layer on a GPU, without bias and dropout.
+
+    The kernel of the norm that follows it computes the sum.
+    """
+
+    def __init__(self, previous: ResidualNorm, following: ResidualNorm | None) -> None:
+        """Connect the norms.
+
+        Args:
+            previous: norm whose output the attention or MLP reads.
+            following: norm of the sum; None to compute the sum alone.
+        """
+        self._previous = previous
+        self._following = following
+
+    def __call__(self, training: bool, fused: bool) -> Callable[[Any, Tensor, float], Tensor]:
+        """Return a function of (output and bias, residual, dropout probability)."""
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
+        output, _bias = output_and_bias
+        self._previous.free_output(output)
+        if self._following is None:
+            return output + residual
+        total: Tensor = self._following(output, residual)
+        return total
 
 
 class HeadNorm(RMSNorm):

@@ -65,7 +65,7 @@ class Budget:
     launches: float = math.inf
     gib: float = math.inf
     moved_gb: float = math.inf
-    layer: tuple[int, int, int, int] | None = None
+    layer: tuple[float, float, float, float] | None = None
     waits: dict[str, int] = field(default_factory=lambda: HOST_WAITS)
     order: list[str] = field(default_factory=lambda: ["upload", "compute"])
 
@@ -110,94 +110,94 @@ class Budget:
 
 
 # Launches in a layer without recomputation, with selective and with full recomputation.
-DENSE = (3, 11, 8, 12)
-SELECTIVE = (3, 17, 17, 6)
-FULL = (4, 14, 11, 16)
+DENSE = (3, 11, 8, 8.2)
+SELECTIVE = (3, 12, 10, 8.2)
+FULL = (4, 14, 10, 13)
 
 UPDATE_BUDGETS = {
     "4b groups": Budget(
         case={"model": "4b", "layout": "groups", "recompute": "selective"},
-        mfu=0.496,
-        launches=2350,
-        gib=113.3,
-        moved_gb=831.7,
+        mfu=0.527,
+        launches=2600,
+        gib=113.2,
+        moved_gb=763.8,
         layer=SELECTIVE,
     ),
     "4b turns": Budget(
         case={"model": "4b", "layout": "turns", "recompute": "selective"},
-        mfu=0.493,
-        launches=2305,
-        gib=111.1,
-        moved_gb=738.4,
+        mfu=0.519,
+        launches=2210,
+        gib=110.3,
+        moved_gb=683.3,
         layer=SELECTIVE,
     ),
     "4b groups, full": Budget(
         case={"model": "4b", "layout": "groups", "recompute": "full"},
-        mfu=0.412,
-        launches=2422,
+        mfu=0.438,
+        launches=2887,
         gib=72.6,
-        moved_gb=906.4,
+        moved_gb=863.1,
         layer=FULL,
     ),
     "4b long, full": Budget(
         case={"model": "4b", "layout": "long", "recompute": "full"},
-        mfu=0.342,
-        launches=2503,
+        mfu=0.357,
+        launches=3589,
         gib=77.5,
-        moved_gb=1545.4,
+        moved_gb=1460.5,
         layer=FULL,
     ),
     "1.7b groups": Budget(
         case={"model": "1.7b", "layout": "groups"},
-        mfu=0.49,
-        launches=1424,
+        mfu=0.513,
+        launches=1922,
         gib=61.3,
-        moved_gb=410.1,
+        moved_gb=385.3,
         layer=DENSE,
     ),
     "1.7b branches": Budget(
         case={"model": "1.7b", "layout": "branches"},
-        mfu=0.502,
-        launches=1505,
-        gib=89.8,
-        moved_gb=709.9,
+        mfu=0.527,
+        launches=2624,
+        gib=89.6,
+        moved_gb=659.6,
         layer=DENSE,
     ),
     "1.7b whole": Budget(
         case={"model": "1.7b", "layout": "whole"},
-        mfu=0.451,
-        launches=1433,
-        gib=92.2,
-        moved_gb=635.3,
+        mfu=0.463,
+        launches=2000,
+        gib=92.1,
+        moved_gb=597.7,
         layer=DENSE,
     ),
     "0.5b groups": Budget(
         case={"model": "0.5b", "layout": "groups"},
-        mfu=0.359,
-        launches=1108,
-        gib=25.6,
-        moved_gb=204.6,
-        layer=(3, 10, 8, 12),
+        mfu=0.376,
+        launches=1622,
+        gib=25.5,
+        moved_gb=188.8,
+        layer=(3, 10, 8, 8.3),
     ),
     # Two of 48 layers, in one micro-batch. The optimizer takes much of the update, because it steps
     # the weights of all experts.
     "30b-a3b groups": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective"},
-        mfu=0.318,
-        launches=651,
+        mfu=0.357,
+        launches=1241,
         gib=36.0,
-        moved_gb=231.5,
-        layer=(3, 17, 55, 6),
+        moved_gb=215.8,
+        layer=(3, 12, 48, 10.5),
     ),
     # Each layer waits once for the numbers of rows that ranks exchange, and the norm of experts'
     # gradients is computed separately.
     "30b-a3b groups, experts on two ranks": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective", "ep": 2, "dp": 2},
-        mfu=0.327,
-        launches=655,
+        mfu=0.364,
+        launches=1245,
         gib=26.2,
-        moved_gb=217.6,
-        layer=(3, 17, 66, 6),
+        moved_gb=201.9,
+        layer=(3, 12, 59, 10.5),
         waits=HOST_WAITS
         | {
             "token_dispatcher.py _maybe_dtoh_and_synchronize": 2,
@@ -212,7 +212,8 @@ MEMORY_CASE = {"model": "0.5b", "layout": "groups", "updates": 2}
 FEW_LAYERS = {"layers": 6}
 
 # Settings of an update of 16384 tokens, and the smallest share of the planned peak that the meter may
-# count. A plan is an upper bound, which is least tight with full recomputation.
+# count. A plan is an upper bound, which is least tight with full recomputation. It adds the logits and
+# the gradient of the output layer, of which only one is there at a time.
 MEMORY_CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 0.97),
     "recomputed": ({"recompute": "full"}, 0.9),
@@ -223,12 +224,12 @@ MEMORY_CASES: dict[str, tuple[dict[str, Any], float]] = {
     "adapters": ({"lora": {"rank": 4, "alpha": 8.0}}, 0.97),
     "a critic": ({"head": "value"}, 0.97),
     "norms of queries and keys": ({"model": "1.7b"}, 0.97),
-    "a mixture": ({"model": "30b-a3b"}, 0.97),
-    "two agents": ({"agents": 2, **FEW_LAYERS}, 0.97),
-    "three agents": ({"agents": 3, **FEW_LAYERS}, 0.97),
+    "a mixture": ({"model": "30b-a3b"}, 0.96),
+    "two agents": ({"agents": 2, **FEW_LAYERS}, 0.96),
+    "three agents": ({"agents": 3, **FEW_LAYERS}, 0.96),
     "three agents, two ranks share the optimizer": (
         {"agents": 3, "dp": 2, "distributed_optimizer": True, **FEW_LAYERS},
-        0.97,
+        0.96,
     ),
 }
 
@@ -256,8 +257,8 @@ REFERENCE_SETTINGS: dict[str, dict[str, Any]] = {
 }
 SMALL_UPDATE = Budget(
     case={"model": "tiny", "layout": "small", "microbatches": 3},
-    launches=664,
-    layer=DENSE,
+    launches=817,
+    layer=(3, 11, 8, 10.5),
     order=["upload", "upload", "compute", "upload", "compute", "compute"],
 )
 
@@ -269,6 +270,7 @@ SLOWING_CHANGES = {
     "waiting in each step": "waits {'schedules.py forward_step': 3",
     "a stream's wait in each step": "waits {'schedules.py forward_step': 3",
     "not ahead": "order ['upload', 'compute', 'upload', 'compute', 'upload', 'compute'], today ['upload', 'upload'",
+    "residuals not fused": "launches of a layer in layer 12.0, today 10.5",
     "norm of the gradient computed twice": "'clip_grads.py get_grad_norm_fp32': 2",
     "read too early": "races {'layers.py forward reads what another stream may not have written': 3",
     "freed too early": "races {'memory is reused while another stream may read it (no record_stream)': 2}",
@@ -289,6 +291,8 @@ OPERATION_CASES: dict[str, dict[str, Any]] = {
     "a critic": {"model": "tiny", "layout": "small", "head": "value"},
     "adapters": {"model": "tiny", "layout": "small", "lora": {"rank": 4, "alpha": 8.0}},
     "1.7b branches": UPDATE_BUDGETS["1.7b branches"].case | {"updates": 2},
+    "1.7b branches, logits twice": UPDATE_BUDGETS["1.7b branches"].case
+    | {"change": "logits computed twice"},
     "a mixture": UPDATE_BUDGETS["30b-a3b groups"].case | {"updates": 2},
 }
 
@@ -361,7 +365,7 @@ def test_a_change_that_slows_a_gpu_down_exceeds_the_budget(
 
 def test_weights_that_are_copied_one_by_one_exceed_the_budget(metered: dict[str, Figures]) -> None:
     excess = UPDATE_BUDGETS["1.7b groups"].excess(metered["copies one by one"])
-    assert "launches 1" in excess
+    assert "launches 2" in excess
     assert "'optimizer': 3" in excess
 
 
@@ -391,8 +395,8 @@ def test_operations_are_those_of_the_model(name: str, metered: dict[str, Figures
         heads = model["num_attention_heads"] + 2 * model["num_key_value_heads"]
         outputs = model["head_dim"] * heads + 3 * case["lora"]["rank"]
         known_difference = -2 * figures["tokens"] * hidden * outputs
-    elif "head" not in case:
-        # The head computes all logits twice, except those of the last chunk.
+    elif case.get("change") == "logits computed twice":
+        # Except for those of the last chunk
         rows = sum(trained for *_, trained in LAYOUTS[case["layout"]])
         chunk_rows = (1 << 30) // (4 * model["vocab_size"])
         repeated_rows = (rows - 1) // chunk_rows * chunk_rows

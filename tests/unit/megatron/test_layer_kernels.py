@@ -14,7 +14,10 @@ from mcore_mas.megatron.model.layer_ops import (
     SWIGLU_BLOCK,
     KernelNorm,
     KernelQueriesAndKeys,
+    KernelSumAndNorm,
     swiglu,
+    write_norm,
+    write_swiglu,
 )
 from tests.support.operators import assert_near, compile_for_gpu, output_and_gradients
 
@@ -149,6 +152,63 @@ def test_a_norm_computes_the_results_of_torch(
 
 
 @interpreted
+@pytest.mark.parametrize("width", [5, 2100])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, BF16_TOLERANCE)]
+)
+def test_a_sum_and_its_norm_are_those_of_torch(
+    width: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is read by the norm and by others, whose gradients the kernel adds."""
+    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 12)
+    draw = torch.Generator().manual_seed(width)
+    x, residual = torch.randn(2, 67, 1, width, generator=draw).to(dtype)
+    grad_total, grad_normed = torch.randn(2, 67, 1, width, generator=draw).to(dtype)
+    weight = (1 + torch.rand(width, generator=draw)).to(dtype)
+    grad_out = torch.cat([grad_total, grad_normed])
+
+    def sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(KernelSumAndNorm.apply(x, residual, weight, 1e-6))
+
+    def exact_sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        total = x.double() + residual.double()
+        return torch.cat([total, exact_norm(total, weight)])
+
+    results = output_and_gradients(sum_and_norm, grad_out, x, residual, weight)
+    expected = output_and_gradients(exact_sum_and_norm, grad_out, x, residual, weight)
+    assert all(result.dtype == dtype for result in results)
+    assert_near(results, expected, 2 * tolerance)
+
+    # The bits are those of the norm of the sum.
+    total, normed = results[0].split(67)
+    assert torch.equal(normed, norm(total, weight))
+
+
+@interpreted
+def test_a_sum_without_a_reader_has_the_gradient_of_its_norm() -> None:
+    # As in `test_a_norm_by_hand`: (1, 7) = (1, 2) + (0, 5)
+    weight = torch.tensor([10.0, 100.0])
+    x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    total, normed = KernelSumAndNorm.apply(x, torch.tensor([[0.0, 5.0]]), weight, 1e-12)
+    assert total.tolist() == [[1.0, 7.0]]
+    normed[:, 0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == pytest.approx([1.96, -0.28])
+
+
+@interpreted
+def test_freed_outputs_are_filled_with_the_same_bits() -> None:
+    x, scale = torch.randn(3, 1, 10), torch.rand(3, 1)
+    weight = torch.rand(10)
+    normed, mixed = norm(x, weight), swiglu(x, scale)
+    written_norm, written_mixed = torch.full_like(normed, 9.0), torch.full_like(mixed, 9.0)
+    write_norm(written_norm.flatten(0, -2), x.flatten(0, -2), weight, 1e-6)
+    write_swiglu(written_mixed, x, scale)
+    assert torch.equal(written_norm, normed)
+    assert torch.equal(written_mixed, mixed)
+
+
+@interpreted
 def test_a_quarter_turn_by_hand() -> None:
     packed = torch.tensor([1.0, 2.0, 3.0, 4.0] * 2 + [5.0, 6.0, 7.0, 8.0]).view(1, 1, 12)
     packed.requires_grad_()
@@ -235,7 +295,7 @@ def test_queries_and_keys_are_those_of_torch(
 @pytest.mark.slow
 def test_kernels_for_an_h200_do_not_spill() -> None:
     (*swiglu_kernels, rotation, rotation_gradient), *norms = compile_for_gpu(
-        "[layer_kernels(), *map(norm_kernels, (128, 2560, 5120))]"
+        "[layer_kernels(), *map(norm_kernels, (128, 2560, 5120)), *map(sum_kernels, (2560, 5120))]"
     )
     for kernel in (*swiglu_kernels, rotation, rotation_gradient):
         assert kernel["spilled"] == 0
@@ -245,7 +305,7 @@ def test_kernels_for_an_h200_do_not_spill() -> None:
     assert rotation["registers"] <= 128
     assert rotation_gradient["registers"] <= 128
     for kernels in norms:
-        assert [kernel["spilled"] for kernel in kernels] == [0] * 4
+        assert not any(kernel["spilled"] for kernel in kernels)
         forward, gradient, *_ = kernels
         # Of the forward kernel, 1536 threads share the registers. Of the gradient, 512 threads do,
         # which are all that an H200 gets.
