@@ -55,12 +55,24 @@ The log-probabilities differ more from the engine's than in bfloat16, so `traine
 Each product keeps its weight in FP8 for the backward pass, in rows and in columns: two bytes a parameter more than in
 bfloat16, except with `recompute: full`. Plans count them.
 
-Megatron's CUDA graphs are not offered. They repeat kernels with the shapes and the trees of one micro-batch, and
-both differ between micro-batches.
-
 Names, shards, gradients, checkpoints and exports with these layers were tested on a CPU, with a stand-in for
 Transformer Engine's modules (`tests/exactness/test_transformer_engine.py`). No training with Transformer Engine has
 been run on a GPU. The table has the MFU of the same updates; in FP8 it is relative to the peak of bfloat16.
+"""
+_CUDA_GRAPHS = """\
+The embedded engine decodes with CUDA graphs ([engines.md](engines.md#embedded)). Megatron's CUDA graphs are not offered
+for training. A graph repeats kernels with the addresses and the values that they were captured with. By megatron-core
+0.19.2:
+
+- `cuda_graph_impl: local` captures whole layers, and `full_iteration` a whole pass. Everything but tensors must stay
+  the same in them, and the prefix trees of micro-batches differ.
+- `cuda_graph_impl: transformer_engine` refuses packed sequences in a graph with attention. Graphs of MLPs alone would
+  need micro-batches of one length, and weights that keep their addresses, which a policy with `offload` has not.
+- `optimizer_cuda_graph` makes one graph for each process, which keeps the learning rate of the captured step. The rate
+  follows a schedule, and a process may train several policies.
+
+Graphs save only the time in which no kernel runs. The prediction is that this is at most {idle:.1f} % of an update in
+the first table.
 """
 
 
@@ -75,6 +87,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         measured = []  # results of a CPU are not shown
     parts = [_HEAD, headline, "", "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## With Transformer Engine", "", *_transformer_engine(measured)]
+    parts += ["", "## CUDA graphs", "", *_cuda_graphs(lines)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
     parts += ["", "## The embedded engine", "", *_generation(measured)]
@@ -160,6 +173,16 @@ def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:
             cells.append((line or {}).get("mfu", (line or {}).get("failed", _NOT_MEASURED)))
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
+
+
+def _cuda_graphs(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the reasons for which updates have no CUDA graphs, and the largest predicted share of idle time."""
+    shares = [0.0]
+    for case in CASES:
+        predicted = line_of_case(lines, "meter", case)
+        if predicted is not None and "idle_ms" in predicted:
+            shares.append(predicted["idle_ms"] / predicted["seconds_per_update"] / 1e3)
+    return _CUDA_GRAPHS.format(idle=100 * max(shares)).splitlines()
 
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
