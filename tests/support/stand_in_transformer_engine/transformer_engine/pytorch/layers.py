@@ -134,18 +134,39 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __init__(
         self,
-        sequence_parallel: bool,
-        fuse_wgrad_accumulation: bool,
-        tp_group: Any,
-        tp_size: int,
-        parallel_mode: str | None,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[..., Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
     ) -> None:
+        """Take the arguments of all layers with weights; `_add_weight` then makes the weights."""
         super().__init__()
+        self.use_bias = bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parallel_mode = parallel_mode
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        if parallel_mode == "column":
+            out_features //= self.tp_size
+        elif parallel_mode == "row":
+            in_features //= self.tp_size
+        self.in_features = in_features
+        self.out_features = out_features
+        self._init_method = init_method
+        self._placement = {"dtype": params_dtype, "device": device}
 
     def get_extra_state(self) -> Tensor:
         """Return an empty tensor; with delayed scaling, Transformer Engine returns scales."""
@@ -155,13 +176,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Accept an empty state."""
         assert state is None or not state.numel()
 
-    def _share(self, in_features: int, out_features: int) -> tuple[int, int]:
-        """Return the features of this rank."""
-        if self.parallel_mode == "column":
-            out_features //= self.tp_size
-        elif self.parallel_mode == "row":
-            in_features //= self.tp_size
-        return in_features, out_features
+    def _add_weight(self, name: str) -> Parameter:
+        """Add this rank's share of a weight."""
+        shape = (self.out_features, self.in_features)
+        weight = _new_parameter(shape, self._init_method, **self._placement)
+        self.register_parameter(name, weight)
+        return weight
 
     def _mark(self, weights: Sequence[Parameter], biases: Sequence[Parameter]) -> None:
         for weight in weights:
@@ -196,8 +216,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
 def _new_parameter(
     shape: tuple[int, ...],
     init: Callable[[Tensor], Any] | None,
-    dtype: torch.dtype | None,
-    device: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
 ) -> Parameter:
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
     with torch.no_grad():
@@ -208,45 +228,29 @@ def _new_parameter(
 class Linear(TransformerEngineBaseModule):
     """Linear layer."""
 
+    weight: Parameter
+    bias: Tensor
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[..., Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[..., Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
+        *,
         parameters_split: Any = None,
-        device: Any = "cuda",
-        delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         save_original_input: bool = False,
-        name: str | None = None,
+        **layer: Any,
     ) -> None:
-        super().__init__(
-            sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, parallel_mode
-        )
-        self.use_bias = bias
+        super().__init__(in_features, out_features, **layer)
         self.save_original_input = save_original_input
-        self.in_features, self.out_features = self._share(in_features, out_features)
-        shape = (self.out_features, self.in_features)
-        self.weight = _new_parameter(shape, init_method, params_dtype, device)
-        self._add_bias(bias, params_dtype, device)
-
-    def _add_bias(self, bias: bool, dtype: torch.dtype | None, device: Any) -> None:
-        if bias:
-            self.bias = _new_parameter((self.out_features,), torch.nn.init.zeros_, dtype, device)
-            self._mark([self.weight], [self.bias])
+        weight = self._add_weight("weight")
+        if self.use_bias:
+            shape = (self.out_features,)
+            self.bias = _new_parameter(shape, torch.nn.init.zeros_, **self._placement)
+            self._mark([weight], [self.bias])
         else:
-            self.bias = torch.empty(0, dtype=dtype, device=device)
-            self._mark([self.weight], [])
+            self.bias = torch.empty(0, **self._placement)
+            self._mark([weight], [])
 
     def forward(
         self,
@@ -268,45 +272,20 @@ class LayerNormLinear(Linear):
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[..., Any] | None = None,
-        init_method: Callable[..., Any] | None = None,
-        bias: bool = True,
+        *,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
         zero_centered_gamma: bool = False,
-        device: Any = "cuda",
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        **layer: Any,
     ) -> None:
         assert (
             normalization == "RMSNorm" and not zero_centered_gamma and not return_layernorm_output
         )
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel,
-            fuse_wgrad_accumulation,
-            tp_group,
-            tp_size,
-            bias=bias,
-            init_method=init_method,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-        )
+        super().__init__(in_features, out_features, **layer)
         self.eps = eps
         self.layer_norm_weight = _new_parameter(
-            (in_features,), torch.nn.init.ones_, params_dtype, device
+            (in_features,), torch.nn.init.ones_, **self._placement
         )
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -329,35 +308,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[..., Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[..., Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cuda",
+        *,
         ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        name: str | None = None,
+        **layer: Any,
     ) -> None:
-        super().__init__(
-            sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, parallel_mode
-        )
-        assert not bias
-        assert self.tp_size == 1 or parallel_mode is None, "the dispatcher communicates"
+        super().__init__(in_features, out_features, **layer)
+        assert not self.use_bias
+        assert self.tp_size == 1 or self.parallel_mode is None, "the dispatcher communicates"
         self.num_gemms = num_gemms
         self.save_original_input = save_original_input
-        in_features, out_features = self._share(in_features, out_features)
-        for expert in range(num_gemms):
-            weight = _new_parameter((out_features, in_features), init_method, params_dtype, device)
-            self.register_parameter(f"weight{expert}", weight)
-        self._mark(list(self.parameters()), [])
+        self._mark([self._add_weight(f"weight{expert}") for expert in range(num_gemms)], [])
 
     def forward(
         self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
