@@ -51,7 +51,8 @@ than with Megatron's layers: it computes SwiGLU and the norms before experts aga
 name. `fp8_recipe` says how many numbers have a common scale: all of a factor (`tensorwise`, from Ada on), blocks of
 128 (`blockwise`, from Hopper on) or blocks of 32 (`mxfp8`, from Blackwell on). Delayed scaling is not offered, because
 checkpoints do not hold its scales. The tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank.
-The log-probabilities differ more from the engine's than in bfloat16, so `trainer.agreement` may have to be wider.
+The log-probabilities differ more from the engine's than in bfloat16, so the bounds of their
+[agreement](engines.md#agreement) are wider.
 Each product keeps its weight in FP8 for the backward pass, in rows and in columns: two bytes a parameter more than in
 bfloat16, except with `recompute: full`. Plans count them.
 

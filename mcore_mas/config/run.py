@@ -293,9 +293,13 @@ class RunConfig(Section):
 
     def precision_of(self, policy: str) -> Precision:
         """Return the lower of the precisions in which trainer and engine compute log-probabilities."""
+        config = self.policies[policy]
         engine = for_policy(self, policy).engine
-        engine_rounds = engine.name == "sglang" and engine.options.get("dtype") != "float32"
-        return "bfloat16" if engine_rounds or self.policies[policy].bf16 else "float32"
+        is_sglang = engine.name == "sglang"
+        if config.fp8 is not None or (is_sglang and engine.options.get("quantization") == "fp8"):
+            return "float8"
+        engine_rounds = is_sglang and engine.options.get("dtype") != "float32"
+        return "bfloat16" if engine_rounds or config.bf16 else "float32"
 
     def holder(self, policy: str) -> str:
         """Return the policy on whose ranks this one is trained: the first of those that share its base model."""
@@ -394,8 +398,8 @@ def schedule_length(config: RunConfig, policy: str) -> int:
 
 
 def _with_default_correction(config: RunConfig) -> RunConfig:
-    """Choose the correction `tis` if the config names none and a trained policy's log-probabilities are in bfloat16."""
-    rounds = any(config.precision_of(policy) == "bfloat16" for policy in config.trained)
+    """Choose the correction `tis` if none is named and a trained policy's log-probabilities are not in float32."""
+    rounds = any(config.precision_of(policy) != "float32" for policy in config.trained)
     if "correction" in config.loss.model_fields_set or not rounds:
         return config
     loss = config.loss.model_copy(update={"correction": CorrectionConfig(name="tis")})

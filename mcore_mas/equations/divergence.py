@@ -252,14 +252,18 @@ def at_level(log_ratio: Tensor, sequences: Tensor, level: Level) -> Tensor:
     return total[reply].to(log_ratio.dtype)
 
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float8"]
 Figure = Literal["mean", "k3", "p99", "max"]
 
 # Bounds in nats. The mean of bfloat16 is about three times the 0.011 that Qwen3-4B shows between
-# SGLang or vLLM and Megatron.
+# SGLang or vLLM and Megatron. float8 (E4M3) has 4 significant bits where bfloat16 has 8, which would make
+# gaps 16 times as large, but only the factors of the layers' products are rounded to it. In
+# tests/exactness/agreement.py gaps are then 3 times as large, so the bounds are 4 times those of
+# bfloat16, and 16 times for k3, which is quadratic.
 GAP_BOUNDS: dict[Precision, dict[Figure, float]] = {
     "float32": {"max": 1e-4},
     "bfloat16": {"mean": 0.03, "k3": 0.005, "p99": 0.3},
+    "float8": {"mean": 0.12, "k3": 0.08, "p99": 1.2},
 }
 OUTLIER_GAP = 1.0  # nats; larger gaps are counted as outliers and clamped in the mean and k3
 FEW_TOKENS = 1000  # below this the bounds on the distribution are multiplied by FEW_TOKENS_SLACK

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -179,7 +180,7 @@ def sample_replies(engine: transformers.PreTrainedModel) -> list[Sample]:
 
 
 def compare_engines(
-    trained: TrainedModel, stale_weights: Mapping[str, Weights], folder: Path
+    trained: TrainedModel, stale_weights: Mapping[str, Weights], folder: Path, **settings: Any
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of an update on the samples of each engine; the trainer's weights stay.
 
@@ -187,9 +188,10 @@ def compare_engines(
         trained: model of the trainer and of the engines.
         stale_weights: weights of each engine that are not the trainer's, by the name of the engine.
         folder: gets the model.
+        settings: further fields of the trainer's specification.
     """
     trained.model.save_pretrained(folder)
-    spec = TrainerSpec(model=str(folder), bf16=True, lr=0.0, objective=Objective())
+    spec = TrainerSpec(model=str(folder), bf16=True, lr=0.0, objective=Objective(), **settings)
     trainer = MegatronTrainer(spec)
     metrics = {}
     for name, weights in stale_weights.items():

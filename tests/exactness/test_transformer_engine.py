@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mcore_mas.equations.divergence import GAP_BOUNDS, describe_disagreement
 from mcore_mas.planning.memory import TrainerSettings, activation_bytes
 from rollout.models.architecture import read_architecture
 from rollout.models.layout import ParallelLayout
@@ -115,6 +116,20 @@ def test_a_plan_counts_what_the_layers_save(folder: Path, name: str) -> None:
     architecture = read_architecture(folder / f"measured_{family}")
     planned = activation_bytes(architecture, ParallelLayout(), settings)
     assert measured["activations"] == pytest.approx(planned, rel=0.1)
+
+
+def test_the_bounds_of_fp8_let_right_weights_pass_and_stop_at_a_stale_tensor(folder: Path) -> None:
+    metrics = json.loads((folder / "agreement.json").read_text())
+    right, stale = metrics["float8"]
+    assert not describe_disagreement(right, GAP_BOUNDS["float8"])
+    assert describe_disagreement(stale, GAP_BOUNDS["float8"]).startswith("agent/solver: ")
+
+    # The bounds are to gaps in FP8 as those of bfloat16 are to gaps in bfloat16, or wider.
+    right_in_bfloat16, _ = metrics["bfloat16"]
+    for figure, bound in GAP_BOUNDS["float8"].items():
+        name = f"agent/solver/logprob_gap_{figure}"
+        assert right_in_bfloat16[name] < right[name]
+        assert right[name] / bound < right_in_bfloat16[name] / GAP_BOUNDS["bfloat16"][figure]
 
 
 def test_the_hugging_face_folder_has_the_same_bits(folder: Path) -> None:

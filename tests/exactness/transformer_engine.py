@@ -9,6 +9,7 @@ classes on top of these modules, names and shards of weights, exports, checkpoin
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatron.core.extensions import transformer_engine as megatron_extension
 
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
+from tests.exactness.agreement import LAYER_COUNTS, compare_engines, train_model
 from tests.exactness.rows import Row
 from tests.exactness.training import train_rows
 from tests.support import ranks, reference
@@ -113,6 +115,7 @@ def main(folder: Path) -> None:
         *_fp8_jobs(folder),
         *_memory_jobs(folder),
         *_folder_jobs(folder),
+        *_agreement_jobs(folder),
     ]
     train_rows(rows_with_transformer_engine(), folder, other_jobs)
     ranks.run_jobs(resumed_jobs)
@@ -219,6 +222,23 @@ def _folder_jobs(folder: Path) -> list[ranks.Job]:
     reference.make_model(_MIXTURE, model)
     layout = {"layers": "te", "tp": 2, "sp": True}
     return [_job(_write_folder, layout, model, out=folder / "hugging_face")]
+
+
+def _agreement_jobs(folder: Path) -> list[ranks.Job]:
+    arguments = {"folder": folder / "agreement", "out": folder / "agreement.json"}
+    return [ranks.Job(function=_write_agreement, arguments=arguments)]
+
+
+def _write_agreement(rank: int, folder: Path, out: Path) -> None:
+    """Write the metrics of trainers in bfloat16 and in FP8, beside engines of bfloat16 with right and stale weights."""
+    trained = train_model(LAYER_COUNTS[0])
+    names = list(trained.stale_weights)[:2]
+    engines = {name: trained.stale_weights[name] for name in names}
+    metrics = {
+        name: list(compare_engines(trained, engines, folder, layers="te", **settings).values())
+        for name, settings in {"bfloat16": {}, "float8": {"fp8": "hybrid"}}.items()
+    }
+    out.write_text(json.dumps(metrics))
 
 
 def _write_folder(rank: int, spec: TrainerSpec, out: Path) -> None:

@@ -201,6 +201,29 @@ def test_a_policy_may_have_another_engine_than_the_run() -> None:
     assert run.precision_of("verifier") == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "precision"),
+    [
+        (["+policies.solver.bf16=true"], "bfloat16"),
+        (
+            [
+                "+policies.solver.layers=te",
+                "+policies.solver.bf16=true",
+                "+policies.solver.fp8=hybrid",
+            ],
+            "float8",
+        ),
+        (["engine=sglang", "engine.python=/x", "+engine.options.quantization=fp8"], "float8"),
+    ],
+)
+def test_the_lower_precision_of_trainer_and_engine_bounds_their_agreement(
+    overrides: list[str], precision: str
+) -> None:
+    run = config(*overrides)
+    assert run.precision_of("solver") == precision
+    assert run.loss.correction.name == "tis"
+
+
 def test_an_embedded_engine_does_not_get_the_settings_of_the_runs_servers() -> None:
     run = config(
         "engine.name=sglang",
