@@ -433,6 +433,19 @@ def test_the_controller_loads_torch_and_not_megatron() -> None:
 
 
 @pytest.mark.slow
+def test_a_whole_run_on_a_gpu_loads_only_packages_of_its_kit_and_the_image() -> None:
+    """An import of another package would end every section of `benchmarks.gpu.whole_run` there."""
+    absent = {"bm25s", "faiss", "httpx2", "hydra", "llguidance", "mlflow", "omegaconf"}
+    absent |= {"snakemake", "starlette", "uvicorn"}
+    modules = modules_after(
+        "import benchmarks.gpu.whole_run, benchmarks.gpu.whole_run_sections",
+        "import mcore_mas.training.train, mcore_mas.evaluation.evaluate",
+        "import mcore_mas.runtime.trainer_rank, rollout.engines.embedded.host",
+    )
+    assert not absent & modules
+
+
+@pytest.mark.slow
 def test_megatron_is_patched_before_it_is_imported() -> None:
     """Unpatched Megatron imports torch's compiler, which takes as long as the import of Megatron itself."""
     if torch.cuda.is_available():

@@ -35,10 +35,15 @@ _SHOWN_ERROR_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Part of the kit: the seconds that it may take, and the command that prints its result lines."""
+    """Part of the kit: the seconds that it may take, and the command that prints its result lines.
+
+    Attributes:
+        needs: sections without which this one cannot succeed.
+    """
 
     seconds: float
     command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
 
 
 _SECTION_SECONDS = {  # the most important sections first
@@ -121,16 +126,22 @@ def run(
     """
     end = time.monotonic() + budget
     wrong: list[str] = []
+    failed: set[str] = set()
     for name, section in sections.items():
         began = time.monotonic()
         remaining = end - began
         if remaining < 1:
             note(out, {"section": name, "skipped": f"the budget of {budget:g} s is spent"})
             continue
+        failed_needs = [needed for needed in section.needs if needed in failed]
+        if failed_needs:
+            note(out, {"section": name, "skipped": f"{failed_needs[0]} failed"})
+            continue
         timeout_s = min(section.seconds, remaining)
         for line in lines_of((*section.command, *options), timeout_s):
             note(out, {"section": name, **line})
             if "failed" in line or line.get("ok") is False:
+                failed.add(name)
                 case = " ".join(str(line[key]) for key in _CASE_KEYS if key in line)
                 label = f"{name}: {case}" if case else name
                 if label not in wrong:

@@ -23,6 +23,13 @@ _HEAD = """# On a GPU
   sections first, each in a separate process. Replace the lines of `benchmarks/gpu/results.jsonl` by those of
   DIR/results.jsonl. The exit status is 1 if a section failed or found an error, and the last line names it.
   `requirements/gpu-kit.txt` lists the packages that the benchmarks need besides torch and Triton.
+- **Train on one GPU.** `make gpu-run` trains the demo's two policies with trainers and engines on one GPU, evaluates
+  them, trains in bfloat16, kills a rank, and measures, in eight minutes, the most important sections first.
+  results/gpu-run gets results.jsonl and logs.tar.xz, and the last lines name the result of each section. For a machine
+  without internet, first run `make gpu-kit` elsewhere. It packs the tasks, the model, Ray and missing packages into
+  `.gpu`. Copy it there with the checkout (at most 60 MiB together), and run
+  `python3 -m benchmarks.gpu.whole_run --kit .gpu --out DIR --work /tmp/gpu-run`. The machine needs Python 3.12, a C
+  compiler, and the packages of an image with torch, transformers and pyarrow. This has not been run on a GPU.
 - **Test several GPUs.** `make gpu-acceptance` tests a machine with up to eight GPUs: NCCL, parallel layouts of two
   ranks and a restart in each of them from the files of one rank, Transformer Engine, SGLang, and a training of two
   policies with each weight transport, whose weight syncs are timed. The last line says passed, failed, or nothing

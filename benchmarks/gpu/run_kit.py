@@ -9,7 +9,8 @@ The folder has:
 - `ray.tar.xz` and `wheels/`, with `--packages`: Ray without the parts that no training loads, and
   the packages that an image with torch, transformers and pyarrow lacks.
 
-`benchmarks.gpu.whole_run` reads it.
+`benchmarks.gpu.whole_run` reads it. A kit that is larger than 60 MiB together with the checkout is an error,
+because it could not be carried to the machine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import yaml
 from packaging.utils import canonicalize_name
 
 from benchmarks.gpu.__main__ import ROOT
+from benchmarks.gpu.whole_run_sections import KIT_ROOT
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 
 LOCK_FILE = ROOT / "requirements" / "lock-3.12.txt"
-KIT_ROOT = "@KIT@"  # stands in the packed config for the folder that holds the run's files
 DEMO_SETTINGS = (
     "experiment=demo_math",
     "cluster.device=auto",
@@ -69,6 +70,7 @@ PACKAGES = (
 )
 # The lock file's 4.9.3, which OmegaConf needs, has no wheel; math-verify takes this version too.
 ANTLR = "antlr4-python3-runtime==4.13.2"
+MAX_BYTES = 60 << 20  # of the kit and the checkout together
 PYTHON_VERSION = "3.12"  # version on the machines without internet
 PLATFORMS = (
     "manylinux_2_28_x86_64",
@@ -93,8 +95,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         download_packages([*map(pinned, PACKAGES), ANTLR], options.out / "wheels")
     files = [file for file in options.out.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    print(f"{options.out}: {len(files)} files, {size / 2**20:.1f} MiB")
+    checkout = sum(file.stat().st_size for file in tracked_files())
+    print(
+        f"{options.out}: {len(files)} files, {size / 2**20:.1f} MiB; "
+        f"the checkout has {checkout / 2**20:.1f} MiB"
+    )
+    if size + checkout > MAX_BYTES:
+        print(f"error: together they have more than {MAX_BYTES >> 20} MiB", file=sys.stderr)
+        return 1
     return 0
+
+
+def tracked_files() -> list[Path]:
+    """Return the files of the checkout that git tracks; [] outside of a checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
 def pack_run(run: Path, folder: Path, settings: Sequence[str] = DEMO_SETTINGS) -> None:

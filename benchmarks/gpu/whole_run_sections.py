@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,12 +28,16 @@ import yaml
 
 from benchmarks.gpu import sections
 from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, synchronize, time_call
-from benchmarks.gpu.run_kit import KIT_ROOT
 from benchmarks.gpu.shapes import MODELS, operations
+from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.planning.estimate import estimate_peak_memory, load_architectures
+from mcore_mas.planning.gpus import GPUS
 from rollout.base.json_files import read_json_lines
 
+KIT_ROOT = "@KIT@"  # stands in a packed config for the folder that holds the run's files
 STEP_METRICS = ("reward/mean", "rollout/tokens", "time/collect_s", "time/update_s", "time/mfu")
+AGENTS = ("solver", "verifier")
 RANK_PROCESS = "ray::TrainerRank"  # title that Ray gives the processes of a trainer's ranks
 POLL_S = 0.5
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a file system of its own, which Ray fills
@@ -269,6 +273,7 @@ def published_shape(options: Options) -> None:
     shape = "tiny" if options.small else "0.5b"
     reply_tokens = 16 if options.small else 512
     changes = {
+        "cold_start": None,  # the model is drawn below
         "trainer.steps": 3,
         "trainer.tasks_per_step": 2 if options.small else 32,
         "trainer.group_size": 2 if options.small else 8,
@@ -281,7 +286,19 @@ def published_shape(options: Options) -> None:
     }
     run = write_run(options, "published_shape", changes)
     _draw_model(run / "bootstrap" / "model", shape)
+    say(run=run.name, planned_peak_mib=planned_peak_mib(run))
     train_run(run)
+
+
+def planned_peak_mib(run: Path) -> int:
+    """Return the planned peak of the memory of the GPU that all processes of a run share."""
+    gpu = GPUS["H200"]
+    if torch.cuda.is_available():
+        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        gpu = replace(gpu, memory=memory_bytes / 1e9)
+    config = RunConfig.load(run / "config.yaml")
+    peak = estimate_peak_memory(config, load_architectures(config), gpu)
+    return round(max(peak.update, peak.rollout) / 2**20)
 
 
 def _draw_model(folder: Path, shape: str) -> None:
@@ -301,6 +318,11 @@ def _draw_model(folder: Path, shape: str) -> None:
     with device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.cpu().save_pretrained(folder)
+
+
+def engine(options: Options) -> None:
+    """Measure the embedded engine by number of rows, and compare it with the trainer."""
+    sections.engine(options.small)
 
 
 def sleep(options: Options) -> None:
@@ -417,7 +439,7 @@ def train_run(run: Path, on_step: Callable[[int], None] | None = None) -> None:
             if metrics_file.is_file():
                 rows, offset = read_json_lines(metrics_file, offset)
                 for row in rows:
-                    _print_step(run.name, row)
+                    _print_step(run.name, row, peak_mib)
                     if on_step is not None:
                         on_step(int(row["step"]))
             if not ended:
@@ -437,15 +459,19 @@ def train_run(run: Path, on_step: Callable[[int], None] | None = None) -> None:
     )
 
 
-def _print_step(run: str, row: Mapping[str, Any]) -> None:
-    """Print a step's reward, time and throughput, and its largest log-probability gap."""
+def _print_step(run: str, row: Mapping[str, Any], peak_mib: int | None) -> None:
+    """Print a step's reward, times, rates and largest log-probability gap, and the peak of the memory so far."""
     metrics = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
+    if "time/collect_s" in row:
+        trained = sum(row.get(f"agent/{agent}/tokens", 0.0) for agent in AGENTS)
+        metrics["sampled_tokens_per_s"] = round(row["rollout/tokens"] / row["time/collect_s"])
+        metrics["trained_tokens_per_s"] = round(trained / row["time/update_s"])
     gaps = [value for name, value in row.items() if name.endswith("/logprob_gap_max")]
     if gaps:
         metrics["logprob_gap_max"] = max(gaps)
     if "validation/accuracy" in row:
         metrics["validation/accuracy"] = round(row["validation/accuracy"], 4)
-    say(run=run, step=row["step"], **metrics)
+    say(run=run, step=row["step"], peak_mib=peak_mib, **metrics)
 
 
 def run_command(*arguments: str) -> None:
@@ -479,8 +505,9 @@ _ALL = (
     evaluate,
     idle,
     train_bf16,
-    killed_rank,
     published_shape,
+    killed_rank,
+    engine,
     sleep,
     mixture,
     attention,

@@ -79,6 +79,18 @@ def test_a_section_without_time_left_is_skipped(out: TextIO) -> None:
     assert lines_of(out) == [{"section": "first", "skipped": "the budget of 0.5 s is spent"}]
 
 
+def test_a_section_is_skipped_if_one_that_it_needs_has_failed(out: TextIO) -> None:
+    fails = program("raise SystemExit(1)")
+    needing = Section(20, (sys.executable, "-c", "raise SystemExit(3)"), needs=("first", "absent"))
+    other = Section(20, (sys.executable, "-c", "print('{\"ms\": 4}')"), needs=("absent",))
+    assert run({"first": fails, "second": needing, "third": other}, 60, out) == ["first"]
+    assert [line for line in lines_of(out) if "seconds" not in line] == [
+        {"section": "first", "failed": "exit status 1"},
+        {"section": "second", "skipped": "first failed"},
+        {"section": "third", "ms": 4},
+    ]
+
+
 def test_failed_checks_are_named_in_the_summary_and_set_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,24 @@
 
 import json
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.run_kit import KIT_ROOT, PACKAGES, pack_run, pinned
-from benchmarks.gpu.whole_run import SECTION_SECONDS, main
-from benchmarks.gpu.whole_run_sections import Options, idle_gaps, merged, set_value, write_run
+from benchmarks.gpu import run_kit
+from benchmarks.gpu.run_kit import PACKAGES, pack_run, pinned
+from benchmarks.gpu.whole_run import NEEDS, SECTION_SECONDS, main, pack_logs, summary
+from benchmarks.gpu.whole_run_sections import (
+    KIT_ROOT,
+    SECTIONS,
+    Options,
+    idle_gaps,
+    merged,
+    planned_peak_mib,
+    set_value,
+    write_run,
+)
 from mcore_mas.config.run import RunConfig
 from tests.support.run_folder import make_run
 
@@ -62,6 +73,33 @@ def test_a_run_of_the_kit_is_complete_in_its_new_folder(kit: Path, tmp_path: Pat
     assert config.engine.sleep
 
 
+def test_the_planned_peak_is_that_of_the_model_in_the_run(kit: Path, tmp_path: Path) -> None:
+    options = Options(kit=kit, work=tmp_path, device="cpu", small=True)
+    run = write_run(options, "planned", {"cold_start": None})
+    small = planned_peak_mib(run)
+    config_file = run / "bootstrap" / "model" / "config.json"
+    model = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(model | {"vocab_size": 100 * model["vocab_size"]}))
+    assert planned_peak_mib(run) > small > 0
+
+
+def test_a_kit_that_cannot_be_carried_is_an_error(
+    kit: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--run", str(kit / "demo"), "--out", str(tmp_path / "kit")]
+    assert run_kit.main(arguments) == 0
+    assert "the checkout has " in capsys.readouterr().out
+    large = tmp_path / "large"
+    large.write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(run_kit, "MAX_BYTES", 2 << 20)
+    monkeypatch.setattr(run_kit, "tracked_files", lambda: [large])
+    assert run_kit.main(arguments) == 1
+    assert "error: together they have more than 2 MiB" in capsys.readouterr().err
+
+
 def test_the_packages_of_a_kit_have_the_versions_of_the_lock_file() -> None:
     versions = dict(pinned(name).split("==") for name in PACKAGES)
     assert versions["megatron-core"] == "0.19.2"
@@ -76,6 +114,46 @@ def test_a_folder_that_is_no_kit_is_refused(
         main(["--kit", str(tmp_path), "--out", str(tmp_path / "out")])
     assert re.search(r"no demo/config.yaml; write it with `make gpu-kit`", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_last_lines_name_the_result_of_each_section() -> None:
+    lines = [
+        {"date": "2026-11-30", "section": "start", "ok": True, "seconds": 1.5, "what": "Ray"},
+        {"date": "2026-11-30", "section": "start", "seconds": 12.3},
+        {"date": "2026-11-30", "section": "train", "step": 3},
+        {"date": "2026-11-30", "section": "train", "failed": "not done after 150 s"},
+        {"date": "2026-11-30", "section": "train", "seconds": 150.0},
+        {"date": "2026-11-30", "section": "evaluate", "skipped": "train failed"},
+        {"date": "2026-11-30", "section": "sleep", "ok": False, "what": "memory"},
+        {"date": "2026-11-30", "section": "", "failed_sections": ["train"]},
+    ]
+    assert summary(lines).splitlines() == [
+        "start              12.3 s  ok",
+        "train             150.0 s  not done after 150 s",
+        "evaluate            0.0 s  train failed",
+        "sleep               0.0 s  wrong: memory",
+    ]
+
+
+def test_logs_of_all_runs_are_packed_without_models(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "float32"
+    (run / "train" / "ray").mkdir(parents=True)
+    for name in ("train.log", "train/ray/worker.err", "train/metrics.jsonl", "model.safetensors"):
+        (run / name).write_text(name)
+    pack_logs(tmp_path / "runs", tmp_path / "logs.tar.xz")
+    with tarfile.open(tmp_path / "logs.tar.xz") as tar:
+        assert sorted(tar.getnames()) == [
+            "float32/train.log",
+            "float32/train/metrics.jsonl",
+            "float32/train/ray/worker.err",
+        ]
+
+
+def test_every_section_has_a_deadline_and_needs_earlier_ones() -> None:
+    names = list(SECTION_SECONDS)
+    assert names == list(SECTIONS)
+    for name, needs in NEEDS.items():
+        assert all(names.index(needed) < names.index(name) for needed in needs)
 
 
 @pytest.mark.slow
@@ -97,7 +175,14 @@ def test_every_section_runs_on_a_cpu(kit: Path, tmp_path: Path) -> None:
     assert after_kill["ok"]
     longest = [line["gap_us"] for line in sections["idle"] if "gap_us" in line][:10]
     assert longest == sorted(longest, reverse=True)
+    shape, *steps = sections["published_shape"]
+    assert shape["planned_peak_mib"] > 0
+    assert [line["sampled_tokens_per_s"] > 0 for line in steps if line.get("step", -1) >= 0] == [
+        True
+    ] * 3
     assert "skipped" in sections["train_bf16"][0]
+    with tarfile.open(tmp_path / "logs.tar.xz") as tar:
+        assert "float32/train.log" in tar.getnames()
     config = RunConfig.load(tmp_path / "work" / "runs" / "bf16" / "config.yaml")
     assert config.run == "bf16"
     assert {policy.bf16 for policy in config.policies.values()} == {True}
