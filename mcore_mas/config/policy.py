@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollout.base.nested import merged
 from rollout.base.section import Section
+from rollout.engines.config import SERVER_SETTINGS
 from rollout.engines.remote.config import RemoteConfig
 from rollout.models.layout import Fp8Format, Fp8Recipe, Projection, Recompute
 
@@ -144,6 +145,8 @@ class PolicyOverrides(Section):
         dropped: set[str] = set()
         if "name" in changes:
             dropped = set(_ENGINE_CHOICE_SETTINGS) if name == "engine" else {"options"}
+        if name == "engine" and changes.get("name", "sglang") != "sglang":
+            dropped.update(SERVER_SETTINGS)
         return merged(section.model_dump(mode="json", exclude=dropped), changes)
 
 

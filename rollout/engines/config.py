@@ -30,6 +30,20 @@ _MIN_REQUEST_S = 600.0  # shortest default deadline of a request
 # about 6000 in 256 slots.
 _MIN_TOKENS_PER_S = 2000.0
 
+# Settings of SGLang's servers, which have no effect on another engine.
+SERVER_SETTINGS = (
+    "python",
+    "urls",
+    "members",
+    "key_file",
+    "tp",
+    "options",
+    "environment",
+    "compare_servers",
+    "timeout_s",
+    "start_s",
+)
+
 _SLOTS_ERROR = "adapters: slots needs name: sglang and transport: disk, without sleep and members"
 
 
@@ -83,7 +97,7 @@ class EngineConfig(Section):
     environment: dict[str, str] = Field(default_factory=dict)
     # Compare the weights of a policy's servers with each other after every update, by checksums.
     compare_servers: bool = True
-    # Deadline of a request in seconds; None: computed from slots and max_length.
+    # Deadline of a request to a server in seconds; None: computed from slots and max_length.
     timeout_s: float | None = Field(None, gt=0)
     # Deadline of a server's first answer in seconds; None: computed from the model's size.
     start_s: float | None = Field(None, gt=0)
@@ -186,9 +200,15 @@ class EngineConfig(Section):
             )
 
     def _check_not_sglang(self) -> None:
-        if self.python or self.urls or self.members or self.options:
+        fields = type(self).model_fields
+        given = []
+        for key in SERVER_SETTINGS:
+            if getattr(self, key) != fields[key].get_default(call_default_factory=True):
+                given.append(key)
+        if given:
             raise ValueError(
-                "python, urls, members and options are settings of sglang; set name: sglang"
+                f"{', '.join(given)}: only for SGLang's servers, and name is '{self.name}'; "
+                "set name: sglang, or leave this out"
             )
         if self.adapters == "slots":
             raise ValueError(_SLOTS_ERROR)

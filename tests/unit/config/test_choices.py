@@ -422,7 +422,7 @@ USER_OBJECTS = [
     (
         "engine",
         {"name": f"{__name__}:CompleteEngine", "options": {"x": 1}},
-        "engine: python, urls, members and options are set",
+        "engine: options: only for SGLang's servers, and name is",
     ),
     (
         "env",

@@ -230,6 +230,9 @@ def test_an_embedded_engine_does_not_get_the_settings_of_the_runs_servers() -> N
         "engine.python=python",
         "engine.options={dtype: half}",
         "engine.transport=disk",
+        "engine.tp=2",
+        "+engine.compare_servers=false",
+        "+engine.timeout_s=5",
         "cluster.device=auto",
         "policies.verifier.overrides.engine={name: embedded, device: cuda}",
     )
@@ -238,7 +241,29 @@ def test_an_embedded_engine_does_not_get_the_settings_of_the_runs_servers() -> N
     assert engine.python is None
     assert engine.options == {}
     assert engine.transport is None
-    assert engine_devices(run) == [("solver", 1), ("verifier", 1)]
+    assert (engine.tp, engine.compare_servers, engine.timeout_s) == (1, True, None)
+    assert engine_devices(run) == [("solver", 2), ("verifier", 1)]
+
+
+def test_a_policy_with_servers_of_its_own_inherits_their_sizes_and_deadlines() -> None:
+    run = config(
+        "engine.name=sglang",
+        "engine.python=python",
+        "engine.tp=2",
+        "+engine.timeout_s=5",
+        "policies.verifier.overrides.engine={name: sglang, urls: ['http://127.0.0.1:1']}",
+    )
+    engine = for_policy(run, "verifier").engine
+    assert (engine.python, engine.tp, engine.timeout_s) == (None, 2, 5.0)
+
+
+def test_the_embedded_engine_of_a_policy_refuses_settings_of_servers() -> None:
+    message = (
+        r"policies\.verifier\.overrides\.engine: tp: only for SGLang's servers, and name is 'embedded'; "
+        r"set name: sglang, or leave this out"
+    )
+    with pytest.raises(ConfigError, match=message):
+        config("policies.verifier.overrides.engine={tp: 2}")
 
 
 def test_a_policys_transport_is_checked_against_the_pool() -> None:

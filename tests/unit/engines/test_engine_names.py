@@ -57,6 +57,35 @@ def test_an_engine_class_of_the_users_own_gets_its_sizes_and_its_placement(tmp_p
     assert placed.arguments == (str(tmp_path), 3, 9, {"num_gpus": 1})
 
 
+@pytest.mark.parametrize("name", ["embedded", OWN_ENGINE])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("python", "python"),
+        ("urls", ["http://127.0.0.1:1"]),
+        ("members", "servers"),
+        ("key_file", "key"),
+        ("tp", 2),
+        ("options", {"dtype": "half"}),
+        ("environment", {"A": "1"}),
+        ("compare_servers", False),
+        ("timeout_s", 5.0),
+        ("start_s", 5.0),
+    ],
+)
+def test_settings_of_servers_are_refused_for_an_engine_without_servers(
+    name: str, key: str, value: Any
+) -> None:
+    EngineConfig(name="sglang", **{"python": "python", key: value})
+    message = f"{key}: only for SGLang's servers, and name is '{name}'; set name: sglang, or leave"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(name=name, **{key: value})
+
+
+def test_defaults_of_server_settings_may_be_written_for_any_engine() -> None:
+    EngineConfig(name="embedded", tp=1, urls=(), options={}, compare_servers=True, timeout_s=None)
+
+
 def test_router_replay_needs_an_engine_that_records_experts() -> None:
     message = (
         "router_replay: '.*:OwnEngine' does not say which experts it chose; use embedded or sglang"

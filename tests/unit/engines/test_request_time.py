@@ -19,7 +19,9 @@ def test_a_reply_of_32768_tokens_ends_before_its_request_does() -> None:
 
 
 def test_a_configured_deadline_holds_and_the_default_is_at_least_ten_minutes() -> None:
-    assert EngineConfig(timeout_s=5.0).request_deadline_s == 5.0
+    assert (
+        EngineConfig(name="sglang", python=Path("python"), timeout_s=5.0).request_deadline_s == 5.0
+    )
     assert EngineConfig(slots=8, max_length=512).request_deadline_s == 600.0
 
 
