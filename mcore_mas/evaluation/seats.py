@@ -105,12 +105,17 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
         texts: seats, whose WHO is YAML.
 
     Raises:
-        ConfigError: a seat is not of this form; `state` is "base" or "trained" although there are seats,
-            or another name although there are none; or `state` cannot be the name of a file.
+        ConfigError: a seat is not of this form; an agent has several seats; `state` is "base" or "trained"
+            although there are seats, or another name although there are none; or `state` cannot be the name
+            of a file.
     """
     seats: dict[str, str] = {}
     for text in texts:
         agent, _, who = text.partition("=")
+        if agent in seats:
+            raise ConfigError(
+                f"--seat {' '.join(texts)}: '{agent}' has several seats; expected one for each agent"
+            )
         seats[agent] = who
     if not all(seats.values()):
         raise ConfigError(

@@ -131,6 +131,14 @@ def test_a_run_of_a_seat_must_have_finished_its_training(config: RunConfig) -> N
         config_with_seats(config, "x", {"solver": "alone"})
 
 
+@pytest.mark.parametrize("second", ["verifier=alone", "verifier=base"])
+def test_an_agent_with_several_seats_is_refused_in_one_line(second: str) -> None:
+    message = f"--seat verifier=base solver=base {second}: 'verifier' has several seats; expected one for each agent"
+    with pytest.raises(ConfigError) as error:
+        parse_seats("x", ["verifier=base", "solver=base", second])
+    assert str(error.value) == message
+
+
 @pytest.mark.parametrize("state", ["../up", "x" * 101, ".hidden", "a b", "a/b"])
 def test_a_state_that_is_no_name_of_a_file_is_refused(state: str) -> None:
     with pytest.raises(ConfigError, match="expected at most 100 letters"):
