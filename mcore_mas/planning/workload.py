@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import fmean
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 
 # Assumed, as no formula gives them; not measured.
 MEAN_REPLY_SHARE = 0.5  # share of `max_tokens` that a mean reply takes
@@ -41,7 +41,8 @@ def _policy_workload(config: RunConfig, policy: str) -> Workload:
     # An opponent or a teacher has no agent of its own, and may answer for each of them.
     names = names or list(config.agents)
     agents = [config.agents[name] for name in names]
-    prompt_budgets = [max(0, config.engine.max_length - agent.max_tokens) for agent in agents]
+    max_length = for_policy(config, policy).engine.max_length
+    prompt_budgets = [max(0, max_length - agent.max_tokens) for agent in agents]
     turns_per_round = sum(1 + _alternatives(config, name) for name in names)
     return Workload(
         turns=_trajectories_per_step(config) * _rounds(config) * turns_per_round,

@@ -17,6 +17,13 @@ def test_two_agents_with_two_loops() -> None:
     assert workload.tokens == 1024 * 4096
 
 
+def test_prompts_of_a_policy_are_as_long_as_its_own_engine_allows() -> None:
+    settings = ["engine.max_length=512", "+policies.verifier.overrides.engine.max_length=256"]
+    workloads = estimate_workloads(config("demo_math", *settings))
+    assert workloads["solver"].prompt_tokens == (512 - 40) / 4
+    assert workloads["verifier"].prompt_tokens == (256 - 24) / 4
+
+
 def test_branches_of_a_tree() -> None:
     """Two agents with a policy each play eight branches in each of five turns."""
     workloads = estimate_workloads(config("strongermas_t1_plan_path_separate"))
