@@ -65,6 +65,8 @@ class Histogram:
 class Batcher:
     """A queue of queries, two threads that encode and search them, and a least-recently-used cache.
 
+    Answers are cached and shared by *pairs*: a query and its k.
+
     `run` must be running for `submit` to return. Requests take turns, one query each, so that a
     long request does not delay a short one.
 

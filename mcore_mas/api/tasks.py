@@ -184,7 +184,7 @@ def load_tasks(
         columns: columns of the prompt, answer, id, source and context that differ from those of
             the format.
         format: format of the rows (`mcore-mas list formats`); math finds the answer in a solution.
-        limit: largest number of tasks.
+        limit: maximum number of tasks.
 
     Raises:
         ArgumentError: the data set is not on this machine, or an argument is not valid.

@@ -10,7 +10,8 @@ from rollout.base.nested import merged
 def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with a policy for each agent, and with `policy_defaults` merged into every policy.
 
-    These are the policies that `sharing` assigns, and those of the section `policies`, whose own settings win.
+    The policies are those that `sharing` assigns and those of the section `policies`. Settings of that section
+    replace the defaults.
 
     Raises:
         ConfigError: the config has no team, or `sharing` or `policy_defaults` has a wrong value.

@@ -250,7 +250,7 @@ class StopSignal:
             self._loop.call_soon_threadsafe(lambda: self.request(urgent=urgent))
 
     def responds(self, patience_s: float) -> bool:
-        """Return False if the run's event loop takes no turn for some seconds; for other threads."""
+        """Return False if the run's event loop is blocked for `patience_s`; called from another thread."""
         turned = threading.Event()
         if self._loop is None:
             return True

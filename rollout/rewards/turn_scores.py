@@ -155,8 +155,9 @@ def shaping(
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> Group:
-    """Reward every turn with its score, shaped by the mean Q of earlier scores; without earlier turns it is unchanged.
+    """Reward every turn with its score, shaped by the mean Q of earlier scores.
 
+    Without earlier scores the formula adds nothing.
     A turn whose score is undecided is masked and does not enter Q. With beta, a turn whose last
     score is undecided is masked too.
 

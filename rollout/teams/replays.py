@@ -219,7 +219,7 @@ class ReplayedPlay(BranchedPlay):
 
         Args:
             decision: the turn at which the replay leaves the trajectory.
-            node: branch as which the policy of the turn is asked.
+            node: `Turn.node` of the turn, if it is sampled.
             given: answer of the turn in place of a sampled one.
 
         Returns:

@@ -194,7 +194,7 @@ class Tree(BranchedPlay):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of all branches, round by round; the score of its branch is each turn's score `branch`."""
+        """The turns of all branches, round by round; the score `branch` of a turn is that of its branch."""
         turns = []
         for turn in [*self.episode.turns, *self._side_turns]:
             score = self._branch_scores.get(turn.node)
@@ -338,7 +338,7 @@ class Branch:
         """Answer the open calls, and run the orchestra to its next calls.
 
         Args:
-            node: branch as which the policies are asked.
+            node: `Turn.node` of the turns that are sampled.
             recorded: answers that are used in place of asking a policy, by call.
         """
         self.node = node

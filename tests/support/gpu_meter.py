@@ -414,7 +414,7 @@ class Meter(TorchDispatchMode):
     def _key_tile_operations(
         self, keys: torch.Tensor, *, plan: Sequence[Any], sizes: Sequence[int]
     ) -> float:
-        """Return the operations of the gradients of keys and values, with those made twice."""
+        """Return the operations of the gradients of keys and values; repeated ones count each time."""
         # Megatron is imported after torch is patched.
         from mcore_mas.megatron.model.tree_ops import WARPS
 
@@ -423,7 +423,8 @@ class Meter(TorchDispatchMode):
         largest_ends = self._uploaded_numbers(plan[5])
         first_blocks = torch.arange(len(largest_ends)) * keys_of_tile // query_tokens
         tiles = int((-(-largest_ends // query_tokens) - first_blocks).sum())
-        # Two of four products are shared among warps of 16 keys each. Warps beyond make them again.
+        # Two of the four products are divided among the warps, 16 keys for each. Warps that are left
+        # without keys repeat them.
         products = 2 + 2 * max(1, 16 * WARPS // keys_of_tile)
         return 2.0 * products * tiles * rows * keys_of_tile * keys.shape[1] * keys.shape[2]
 

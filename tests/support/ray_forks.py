@@ -114,7 +114,7 @@ def start_worker(listener: socket.socket) -> None:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork workers until this process is terminated, or the process that forked it has ended."""
+    """Fork workers and agents until this process is terminated, or the process that forked it has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, reap_children)
