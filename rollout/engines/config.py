@@ -180,6 +180,10 @@ class EngineConfig(Section):
         check_call(description, engine_class, ("model",), keywords=("rows", "max_length", "place"))
         if isinstance(engine_class, type):
             check_methods(description, engine_class, _REQUIRED_METHODS)
+        if self.replicas > 1:
+            raise ValueError(
+                f"replicas: {description} is made once for each policy; leave this out"
+            )
 
     def _check_sglang(self) -> None:
         if not self.python and not self.urls:

@@ -86,6 +86,12 @@ def test_defaults_of_server_settings_may_be_written_for_any_engine() -> None:
     EngineConfig(name="embedded", tp=1, urls=(), options={}, compare_servers=True, timeout_s=None)
 
 
+def test_an_engine_class_of_the_users_own_has_no_replicas() -> None:
+    message = f"replicas: engine '{OWN_ENGINE}' is made once for each policy; leave this out"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(name=OWN_ENGINE, replicas=2)
+
+
 def test_router_replay_needs_an_engine_that_records_experts() -> None:
     message = (
         "router_replay: '.*:OwnEngine' does not say which experts it chose; use embedded or sglang"
