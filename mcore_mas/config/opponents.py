@@ -16,7 +16,7 @@ class PastConfig(Section):
     every: int = Field(ge=1)
     # Number of newest weights among which those of a step are chosen.
     size: int = Field(8, ge=1)
-    # "uniform": all with the same probability; "newest": the last ones; "rating": in proportion to the score that
+    # "uniform": all with the same probability; "newest": the most recent; "rating": in proportion to the score that
     # their Elo rating expects against the trained policy.
     choose: Literal["uniform", "newest", "rating"] = "uniform"
 

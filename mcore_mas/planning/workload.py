@@ -31,14 +31,14 @@ def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
     orchestra allows. The number of tokens is not, because it assumes a mean length of a turn.
 
     Returns:
-        Workload of each policy that an agent or the opponent plays, by name.
+        Workload of each policy that an agent or an opponent plays, by name.
     """
     return {policy: _policy_workload(config, policy) for policy in config.played}
 
 
 def _policy_workload(config: RunConfig, policy: str) -> Workload:
     names = [name for name, agent in config.agents.items() if agent.policy == policy]
-    # An opponent or a teacher has no agent of its own, and may answer for each of them.
+    # An opponent has no agent of its own, and may play each of them.
     names = names or list(config.agents)
     agents = [config.agents[name] for name in names]
     max_length = for_policy(config, policy).engine.max_length

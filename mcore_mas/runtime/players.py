@@ -17,7 +17,7 @@ from rollout.models.chat_template import Renderer
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
-    """Open the clients of the remote models that agents or the opponent play, by policy.
+    """Open the clients of the remote models that agents or opponents play, by policy.
 
     This must happen before any child process starts, because each client takes its key out of the
     environment.

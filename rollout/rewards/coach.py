@@ -68,9 +68,9 @@ class Coach:
     async def score(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with `scores["process"]`, and other requested scores, on the turns that were judged.
 
-        The turns of completed trajectories are judged concurrently, but for masked turns and those
-        of agents that the config leaves out: at most `concurrency` at a time, each within
-        `deadline_s`, and all within `batch_deadline_s`.
+        Turns of completed trajectories are judged, except masked turns and turns of agents that the
+        config leaves out. At most `concurrency` are judged at a time, each within `deadline_s`, and
+        all within `batch_deadline_s`.
 
         Raises:
             RemoteError: the model cannot be used at all (key, model, URL or quota).

@@ -29,7 +29,7 @@ _FORMATS: Mapping[str, Mapping[str, str]] = read_yaml(Path(__file__).with_suffix
 
 
 def write_tiny_file(path: Path, format: str) -> None:
-    """Write a few generated rows of a published format; files of other names have other tasks.
+    """Write a few generated rows of a published format; the name of the file is their seed.
 
     Args:
         path: path of the file, which is a .parquet, .json or .jsonl.
