@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.shapes import CASES, TE_CASES, line_of_case
 from mcore_mas.planning.memory import count_parameters
 from rollout.models.published_shapes import planned_architecture
-from rollout.sync.push import PUSHED_BUCKET_BYTES
+from rollout.sync.transport import PUSHED_BUCKET_BYTES
 
 _NOT_MEASURED = "not measured"
 LINK_GB_S = 200.0  # assumed bandwidth between GPUs

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mcore_mas.config.models import cold_start_architecture, layout_of
+from mcore_mas.config.policy import policies_on_base
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.gpus import GPU
 from mcore_mas.planning.memory import (
@@ -16,6 +17,7 @@ from mcore_mas.planning.memory import (
     TrainerSettings,
     checkpoint_bytes,
     combine_on_rank,
+    count_adapter_parameters,
     count_parameters,
     embedded_sequence_bytes,
     embedded_weight_bytes,
@@ -24,9 +26,18 @@ from mcore_mas.planning.memory import (
     kv_bytes_per_token,
 )
 from mcore_mas.planning.worker_groups import GroupKey, Part
-from rollout.engines.embedded.gpu_memory import working_bytes
+from rollout.engines.embedded.gpu_memory import logits_bytes, pass_bytes
+from rollout.engines.sglang.gpu_memory import (
+    adapter_bytes,
+    prefill_bytes,
+    prefill_tokens,
+    scoring_bytes,
+)
+from rollout.engines.sglang.settings import PUSH_TRANSPORTS
 from rollout.models.architecture import Architecture
+from rollout.models.layout import ParallelLayout
 from rollout.models.published_shapes import planned_architecture
+from rollout.sync.transport import PUSHED_BUCKET_BYTES
 
 Models = Mapping[str, Architecture]  # by policy
 
@@ -136,18 +147,42 @@ def trainers_by_ranks(config: RunConfig) -> list[list[GroupKey]]:
 
 
 def engine_weights(config: RunConfig, models: Models) -> dict[str, float]:
-    """Return the bytes of weights on one GPU of each engine, by the policy that it belongs to."""
+    """Return the bytes of weights on one GPU of each engine, by the policy that it belongs to.
+
+    The weights of an engine that holds adapters are those of its frozen model and of the adapters.
+    """
     weights = {}
     for policy, architecture in models.items():
         if engine_holder(config, policy) != policy:
             continue
         engine = for_policy(config, policy).engine
+        adapters = _held_adapters(config, models, policy)
         if engine.name == "embedded":
             bf16 = config.policies[policy].bf16
             weights[policy] = embedded_weight_bytes(architecture, bf16=bf16)
+            weights[policy] += 4 * sum(adapters)  # in float32
         else:
             weights[policy] = engine_weight_bytes(architecture, engine.tp)
+            if adapters:
+                weights[policy] += adapter_bytes(max(adapters), len(adapters))
     return weights
+
+
+def _held_adapters(config: RunConfig, models: Models, policy: str) -> list[int]:
+    """Return the parameters, on one GPU, of each adapter that the engine of this policy holds."""
+    engine = for_policy(config, policy).engine
+    takes_adapters = engine.adapters == "slots" or (
+        engine.name == "embedded" and config.policies[policy].share_base
+    )
+    if not takes_adapters or policy not in config.trained:
+        return []
+    layout = ParallelLayout(tp=engine.tp)
+    sizes = []
+    for name in policies_on_base(config.policies, policy):
+        lora = config.policies[name].lora
+        if lora is not None:
+            sizes.append(count_adapter_parameters(models[policy], layout, lora))
+    return sizes
 
 
 def estimate_peak_memory(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
@@ -163,10 +198,10 @@ def estimate_peak_memory(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
 
 
 def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
-    largest_trainer = max((rank.peak for rank in _trainer_ranks(config, models)), default=0.0)
-    largest_engine = max(engine_weights(config, models).values())
+    largest_trainer = max(_trainer_peaks(config, models), default=0.0)
+    engines = _engine_memory(config, models, gpu)
 
-    without_cache = largest_engine + _engine_process_bytes(config, models)
+    without_cache = max(engine.resting + engine.working for engine in engines)
     free = USABLE_SHARE * gpu.memory_bytes - without_cache
     kv_cache = _kv_cache_within(config, models, free)
     return PeakMemory(
@@ -178,13 +213,13 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
 
 def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     trainers = _trainer_ranks(config, models)
-    weights = engine_weights(config, models)
-    processes = len(trainers) * PROCESS_BYTES + len(weights) * _engine_process_bytes(config, models)
-    engines = sum(weights.values())
+    engines = _engine_memory(config, models, gpu)
+    held = len(trainers) * PROCESS_BYTES + sum(engine.resting for engine in engines)
+    working = sum(engine.working for engine in engines)
 
     # With `one_by_one` one trainer at a time is on the GPU. Otherwise all policies of a step are
     # trained at once, and engines receive new weights while other policies are still trained.
-    peaks = [trainer.peak for trainer in trainers]
+    peaks = _trainer_peaks(config, models)
     active_trainers = max(peaks, default=0.0) if config.cluster.one_by_one else sum(peaks)
     resting_trainers = 0.0
     for keys, trainer in zip(trainers_by_ranks(config), trainers, strict=True):
@@ -192,17 +227,16 @@ def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
         if not config.policies[policy].offload:
             resting_trainers += trainer.persistent
 
-    update = processes + engines + active_trainers
-    rollout = processes + engines + resting_trainers
-
-    # Engines that sleep during the update have no KV cache then.
-    fullest = rollout if config.engine.sleep else max(update, rollout)
+    # Engines that sleep during the update have no KV cache then, and compute nothing.
+    update = held + active_trainers
+    rollout = held + resting_trainers + working
+    fullest = rollout if config.engine.sleep else max(update + working, rollout)
     free = USABLE_SHARE * gpu.memory_bytes - fullest
-    kv_cache = _kv_cache_within(config, models, free / len(weights))
-    all_caches = kv_cache * len(weights)
+    kv_cache = _kv_cache_within(config, models, free / len(engines))
+    all_caches = kv_cache * len(engines)
     return PeakMemory(
         kv_cache=kv_cache,
-        update=update if config.engine.sleep else update + all_caches,
+        update=update if config.engine.sleep else update + working + all_caches,
         rollout=rollout + all_caches,
     )
 
@@ -213,16 +247,62 @@ def _trainer_ranks(config: RunConfig, models: Models) -> list[TrainerMemory]:
     return [combine_on_rank([trainers[key] for key in keys]) for keys in trainers_by_ranks(config)]
 
 
-def _engine_process_bytes(config: RunConfig, models: Models) -> float:
-    """Return the GPU memory of an engine's process beside weights and KV cache."""
-    if config.engine.name != "embedded":
-        return PROCESS_BYTES + GRAPH_BYTES
-    passes = []
-    for policy, architecture in models.items():
+def _trainer_peaks(config: RunConfig, models: Models) -> list[float]:
+    """Return the peak of one rank of each set of trainers that share their ranks.
+
+    It is reached in the backward pass, or while full tensors are pushed to servers.
+    """
+    peaks = []
+    for keys, memory in zip(trainers_by_ranks(config), _trainer_ranks(config, models), strict=True):
+        pushed = [
+            _pushed_bytes(config, models, policy) for policy, part in keys if part == "trainer"
+        ]
+        peaks.append(max(memory.peak, memory.persistent + max(pushed, default=0.0)))
+    return peaks
+
+
+def _pushed_bytes(config: RunConfig, models: Models, policy: str) -> float:
+    """Return the full tensors that a rank holds at a time while it pushes weights to servers."""
+    engine = for_policy(config, policy).engine
+    if engine.transport not in PUSH_TRANSPORTS or engine.adapters == "slots":
+        return 0.0
+    weight_bytes = 2 if config.policies[policy].bf16 else 4
+    all_tensors = weight_bytes * count_parameters(models[policy])
+    return min(2 * PUSHED_BUCKET_BYTES, all_tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineMemory:
+    """Bytes of an engine on each of its GPUs, without its KV cache."""
+
+    resting: float  # weights, and what its process keeps while it sleeps
+    working: float  # what it takes only while it computes
+
+
+def _engine_memory(config: RunConfig, models: Models, gpu: GPU) -> list[_EngineMemory]:
+    """Return the memory of each engine.
+
+    A server that sleeps keeps its CUDA graphs, and with them the memory of a pass over prompts.
+    """
+    teachers = {teacher.policy for teacher in config.teachers.values()}
+    engines = []
+    for policy, weights in engine_weights(config, models).items():
+        architecture = models[policy]
         engine = for_policy(config, policy).engine
-        bf16 = config.policies[policy].bf16
-        passes.append(working_bytes(architecture, engine.slots, engine.max_length, bf16=bf16))
-    return PROCESS_BYTES + max(passes)
+        resting = weights + PROCESS_BYTES
+        if engine.name == "embedded":
+            working = logits_bytes(architecture, engine.slots) + pass_bytes(
+                architecture,
+                engine.max_length,
+                bf16=config.policies[policy].bf16,
+                adapters=bool(_held_adapters(config, models, policy)),
+            )
+        else:
+            tokens = prefill_tokens(engine.options, gpu.memory)
+            resting += GRAPH_BYTES + prefill_bytes(architecture, engine.tp, tokens)
+            working = scoring_bytes(architecture, engine.tp) if policy in teachers else 0.0
+        engines.append(_EngineMemory(resting=resting, working=working))
+    return engines
 
 
 def filled_kv_cache(config: RunConfig, models: Models) -> float:

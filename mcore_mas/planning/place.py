@@ -264,14 +264,20 @@ def _with_slots_that_fit(config: RunConfig, models: Models, cluster: Cluster) ->
     """Lower the slots of an embedded engine to those for which there is memory, at least one."""
     if config.engine.name != "embedded":
         return config
-    one_slot = config.engine.model_copy(update={"slots": 1})
-    peak = estimate_peak_memory(config.model_copy(update={"engine": one_slot}), models, cluster.gpu)
-    phase_with_caches = peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
-    free = USABLE_SHARE * cluster.gpu.memory_bytes - phase_with_caches
-    slot_bytes = len(engine_weights(config, models)) * peak.kv_cache  # a slot in each engine
-    slots = min(config.engine.slots, max(1, 1 + int(free // slot_bytes)))
-    engine = config.engine.model_copy(update={"slots": slots})
-    return config.model_copy(update={"engine": engine})
+
+    def with_slots(slots: int) -> RunConfig:
+        return config.model_copy(
+            update={"engine": config.engine.model_copy(update={"slots": slots})}
+        )
+
+    def phase_with_caches(slots: int) -> float:
+        peak = estimate_peak_memory(with_slots(slots), models, cluster.gpu)
+        return peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
+
+    one_slot = phase_with_caches(1)
+    slot_bytes = phase_with_caches(2) - one_slot  # keys, values and logits in each engine
+    free = USABLE_SHARE * cluster.gpu.memory_bytes - one_slot
+    return with_slots(min(config.engine.slots, max(1, 1 + int(free // slot_bytes))))
 
 
 def _describe_shortfall(

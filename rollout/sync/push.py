@@ -19,9 +19,13 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.models.tensors import WeightStream, buckets, check_stream, join_blocks, tensor_shapes
-from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
+from rollout.sync.transport import (
+    PUSHED_BUCKET_BYTES,
+    SentWeights,
+    SyncRoute,
+    WeightSender,
+)
 
-PUSHED_BUCKET_BYTES = 2 << 30  # up to two buckets exist at a time
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name for full tensors, one after another in one buffer
 REQUEST_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 30.0  # a lost node does not answer at all

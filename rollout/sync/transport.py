@@ -23,6 +23,8 @@ SENDERS = {
     "distributed": "rollout.sync.process_group:DistributedSender",
 }
 
+PUSHED_BUCKET_BYTES = 2 << 30  # of full tensors that are pushed; up to two buckets exist at a time
+
 REMOVED_TRANSPORTS = {  # transports of version 0.1 and what replaces each
     "delta": "shared, or disk if trainer and engine are on different nodes",
     "changed": "disk",

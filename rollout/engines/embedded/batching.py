@@ -282,6 +282,7 @@ class EmbeddedEngine:
                 self.decoder.device,
                 dtype=self.decoder.cache_dtype,
                 exact=self.decoder.exact,
+                one_layer=True,
             )
             spans = [
                 PromptSpan(
@@ -528,16 +529,19 @@ class EmbeddedEngine:
 def _parts(
     replies: Sequence[ScoredReply], tokens: int, *, one_by_one: bool
 ) -> Iterator[list[ScoredReply]]:
-    """Split replies into parts of about `tokens` tokens with their prompts, or of one reply."""
+    """Split replies with their prompts into parts of one reply, or of at most `tokens` tokens.
+
+    Each reply of a part counts as if it were as long as the longest, as in the part's cache.
+    """
     part: list[ScoredReply] = []
-    size = 0
+    longest = 0
     for reply in replies:
         length = len(reply.prompt_ids) + len(reply.completion_ids)
-        if part and (one_by_one or size + length > tokens):
+        longest = max(longest, length)
+        if part and (one_by_one or (len(part) + 1) * longest > tokens):
             yield part
             part = []
-            size = 0
+            longest = length
         part.append(reply)
-        size += length
     if part:
         yield part

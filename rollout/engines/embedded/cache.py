@@ -62,6 +62,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         routing: bool = False,
         exact: bool = False,
+        one_layer: bool = False,
     ) -> None:
         """Allocate an empty cache.
 
@@ -70,6 +71,8 @@ class KVCache:
             dtype: type of keys and values.
             routing: True to record the experts of a mixture's tokens.
             exact: True for the layout that exact mode needs.
+            one_layer: all layers use the same memory. This is enough for sequences that are
+                computed from their first token in one pass, layer by layer.
         """
         experts = architecture.experts
         self.routing: np.ndarray | None = None
@@ -81,15 +84,15 @@ class KVCache:
         if length % 128 == 0 and device.type == "cpu":
             # With a power of two as stride, the keys of a row would fall on the same cache lines.
             length += 16
-        heads = (architecture.layers, rows, architecture.kv_heads)
+        heads = (1 if one_layer else architecture.layers, rows, architecture.kv_heads)
         head_dim = architecture.head_dim
-        self.values = _zeros(*heads, length, head_dim, dtype=dtype, device=device)
+        values = _zeros(*heads, length, head_dim, dtype=dtype, device=device)
         if exact:
-            self.keys = _zeros(*heads, head_dim, length, dtype=dtype, device=device)
+            keys = _zeros(*heads, head_dim, length, dtype=dtype, device=device)
         else:
-            self.keys = _zeros(*heads, length, head_dim, dtype=dtype, device=device).transpose(
-                -1, -2
-            )
+            keys = _zeros(*heads, length, head_dim, dtype=dtype, device=device).transpose(-1, -2)
+        self.values = values.expand(architecture.layers, -1, -1, -1, -1)
+        self.keys = keys.expand(architecture.layers, -1, -1, -1, -1)
 
     def copy_layer(self, layer: int, source: int, target: int, tokens: int) -> None:
         """Copy one layer's first `tokens` keys and values from row `source` to row `target`."""

@@ -74,8 +74,14 @@ class GpuDecoder(CachedDecoder):
         if self.device.type != "cuda":
             return rows
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        bf16 = self.dtype == torch.bfloat16
-        fitting = rows_that_fit(self.shape, rows, self.max_length, free_bytes, bf16=bf16)
+        fitting = rows_that_fit(
+            self.shape,
+            rows,
+            self.max_length,
+            free_bytes,
+            bf16=self.dtype == torch.bfloat16,
+            adapters=self.adapters is not None,
+        )
         if fitting < rows:
             say(f"the GPU has memory for {fitting} of {rows} engine.slots; other requests wait")
         return fitting

@@ -5,7 +5,9 @@ from rollout.models.architecture import Architecture
 
 PREFILL_TOKENS = 16_384  # a pass admits prompts until it has this many tokens
 _USABLE_SHARE = 0.95  # of the free memory, because the allocator leaves gaps
-_LOGIT_COPIES = 4  # tensors as large as the logits that sampling holds at a time
+# Tensors as large as the logits of all rows: four that sampling holds at a time, and one of the
+# graphs for fewer rows, which keep their results.
+_LOGIT_COPIES = 5
 
 
 def token_bytes(architecture: Architecture, *, bf16: bool) -> int:
@@ -14,16 +16,19 @@ def token_bytes(architecture: Architecture, *, bf16: bool) -> int:
     return elements * (2 if bf16 else 4)
 
 
-def working_bytes(architecture: Architecture, rows: int, length: int, *, bf16: bool) -> int:
-    """Return the memory of a pass: activations of one layer in prefill, or logits with their copies.
+def pass_bytes(
+    architecture: Architecture, length: int, *, bf16: bool, adapters: bool = False
+) -> int:
+    """Return the memory of a pass over prompts, or over prompts with replies that are scored.
 
-    A prefill holds the residual stream in float32. In the type of the matrices it holds the input and
+    A pass holds the residual stream in float32. In the type of the matrices it holds the input and
     the output of the MLP with gate, up projection and their product, or the input and the output of
-    attention with projections, queries and attended values.
+    attention with projections, queries and attended values. Scoring also holds keys and values of
+    one layer.
 
     Args:
-        rows: number of rows that are decoded.
         length: maximum number of tokens of a sequence. The last prompt of a pass may have as many.
+        adapters: products are added to those of adapters, in float32.
     """
     experts = architecture.experts
     ffn = architecture.ffn if experts is None else max(architecture.ffn, experts.ffn)
@@ -31,26 +36,45 @@ def working_bytes(architecture: Architecture, rows: int, length: int, *, bf16: b
     keys = architecture.kv_heads * architecture.head_dim
     widest = 2 * architecture.hidden + max(3 * ffn, 3 * queries + 2 * keys)
     element_bytes = 2 if bf16 else 4
-    prefill = (PREFILL_TOKENS + length) * (4 * architecture.hidden + element_bytes * widest)
-    logits = _LOGIT_COPIES * 4 * rows * architecture.vocab
-    return max(prefill, logits)
+    per_token = 4 * architecture.hidden + element_bytes * widest
+    if adapters and bf16:
+        per_token += 4 * (architecture.hidden + max(2 * ffn, queries + 2 * keys))
+
+    prefill = (PREFILL_TOKENS + length) * per_token
+    scoring = max(PREFILL_TOKENS, length) * (per_token + element_bytes * 2 * keys)
+    return max(prefill, scoring)
+
+
+def logits_bytes(architecture: Architecture, rows: int) -> int:
+    """Return the memory of a decoding step of this many rows, which its CUDA graphs keep."""
+    return _LOGIT_COPIES * 4 * rows * architecture.vocab
 
 
 def rows_that_fit(
-    architecture: Architecture, rows: int, length: int, free_bytes: int, *, bf16: bool
+    architecture: Architecture,
+    rows: int,
+    length: int,
+    free_bytes: int,
+    *,
+    bf16: bool,
+    adapters: bool = False,
 ) -> int:
     """Return how many of `rows` sequences of at most `length` tokens fit into the free memory.
+
+    Args:
+        adapters: see `pass_bytes`.
 
     Raises:
         EngineError: not even one fits.
     """
     row_bytes = token_bytes(architecture, bf16=bf16) * length
-    working = working_bytes(architecture, rows, length, bf16=bf16)
-    fitting = int((_USABLE_SHARE * free_bytes - working) // row_bytes)
+    one_pass = pass_bytes(architecture, length, bf16=bf16, adapters=adapters)
+    row_with_logits = row_bytes + logits_bytes(architecture, 1)
+    fitting = int((_USABLE_SHARE * free_bytes - one_pass) // row_with_logits)
     if fitting < 1:
         raise EngineError(
             f"the GPU has {free_bytes / 1e9:.1f} GB free; keys and values of one sequence of {length} "
-            f"tokens take {row_bytes / 1e9:.1f} GB, and a pass {working / 1e9:.1f} GB; lower "
-            "engine.max_length or engine.slots, or use a larger GPU"
+            f"tokens take {row_bytes / 1e9:.1f} GB, and a pass {one_pass / 1e9:.1f} GB; lower "
+            "engine.max_length, or use a larger GPU"
         )
     return min(rows, fitting)

@@ -23,9 +23,11 @@ from rollout.engines.build import EngineRequest
 from rollout.engines.embedded import batching
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.build import build_local_engine
+from rollout.engines.embedded.cache import KVCache
 from rollout.engines.embedded.local import LocalEngine, LocalReplicas
 from rollout.engines.embedded.requests import Report, Request
 from rollout.engines.embedded.sampling import uniforms
+from rollout.engines.protocol import ScoredReply
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import (
     LOGPROB_TOLERANCE,
@@ -49,6 +51,32 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     assert sorted(done) == [0, 1, 2, 3, 4]
     assert engine.stats.steps == 9  # three waves of three passes
     assert not engine.has_work
+
+
+def test_scoring_has_a_cache_of_one_layer(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a part has 1,024 tokens at most, or one reply, as long as its longest reply."""
+    caches: list[tuple[int, int]] = []
+
+    class RecordedCache(KVCache):
+        def __init__(
+            self, architecture: Any, rows: int, length: int, *args: Any, **kw: Any
+        ) -> None:
+            super().__init__(architecture, rows, length, *args, **kw)
+            caches.append((rows, length))
+            # Values of two heads with 8 elements of 4 bytes; lengths are multiples of 16.
+            assert self.values.untyped_storage().nbytes() == rows * length * 2 * 8 * 4
+
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=2048, rows=2)
+    monkeypatch.setattr(batching, "KVCache", RecordedCache)
+    lengths = [16, 16, 496, 480, 16, 1040, 16]
+    prompt = list(range(15))
+    replies = [
+        ScoredReply(prompt_ids=prompt, completion_ids=[1] * (length - 15)) for length in lengths
+    ]
+    scores = engine.score(replies)
+    assert caches == [(2, 16), (2, 496), (1, 16), (1, 1040), (1, 16)]
+    for reply, logprobs in zip(replies, scores, strict=True):
+        assert engine.score([reply]) == [pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)]
 
 
 @pytest.mark.parametrize(

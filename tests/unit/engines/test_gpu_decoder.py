@@ -17,7 +17,12 @@ from rollout.engines.embedded import gpu_ops
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder, PromptSpan
 from rollout.engines.embedded.gpu_decoder import GpuDecoder, independent_spans
-from rollout.engines.embedded.gpu_memory import rows_that_fit, token_bytes
+from rollout.engines.embedded.gpu_memory import (
+    logits_bytes,
+    pass_bytes,
+    rows_that_fit,
+    token_bytes,
+)
 from rollout.engines.protocol import ScoredReply
 from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import Experts, parse_architecture
@@ -215,6 +220,18 @@ def test_as_many_rows_as_fit_into_the_free_memory() -> None:
     # Keys and values of 28 layers, 8 heads and 128 elements, of 2 bytes
     assert token_bytes(architecture, bf16=True) == 2 * 28 * 8 * 128 * 2
     assert token_bytes(architecture, bf16=False) == 2 * token_bytes(architecture, bf16=True)
+
+    # A pass over 16,384 tokens and a prompt of 2,048: the residual stream in float32, and input,
+    # output, gate, up projection and their product in bfloat16
+    per_token = 4 * 2048 + 2 * (2 * 2048 + 3 * 6144)
+    assert pass_bytes(architecture, 2048, bf16=True) == (16_384 + 2048) * per_token
+    # A pass that scores replies has one layer's keys and values, but no prompt more.
+    scoring = 16_384 * (per_token + 2 * 2 * 8 * 128)
+    assert pass_bytes(architecture, 1, bf16=True) == scoring
+    # Adapters add float32 copies of the input, and of gate and up projection.
+    with_adapters = pass_bytes(architecture, 2048, bf16=True, adapters=True)
+    assert with_adapters == (16_384 + 2048) * (per_token + 4 * (2048 + 2 * 6144))
+    assert logits_bytes(architecture, 3) == 3 * 5 * 4 * 151_936
 
     def rows(free_gb: float, *, bf16: bool = True) -> int:
         return rows_that_fit(architecture, 192, 2048, int(free_gb * 1e9), bf16=bf16)

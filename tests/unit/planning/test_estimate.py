@@ -19,7 +19,9 @@ from mcore_mas.planning.memory import count_parameters
 
 H100 = GPUS["H100"]
 USABLE = 0.92 * 80e9
-SERVER = 1e9 + 0.9e9  # CUDA context and graphs of an SGLang server
+# CUDA context and graphs of an SGLang server, and activations of 8,192 tokens of Llama-3.2-3B: three
+# hidden states, and gate, up projection and their product
+SERVER = 1e9 + 0.9e9 + 2 * 8192 * (3 * 3072 + 3 * 8192)
 IN_TURN = ["engine.sleep=true", "policies.shared.offload=true"]
 
 
@@ -136,7 +138,8 @@ def test_an_embedded_engine_has_keys_in_every_slot() -> None:
     # Prefill of 16,384 tokens and a last prompt of 8,192: 896 elements in float32 and twice in bfloat16,
     # and gate, up projection and their product of 4,864 elements each
     prefill = (16_384 + 8192) * (4 * 896 + 2 * (2 * 896 + 3 * 4864))
-    assert peak.rollout == 2 * n + peak.kv_cache + 1e9 + prefill
+    logits = 16 * 5 * 4 * 151_936  # five copies in float32 for each slot
+    assert peak.rollout == 2 * n + peak.kv_cache + 1e9 + prefill + logits
     in_float32 = config(
         "drmas_t1_4b_separate_drmas",
         "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
@@ -172,9 +175,82 @@ def test_the_largest_trainer_counts_if_trainers_take_turns(
 
     peaks = [trainer.peak for trainer in trainers.values()]
     engines = sum(engine_weights(run, models).values())
-    processes = 4 * 1e9 + 2 * SERVER
+    server = 1e9 + 0.9e9 + 2 * 8192 * (3 * 5120 + 3 * 13824 / 8)
+    processes = 4 * 1e9 + 2 * server
     peak = estimate_peak_memory(run, models, H100)
     assert peak.update == pytest.approx(combine(peaks) + engines + processes)
+
+
+def test_an_embedded_engine_that_sleeps_has_its_weights_and_its_process() -> None:
+    run = config(
+        "drmas_t1_4b_separate_drmas",
+        "engine={name: embedded, python: null, slots: 16, max_length: 8192, sleep: true}",
+        "policy_defaults={model: Qwen/Qwen2.5-0.5B-Instruct, tp: 1, sp: false, dp: 1, offload: true}",
+        "cluster.pool=shared",
+    )
+    models = load_architectures(run)
+    trainers = estimate_trainers(run, models).values()
+    engines = engine_weights(run, models).values()
+    peak = estimate_peak_memory(run, models, H100)
+    expected = sum(trainer.peak for trainer in trainers) + sum(engines) + 4 * 1e9
+    assert peak.update == pytest.approx(expected)
+
+
+def test_a_rank_that_pushes_weights_holds_two_buckets() -> None:
+    """With few tokens in a micro-batch, that is more than the backward pass takes."""
+    run = one_policy(
+        "cluster.pool=shared",
+        "engine.transport=tensor",
+        "engine.replicas=2",
+        "engine.max_length=2048",
+        "trainer.microbatch_tokens=2048",
+        "agents.player.max_tokens=1024",
+        *IN_TURN,
+    )
+    models = load_architectures(run)
+    trainer = estimate_trainers(run, models)["shared", "trainer"]
+    buckets = 2 * 2**31
+    assert trainer.peak < trainer.persistent + buckets
+    engine = engine_weights(run, models)["shared"]
+    peak = estimate_peak_memory(run, models, H100)
+    assert peak.update == pytest.approx(trainer.persistent + buckets + engine + 1e9 + SERVER)
+
+
+def test_a_teacher_has_memory_for_logits_of_given_tokens() -> None:
+    in_turn = [
+        "cluster.pool=shared",
+        "engine.transport=tensor",
+        "engine.sleep=true",
+        "policy_defaults.offload=true",
+    ]
+    experiment = "drmas_t1_4b_separate_drmas"
+    plain = config(experiment, *in_turn)
+    taught = config(experiment, *in_turn, "+policies.solver.teacher={policy: verifier}")
+    models = load_architectures(plain)
+    caches = estimate_peak_memory(plain, models, H100).kv_cache
+    fewer = estimate_peak_memory(taught, models, H100).kv_cache
+    # 2,048 rows of logits and a copy of them, in float32
+    assert 2 * (caches - fewer) == pytest.approx(2 * 2048 * 151_936 * 4)
+
+
+def test_engines_hold_the_adapters_that_they_serve() -> None:
+    lora = "policy_defaults.lora={rank: 16, alpha: 32, targets: [o]}"
+    adapter = 16 * 36 * (2560 + 32 * 128)  # B and A of the outputs of 36 layers of Qwen3-4B
+    served = config("drmas_t1_4b_shared_drmas", lora, "engine.adapters=slots")
+    models = load_architectures(served)
+    n = count_parameters(models["shared"])
+    # The present version, the one before, and the bare model
+    assert engine_weights(served, models) == {"shared": 2 * n + 3 * 2 * adapter}
+
+    embedded = config(
+        "drmas_t1_4b_separate_drmas",
+        lora,
+        "engine={name: embedded, python: null, slots: 16, max_length: 8192}",
+        "policy_defaults.share_base=true",
+    )
+    assert engine_weights(embedded, load_architectures(embedded)) == {
+        "solver": 2 * n + 2 * 4 * adapter
+    }
 
 
 def test_micro_batches_of_a_policy() -> None:
