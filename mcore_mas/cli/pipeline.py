@@ -124,8 +124,14 @@ def plan_suite(
     elif gpus is not None:
         named_cluster = Cluster.parse(gpus)
 
+    all_overrides = list(overrides or [])
+    if named_cluster is not None and not as_configured:
+        # A suite places its runs on cluster.gpus when it is loaded. What was chosen for those GPUs
+        # must not look like settings of the user's.
+        all_overrides.append("cluster.gpus=null")
+
     fits = True
-    loaded = load_suite(suite, overrides or [], config_dir)
+    loaded = load_suite(suite, all_overrides, config_dir)
     for run in loaded.runs:
         config = loaded.run_config(run)
         run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")

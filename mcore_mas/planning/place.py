@@ -291,6 +291,11 @@ def _describe_shortfall(
             f"the fullest GPU lacks {closest.shortfall / 1e9:.1f} GB with tp "
             f"{_tensor_parallelism(closest.config)}"
         )
+    for policy in config.trained:
+        stated = config.policies[policy].recompute
+        if stated in ("none", "selective"):
+            reason += f"; policies.{policy}.recompute: {stated} is kept, and recomputing more saves memory"
+            break
 
     larger = [replace(cluster, gpus=gpus) for gpus in _CLUSTER_SIZES if gpus > cluster.gpus]
     for size in larger:

@@ -132,10 +132,14 @@ def test_a_stated_recomputation_is_kept() -> None:
         run = config(experiment, f"policy_defaults.recompute={stated}")
         assert saving(place_run(run, EIGHT)) == (False, {stated})
 
-    with pytest.raises(PlanError, match="nothing fits 1xA100-40GB"):
-        place_run(
-            config(experiment, "policy_defaults.recompute=none"), Cluster.parse("1xA100-40GB")
-        )
+    run = config(experiment, "policy_defaults.recompute=none")
+    with pytest.raises(PlanError) as error:
+        place_run(run, Cluster.parse("1xA100-40GB"))
+    assert re.search(
+        r"nothing fits 1xA100-40GB; the fullest GPU lacks .* GB with tp 1; policies.shared.recompute: none "
+        "is kept, and recomputing more saves memory; the least that fits: ",
+        str(error.value),
+    )
 
 
 def test_without_a_plan_nothing_is_recomputed() -> None:
@@ -285,6 +289,17 @@ def test_plan_prints_each_run_on_its_own_gpus(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(suite), "--gpus", "4xH100"])
     assert "a on 4xH100" in result.stdout
     assert "b on 4xH100" in result.stdout
+
+
+def test_plan_on_other_gpus_keeps_no_choice_for_the_suites_own(tmp_path: Path) -> None:
+    experiment = "strongermas_t3_code_alone"
+    suite = tmp_path / "s.yaml"
+    for gpus in ("8xH100", "1xL4"):  # all of it fits the former, and nothing the latter
+        run = [f"experiment={experiment}", f"cluster.gpus={gpus}"]
+        suite.write_text(yaml.safe_dump({"suite": "s", "experiments": {experiment: run}}))
+        result = CliRunner().invoke(app, ["plan", str(suite), "--gpus", "8xA100-40GB"])
+        assert result.exit_code == 0
+        assert "trainers shared dp 8 with full recomputation," in result.stdout
 
 
 def test_the_page_shows_what_plan_prints() -> None:
