@@ -50,15 +50,15 @@ def out(tmp_path: Path) -> Iterator[TextIO]:
 
 def test_a_section_that_hangs_is_ended_and_its_lines_stay(out: TextIO) -> None:
     hangs = "import time\nprint('{\"ms\": 3}', flush=True)\nprint('not JSON')\ntime.sleep(600)"
-    sections = {"first": program(hangs, seconds=1.5), "second": program("print('{\"ms\": 4}')")}
+    sections = {"first": program(hangs, seconds=3), "second": program("print('{\"ms\": 4}')")}
     start = time.monotonic()
     assert run(sections, 60, out) == ["first"]
     assert time.monotonic() - start < 30
 
     result, failure, duration, second_result, second_duration = lines_of(out)
     assert result == {"section": "first", "ms": 3}
-    assert failure == {"section": "first", "failed": "not done after 2 s"}
-    assert 1.5 <= duration["seconds"] < 20
+    assert failure == {"section": "first", "failed": "not done after 3 s"}
+    assert 3 <= duration["seconds"] < 20
     assert second_result == {"section": "second", "ms": 4}
     assert second_duration["section"] == "second"
 
