@@ -56,6 +56,9 @@ rank 3, of all projections unless a row names some. Its *parameters* are the mer
 the adapters are exported bit for bit too. In rows with balanced agents, `loss.balance` gives the two agents 3/4 and 1/4
 of the norms.
 
+Layers of Transformer Engine have no CPU kernels. Their rows are in `tests/exactness/transformer_engine.py`, with a
+stand-in for the kernels, and tests hold them to the same bounds ([gpu.md](gpu.md#with-transformer-engine)).
+
 | row | ranks | loss | norm | agent norms | gradients | parameters |
 |---|---|---|---|---|---|---|
 """
