@@ -26,7 +26,7 @@ import psutil
 import torch
 import yaml
 
-from benchmarks.gpu import sections
+from benchmarks.gpu import generation, sections
 from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, synchronize, time_call
 from benchmarks.gpu.shapes import MODELS, operations
 from mcore_mas.config.run import RunConfig
@@ -326,7 +326,7 @@ def _draw_model(folder: Path, shape: str) -> None:
 
 def engine(options: Options) -> None:
     """Measure the embedded engine by number of rows, and compare it with the trainer."""
-    sections.engine(options.small)
+    generation.engine(options.small)
 
 
 def sleep(options: Options) -> None:

@@ -291,7 +291,7 @@ def _engine_memory(config: RunConfig, models: Models, gpu: GPU) -> list[_EngineM
         engine = for_policy(config, policy).engine
         resting = weights + PROCESS_BYTES
         if engine.name == "embedded":
-            working = logits_bytes(architecture, engine.slots) + pass_bytes(
+            working: float = logits_bytes(architecture, engine.slots) + pass_bytes(
                 architecture,
                 engine.max_length,
                 bf16=config.policies[policy].bf16,
