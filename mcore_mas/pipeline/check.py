@@ -15,7 +15,8 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.prompt_check import prompt_problems
 from mcore_mas.pipeline.sources import load_sources
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.planning.machine import count_visible_gpus
+from mcore_mas.planning.gpus import Cluster
+from mcore_mas.planning.machine import count_visible_gpus, smallest_gpu_gb
 from mcore_mas.planning.shared_pool import fit_pool
 from mcore_mas.planning.worker_groups import (
     PlacementError,
@@ -405,6 +406,7 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
     if _submits_jobs() or config.cluster.address != "local":
         return
     if gpus:
+        yield from _gpu_memory_problems(config)
         config, _ = fit_pool(config, gpus - retriever_gpus)
         try:
             groups = list_worker_groups(config, "GPU")
@@ -413,6 +415,19 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
             yield str(error)
     elif device == "cuda":
         yield "cluster.device is cuda, but this machine has no GPU; set it to auto or cpu"
+
+
+def _gpu_memory_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line if a run was planned for GPUs with more memory than those of this machine."""
+    if config.cluster.gpus is None:
+        return
+    planned = Cluster.parse(config.cluster.gpus).gpu.memory
+    found = smallest_gpu_gb()
+    if found is not None and found < planned:
+        yield (
+            f"cluster.gpus: {config.cluster.gpus} has {planned:g} GB of memory, and a GPU of this machine "
+            f"has {found:.1f} GB; name GPUs with as much or less (`mcore-mas plan --gpus` shows what fits)"
+        )
 
 
 def _hidden_gpu_problems(config: RunConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,23 @@ def _torch_has_cuda() -> bool:
     if torch is None or torch.origin is None:
         return False
     return Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
+
+
+def smallest_gpu_gb() -> float | None:
+    """Return the memory of the smallest GPU that this process may use, in GB (1e9 bytes).
+
+    None if `nvidia-smi` does not say it.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get(_VISIBLE)
+    if visible:
+        command += ["-i", visible]
+    try:
+        output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+        mebibytes = [float(line) for line in output.split()]
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
+    return min(mebibytes) * 2**20 / 1e9 if mebibytes else None
 
 
 def visible_gpu_ids() -> list[str]:

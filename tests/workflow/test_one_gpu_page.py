@@ -167,6 +167,26 @@ def test_the_check_and_the_jobs_of_every_suite(node: Path) -> None:
             assert (needs.nodes, needs.gpus) == (1, 1)
 
 
+@pytest.mark.usefixtures("node")
+def test_a_plan_for_a_larger_gpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+
+    def check_with(mebibytes: int) -> str:
+        program.write_text(f"#!/bin/sh\necho {mebibytes}\n")
+        program.chmod(0o755)
+        return CliRunner().invoke(app, ["check", "one_gpu.yaml"]).output
+
+    assert check_with(81_559) == "ok: one_gpu\n"  # an H100
+    rtx_4090 = check_with(24_564)
+    assert "cluster.gpus: 1xH100 has 80 GB of memory, and a GPU of this machine has 25.8 GB" in (
+        rtx_4090
+    )
+
+
 def test_a_run_of_own_team_without_a_plan_shares_the_gpu(project: Path) -> None:
     """The config asks for four GPUs; one shared GPU suffices, on this machine and under Slurm."""
     values = resolve(["experiment=my_math"], project / "configs")
