@@ -12,6 +12,9 @@ from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox
 
 SOURCE = "def add(a, b):\n    return a - b\n"
+# pytest's settings of a checkout. Plug-ins of this environment, such as Hypothesis, take ten times as long to load as
+# its tests run.
+NO_PLUGINS = "[pytest]\naddopts = --disable-plugin-autoload\n"
 _TESTS = "import calc\nfrom calc import add\n\n\ndef test_old():\n    assert True\n"
 
 
@@ -46,6 +49,7 @@ def play_patch(
     checkout.mkdir(exist_ok=True)
     (checkout / "calc.py").write_text(SOURCE)
     (checkout / "test_calc.py").write_text(_TESTS)
+    (checkout / "pytest.ini").write_text(NO_PLUGINS)
     rows = [f" {line}" for line in _TESTS.splitlines()]
     rows += ["+"] + [f"+{line}" for line in hidden_tests.splitlines()]
     test_patch = "\n".join(["--- a/test_calc.py", "+++ b/test_calc.py", "@@ -1,6 +1,9 @@", *rows])

@@ -23,6 +23,7 @@ from rollout.tasks.generators import GENERATORS
 from rollout.tasks.repositories import draw_checks, source_of
 from rollout.tasks.repository_functions import FUNCTIONS_WITH_BUGS
 from tests.support.casts import play, validity
+from tests.support.repositories import NO_PLUGINS
 from tests.support.sandboxes import started
 
 ROLES = {"player": "repairer"}
@@ -317,7 +318,13 @@ FILES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("spoof", [*SPOOFS, *FILES])
 def test_a_patch_does_not_say_which_tests_pass(spoof: str, box: Sandbox, tmp_path: Path) -> None:
-    for name, text in {"pkg/__init__.py": "", "pkg/m.py": SOURCE, "tests/test_m.py": TESTS}.items():
+    files = {
+        "pkg/__init__.py": "",
+        "pkg/m.py": SOURCE,
+        "tests/test_m.py": TESTS,
+        "pytest.ini": NO_PLUGINS,
+    }
+    for name, text in files.items():
         (tmp_path / "o__r-1" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "o__r-1" / name).write_text(text)
     if spoof in FILES:
