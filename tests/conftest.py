@@ -15,25 +15,36 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-# Files of about a minute and more
+# Files of about half a minute and more
 LONG_FILES = {
     "test_credit_training.py",
-    "test_exactness.py",
+    "test_dag.py",
     "test_every_experiment.py",
+    "test_exactness.py",
     "test_failpoints.py",
     "test_gpu_budget.py",
+    "test_gpu_kit.py",
     "test_gpu_kit_runs.py",
+    "test_local_ray.py",
+    "test_notebooks.py",
     "test_own_folder.py",
     "test_paper_targets.py",
     "test_pipeline.py",
     "test_placement_training.py",
     "test_poker.py",
     "test_quickstart.py",
+    "test_replicas.py",
     "test_same_run.py",
     "test_sandbox_users.py",
+    "test_shared_base.py",
     "test_shell_blocks.py",
+    "test_signals.py",
+    "test_slurm_profile.py",
     "test_teams_train.py",
+    "test_trainer.py",
     "test_training.py",
+    "test_transformer_engine.py",
+    "test_tree_kernels.py",
     "test_whole_run.py",
 }
 
