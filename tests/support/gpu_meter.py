@@ -2,7 +2,8 @@
 
 The rates are those that an H100 reached (`benchmarks/gpu/results.jsonl`). An operation takes the
 largest of: operations / rate of its kernel, bytes / rate of the memory, and 2.5 µs a launch. A copy to
-or from the host takes bytes / (0.8 · 64 GB/s).
+or from the host takes bytes / (0.8 · 64 GB/s). Copies on streams of their own run beside kernels, and in
+both directions at once.
 
 Host and device have a clock each. A kernel starts when the device has ended the one before it and the
 host has launched it; the time between is idle. When the host waits, its clock is set to the device's.
@@ -136,7 +137,9 @@ class Meter(TorchDispatchMode):
         self._uploaded: dict[int, torch.Tensor] = {}
         # stream that last wrote a storage, and its number of operations then
         self._writers: dict[int, tuple[Stream, int]] = {}
-        self._users: defaultdict[int, set[Stream]] = defaultdict(set)  # streams that use a storage
+        # streams that use a storage, with their number of operations then
+        self._users: defaultdict[int, dict[Stream, int]] = defaultdict(dict)
+        self._owners: dict[int, Stream] = {}  # stream that a storage was allocated on
         # streams that the allocator waits for before it reuses a storage's memory
         self._recorded: defaultdict[int, set[Stream]] = defaultdict(set)
         self.clear()
@@ -170,7 +173,8 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if tensor.device.type == "meta" and key not in self._sizes and storage.nbytes():
             self._sizes[key] = storage.nbytes()
-            self._users[key] = set()
+            self._users[key] = {}
+            self._owners[key] = Stream.current
             self._recorded[key] = {Stream.current}
             weakref.finalize(storage, self._remove_storage, key)
             self.bytes += storage.nbytes()
@@ -180,8 +184,14 @@ class Meter(TorchDispatchMode):
         self.bytes -= self._sizes.pop(key)
         self._uploaded.pop(key, None)
         self._writers.pop(key, None)
-        users = self._users.pop(key)
-        if users - self._recorded.pop(key):
+        owner = self._owners.pop(key)
+        recorded = self._recorded.pop(key)
+        unsafe = [
+            stream
+            for stream, operations in self._users.pop(key).items()
+            if stream not in recorded and not owner.comes_after(stream, operations)
+        ]
+        if unsafe:
             self.races["memory is reused while another stream may read it (no record_stream)"] += 1
 
     def record_stream(self, tensor: Any, stream: Stream) -> None:
@@ -260,6 +270,7 @@ class Meter(TorchDispatchMode):
                 return result
         if name == "copy_" and inputs[0].device != inputs[1].device:
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+            self._order_on_stream(inputs, inputs[:1])
             self._count_transfer(inputs[1], inputs[0], waits=not non_blocking)
             return args[0]
         # scalars on the host are arguments of kernels
@@ -343,10 +354,10 @@ class Meter(TorchDispatchMode):
         to_host = target.device.type == "cpu"
         is_pinned = self.is_pinned(target if to_host else source)
         self.crossed["down" if to_host else "up"] += source.nbytes
-        if to_host or Stream.current is Stream.default:
-            copy_s = source.nbytes / LINK_BANDWIDTH
+        copy_s = source.nbytes / LINK_BANDWIDTH
+        if Stream.current is Stream.default:
             self.seconds["copies"] += copy_s
-            CLOCK.launch(HOST_LAUNCH_S, copy_s)
+        Stream.current.launch_copy(HOST_LAUNCH_S, copy_s)
         if to_host:
             if waits or not is_pinned:
                 count_wait()
@@ -377,7 +388,7 @@ class Meter(TorchDispatchMode):
                 race = f"{calling_function()} reads what another stream may not have written"
                 self.races[race] += 1
             if key in self._sizes:
-                self._users[key].add(stream)
+                self._users[key][stream] = stream.operations
         for x in outputs:
             if x.device.type == "meta":
                 self._writers[x.untyped_storage()._cdata] = (stream, stream.operations)

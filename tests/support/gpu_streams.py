@@ -41,7 +41,9 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """Set both clocks to 0."""
+        """Set all clocks to 0."""
+        for stream in list(_STREAMS):
+            stream.end_s = 0.0
         self.host_s = 0.0
         self.device_s = 0.0
         self.idle_s = 0.0
@@ -55,7 +57,8 @@ class Clock:
 
     def wait(self) -> None:
         """Let the host wait for the device."""
-        self.host_s = max(self.host_s, self.device_s)
+        ends = [stream.end_s for stream in list(_STREAMS)]
+        self.host_s = max(self.host_s, self.device_s, *ends)
 
 
 CLOCK = Clock()
@@ -74,6 +77,8 @@ class Stream:
         current: stream that operations are launched on.
         default: stream that is current at first.
         operations: number of operations that the stream was given.
+        end_s: end of the last copy on this stream, on the clock of the host. Kernels, and copies on the
+            default stream, are on the device's clock.
         after: by other stream, how many of that stream's operations end before the next one here.
     """
 
@@ -84,12 +89,21 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.operations = 0
+        self.end_s = 0.0
         self.after: defaultdict[Stream, int] = defaultdict(int)
         _STREAMS.add(self)
 
     def comes_after(self, other: Stream, operations: int) -> bool:
         """Return True if the first `operations` of `other` end before the next operation here."""
         return other is self or self.after[other] >= operations
+
+    def launch_copy(self, host_s: float, copy_s: float) -> None:
+        """Let the host launch a copy in `host_s` seconds that takes `copy_s` seconds."""
+        if self is Stream.default:
+            CLOCK.launch(host_s, copy_s)
+        else:
+            CLOCK.host_s += host_s
+            self.end_s = max(self.end_s, CLOCK.host_s) + copy_s
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -99,6 +113,10 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         for stream, operations in event.after.items():
             self.after[stream] = max(self.after[stream], operations)
+        if self is Stream.default:
+            CLOCK.device_s = max(CLOCK.device_s, event.end_s)
+        else:
+            self.end_s = max(self.end_s, event.end_s)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -126,14 +144,17 @@ class Event:
 
     Attributes:
         after: by stream, the number of its operations that end before the event.
+        end_s: time of the event, on the clock of the host.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.after: dict[Stream, int] = {}
+        self.end_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or Stream.current
         self.after = {**stream.after, stream: stream.operations}
+        self.end_s = CLOCK.device_s if stream is Stream.default else stream.end_s
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or Stream.current).wait_event(self)

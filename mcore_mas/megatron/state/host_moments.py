@@ -1,6 +1,7 @@
 """Adam's moments in host memory: each weight's moments visit the GPU while it is stepped."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -63,23 +64,19 @@ def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMom
         host_moments: moments that are on the host, by weight; those of other weights stay in `adam.state`.
     """
     groups = adam.param_groups
+    weights = iter([weight for group in groups for weight in group["params"]])
+    visits = _Visits(adam.state, host_moments)
+    visits.fetch(next(weights, None))
     try:
         for group in groups:
             single_group = dict(group)
             for weight in group["params"]:
                 single_group = {**group, "params": [weight]}
                 adam.param_groups = [single_group]
-                host_tensors = host_moments.get(weight, {})
-
-                state = adam.state.get(weight, {})
-                for moment in host_tensors:
-                    if moment in state:  # there is none before the first step
-                        state[moment] = state[moment].to(weight.device, non_blocking=True)
+                visits.await_arrival()
+                visits.fetch(next(weights, None))
                 step()
-                state = adam.state.get(weight, {})
-                for moment, host_tensor in host_tensors.items():
-                    if moment in state:
-                        state[moment] = host_tensor.copy_(state[moment], non_blocking=True)
+                visits.send_back(weight)
             # Keep what the last of these steps has changed in the group, such as a step count.
             single_group.pop("params")
             group.update(single_group)
@@ -87,3 +84,75 @@ def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMom
         adam.param_groups = groups
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # wait until the copies are complete
+
+
+class _Visits:
+    """Copies of moments to a GPU and back, on a CUDA stream for each direction.
+
+    While a weight is stepped, the moments of the next one arrive, and those of the one before leave:
+    three weights have moments on the GPU. Their memory belongs to the current stream. So the other
+    streams wait for it before they write, and it waits for them before the memory is freed.
+    """
+
+    def __init__(self, state: dict[Tensor, dict[str, Any]], host_moments: HostMoments) -> None:
+        """Prepare the visits of one step.
+
+        Args:
+            state: Adam's state by weight. It holds the tensors on the GPU during a visit, and else
+                those on the host.
+            host_moments: moments that are on the host, by weight.
+        """
+        self._state = state
+        self._host_moments = host_moments
+        has_gpu = torch.cuda.is_available()
+        self._arrivals = torch.cuda.Stream() if has_gpu else None
+        self._departures = torch.cuda.Stream() if has_gpu else None
+        self._leaving: list[Tensor] = []  # of the weight that was stepped last
+        self._departure: torch.cuda.Event | None = None  # of these
+
+    def fetch(self, weight: Tensor | None) -> None:
+        """Let the moments of a weight arrive; do nothing for None, or before its first step."""
+        if weight is None:
+            return
+        state = self._state.get(weight, {})
+        arriving = {
+            moment: torch.empty_like(host_tensor, device=weight.device)
+            for moment, host_tensor in self._host_moments.get(weight, {}).items()
+            if moment in state
+        }
+        with _after_current(self._arrivals):
+            for moment, on_device in arriving.items():
+                on_device.copy_(state[moment], non_blocking=True)
+        state.update(arriving)
+
+    def await_arrival(self) -> None:
+        """Let the current stream wait for the moments that were fetched."""
+        if self._arrivals is not None:
+            torch.cuda.current_stream().wait_stream(self._arrivals)
+
+    def send_back(self, weight: Tensor) -> None:
+        """Let the moments of a weight leave, and free those of the weight before it."""
+        state = self._state.get(weight, {})
+        leaving = []
+        with _after_current(self._departures):
+            for moment, host_tensor in self._host_moments.get(weight, {}).items():
+                if moment in state:
+                    leaving.append(state[moment])
+                    state[moment] = host_tensor.copy_(state[moment], non_blocking=True)
+
+        if self._departure is not None:
+            torch.cuda.current_stream().wait_event(self._departure)
+        self._leaving = leaving
+        if self._departures is not None:
+            self._departure = self._departures.record_event()
+
+
+@contextlib.contextmanager
+def _after_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launch what the block launches on a stream, after what the current stream was given; None: no GPU."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
