@@ -279,8 +279,8 @@ def _check_head(tiny: bool) -> None:
         torch.autograd.backward((exact_logprobs, exact_entropies), output_gradients)
 
         for one_pass in (False, True):
-            x = drawn_x.clone().requires_grad_()
-            weight = torch.nn.Parameter(drawn_weight.clone())
+            x = drawn_x.detach().clone().requires_grad_()
+            weight = torch.nn.Parameter(drawn_weight.detach().clone())
             weight.main_grad = torch.zeros(padded_vocab, hidden, device=device())  # type: ignore[attr-defined]
             with patch.dict(output_layer.CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), chunk_bytes)):
                 outputs = output_layer.logprobs_and_entropy(
