@@ -16,8 +16,18 @@ from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
 from tests.support.shipped import TEAMS, sharings
 
-# Each team with each way to share policies among its agents
-CASES = [(team, sharing) for team in TEAMS for sharing in sharings(team)]
+
+def trained_sharings(team: str) -> list[str]:
+    """Return the ways to share policies that are trained: one policy, and the most varied of the others.
+
+    With `partly`, some policies have several agents and others one, so `separate` would add nothing. Its
+    composition is a test in test_config.py.
+    """
+    names = sharings(team)
+    return ["shared", "partly"] if "partly" in names else names
+
+
+CASES = [(team, sharing) for team in TEAMS for sharing in trained_sharings(team)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
