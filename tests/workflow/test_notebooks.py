@@ -10,9 +10,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client import launcher
 
 from tests.support.notebooks import NOTEBOOKS, digest, execute
 from tests.support.run_folder import describe_model
+from tests.support.starts import Forked
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -75,7 +77,10 @@ def test_the_notebook_own_model_uses_a_gpu_if_there_is_one(
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_a_notebook_trains_inside_its_running_event_loop(tmp_path: Path) -> None:
+def test_a_notebook_trains_inside_its_running_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "Popen", Forked)  # the kernel starts as a fork
     (path,) = (path for path in NOTEBOOKS if path.stem == "credit")
     notebook = execute(path, tmp_path)
     outputs_by_source = {

@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import psutil
@@ -17,13 +18,16 @@ import pytest
 
 from mcore_mas.runtime.pipeline_messages import failure_message
 from tests.support.run_folder import make_run
+from tests.support.starts import Forked
 
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
 
 
-def start_training(run: Path) -> subprocess.Popen[str]:
+def start_training(
+    run: Path, kind: type[subprocess.Popen[Any]] = subprocess.Popen
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    return kind(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
 def has_handler(process: subprocess.Popen[str], number: int) -> bool:
@@ -82,7 +86,7 @@ def test_the_installed_script_handles_signals_before_it_imports_the_commands() -
 def test_a_signal_while_models_are_loaded_ends_the_run_at_once(tmp_path: Path) -> None:
     one_policy = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
     run = make_run(tmp_path, *one_policy, "data.validation=2", "trainer.steps=1")
-    process = start_training(run)
+    process = start_training(run, Forked)
     wait_until((run / "train" / "ranks" / "solver-0.txt").is_file, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
