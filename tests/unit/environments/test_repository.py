@@ -272,6 +272,7 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(
     assert "test_double" not in shown
     assert right.metrics["solved"] == 1.0
     assert (right.metrics["fail_to_pass"], right.metrics["pass_to_pass"]) == (1.0, 1.0)
+    (tmp_path / "o__r-1/pytest.ini").write_text(NO_PLUGINS)  # for the other patches
     _, [same] = steps(
         box,
         block("    return n + 2", "    return n + 2"),
