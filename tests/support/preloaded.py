@@ -26,7 +26,6 @@ for name in (
     "pyarrow.json",
     "pyarrow.pandas_compat",
     "ray._common.usage.usage_lib",
-    "ray.dag",
     "rollout.engines.embedded.build",
     "rollout.engines.embedded.host",
     "snakemake.cli",

@@ -126,7 +126,7 @@ def _run_worker(request: dict[str, Any], streams: list[int], connection: socket.
     """Become the worker; the script ends when this process's end of the connection is closed."""
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config, ObjectID
 
     if request["leads_group"]:
         os.setpgid(0, 0)
@@ -152,4 +152,7 @@ def _run_worker(request: dict[str, Any], streams: list[int], connection: socket.
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
     random.seed()  # all forks have the same state
+    # Also Ray's generator of ids has: two workers that started at once used the same id, and one of them crashed.
+    for _ in range(os.getpid() % 1024 * 16):
+        ObjectID.from_random()
     exit_fork(run_program([sys.executable, *arguments]))
