@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,12 @@ def enlarge_kl(monkeypatch: pytest.MonkeyPatch) -> None:
 def raise_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the largest weight of truncated importance sampling."""
     original = CORRECTIONS["tis"]
-    monkeypatch.setitem(
-        CORRECTIONS,
-        "tis",
-        lambda ratio, replies, *, high: original(ratio, replies, high=high * FACTOR),
-    )
+
+    @wraps(original)  # its options tell whether the loss is one by token
+    def mutated(*values: Any, high: float) -> Any:
+        return original(*values, high=high * FACTOR)
+
+    monkeypatch.setitem(CORRECTIONS, "tis", mutated)
 
 
 def widen_value_clip(monkeypatch: pytest.MonkeyPatch) -> None:
