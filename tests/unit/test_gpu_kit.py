@@ -328,6 +328,7 @@ def test_every_check_passes_with_small_shapes_on_a_cpu(tmp_path: Path) -> None:
         ("correctness", "update, logprobs of the CPU"),
         ("correctness", "update, gradients of the CPU"),
         ("correctness", "norm"),
+        ("correctness", "sum and norm"),
         ("correctness", "head"),
         ("correctness", "bfloat16"),
         ("hand_over", "hand-over, GB/s"),
