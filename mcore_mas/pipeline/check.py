@@ -422,11 +422,11 @@ def _gpu_memory_problems(config: RunConfig) -> Iterator[str]:
     if config.cluster.gpus is None:
         return
     planned = Cluster.parse(config.cluster.gpus).gpu.memory
-    found = smallest_gpu_gb()
-    if found is not None and found < planned:
+    smallest = smallest_gpu_gb()
+    if smallest is not None and smallest < planned:
         yield (
             f"cluster.gpus: {config.cluster.gpus} has {planned:g} GB of memory, and a GPU of this machine "
-            f"has {found:.1f} GB; name GPUs with as much or less (`mcore-mas plan --gpus` shows what fits)"
+            f"has {smallest:.1f} GB; name GPUs with as much or less (`mcore-mas plan --gpus` shows what fits)"
         )
 
 

@@ -214,7 +214,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
 def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
     trainers = _trainer_ranks(config, models)
     engines = _engine_memory(config, models, gpu)
-    held = len(trainers) * PROCESS_BYTES + sum(engine.resting for engine in engines)
+    kept_while_idle = len(trainers) * PROCESS_BYTES + sum(engine.resting for engine in engines)
     working = sum(engine.working for engine in engines)
 
     # With `one_by_one` one trainer at a time is on the GPU. Otherwise all policies of a step are
@@ -228,8 +228,8 @@ def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
             resting_trainers += trainer.persistent
 
     # Engines that sleep during the update have no KV cache then, and compute nothing.
-    update = held + active_trainers
-    rollout = held + resting_trainers + working
+    update = kept_while_idle + active_trainers
+    rollout = kept_while_idle + resting_trainers + working
     fullest = rollout if config.engine.sleep else max(update + working, rollout)
     free = USABLE_SHARE * gpu.memory_bytes - fullest
     kv_cache = _kv_cache_within(config, models, free / len(engines))

@@ -205,13 +205,13 @@ class EngineConfig(Section):
 
     def _check_not_sglang(self) -> None:
         fields = type(self).model_fields
-        given = []
+        changed_settings = []
         for key in SERVER_SETTINGS:
             if getattr(self, key) != fields[key].get_default(call_default_factory=True):
-                given.append(key)
-        if given:
+                changed_settings.append(key)
+        if changed_settings:
             raise ValueError(
-                f"{', '.join(given)}: only for SGLang's servers, and name is '{self.name}'; "
+                f"{', '.join(changed_settings)}: only for SGLang's servers, and name is '{self.name}'; "
                 "set name: sglang, or leave this out"
             )
         if self.adapters == "slots":

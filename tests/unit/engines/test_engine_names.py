@@ -83,7 +83,10 @@ def test_settings_of_servers_are_refused_for_an_engine_without_servers(
 
 
 def test_defaults_of_server_settings_may_be_written_for_any_engine() -> None:
-    EngineConfig(name="embedded", tp=1, urls=(), options={}, compare_servers=True, timeout_s=None)
+    written = EngineConfig(
+        name="embedded", tp=1, urls=(), options={}, compare_servers=True, timeout_s=None
+    )
+    assert written == EngineConfig(name="embedded")
 
 
 def test_an_engine_class_of_the_users_own_has_no_replicas() -> None:
