@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 REMOVED_KEYS: Mapping[str, str] = {
+    "advantage.eps": "write advantage.options.eps",
+    "advantage.lone": "write advantage.options.lone",
     "agents.*.tools.search.filters": "a search covers all passages; leave it out",
     "coach.answers_for": "write coach.judged_with_answer",
+    "cold_start.betas": "leave it out; every cold start takes (0.9, 0.98)",
     "collection.journal": (
         "finished trajectories are always kept; those under way are sampled again after a restart"
     ),
@@ -24,6 +27,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",
     "retriever.members": "list the servers in retriever.urls",
+    "retriever.url": "write retriever.urls, a list",
     "tracking.also": "write tracking.further_trackers, with wandb or tensorboard",
     "tracking.zeros": "leave it out; MLflow is sent every metric",
     "trainer.logprob_tolerance": "bound the figures under trainer.agreement",

@@ -61,3 +61,31 @@ def test_a_removed_key_in_an_override_is_refused_before_validation() -> None:
 def test_a_removed_engine_is_refused_with_its_replacement(name: str, replacement: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.name: {name} was removed: {replacement}$"):
         resolve(["experiment=demo_math", f"engine.name={name}"])
+
+
+@pytest.mark.parametrize(
+    ("experiment", "override", "expected"),
+    [
+        (
+            "demo_math",
+            "advantage.eps=1e-5",
+            "advantage.eps was removed: write advantage.options.eps",
+        ),
+        (
+            "demo_math",
+            "advantage.lone=raw",
+            "advantage.lone was removed: write advantage.options.lone",
+        ),
+        ("demo_math", "cold_start.betas=[0.9,0.98]", "cold_start.betas was removed: leave it out"),
+        (
+            "demo_search",
+            "retriever.url=http://127.0.0.1:8000",
+            "retriever.url was removed: write retriever.urls, a list",
+        ),
+    ],
+)
+def test_a_key_of_the_first_release_is_refused_with_its_replacement(
+    experiment: str, override: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        resolve([f"experiment={experiment}", f"+{override}"])
