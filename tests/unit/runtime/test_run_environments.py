@@ -95,7 +95,7 @@ def test_the_retriever_does_not_inherit_the_coachs_key(monkeypatch: pytest.Monke
 def test_a_search_may_wait_for_the_searches_of_all_trajectories_in_flight() -> None:
     config = make_config("drmas_t2_3b_separate_drmas")
     assert config.retriever is not None
-    # docs/retrieval.md: 71 searches a second over 1 M passages of 384 dimensions on 2 threads.
+    # measured: 71 searches a second over 1 M passages of 384 dimensions on 2 threads
     # These are 21 M passages of 768 dimensions on 32 threads.
     searches_per_s = 71 / (21 * 768 / 384) * 32 / 2
     longest_wait_s = config.trajectories_in_flight(8) / searches_per_s
