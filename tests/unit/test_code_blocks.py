@@ -161,8 +161,8 @@ OVERRIDES = {  # by the name of the block that needs them
     "configuration-7": ["cold_start=null", "data.generator=null"],
     "configuration-9": ["~experiment", *REQUIRED_SECTIONS, "+run=x", "team=duel"],
     "configuration-10": ["experiment=demo_poker"],
-    "credit-4": ["experiment=demo_search"],
-    "credit-8": [
+    "credit-2": ["experiment=demo_search"],
+    "credit-6": [
         "~experiment",
         *REQUIRED_SECTIONS,
         MODEL,
