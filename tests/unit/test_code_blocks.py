@@ -171,7 +171,7 @@ OVERRIDES = {  # by the name of the block that needs them
         "+retriever={}",
     ],
     "engines-0": ["cluster.device=auto"],
-    "engines-3": ["~experiment", *REQUIRED_SECTIONS, "team=solver_verifier"],
+    "engines-2": ["~experiment", *REQUIRED_SECTIONS, "team=solver_verifier"],
     "gateway-0": ["~experiment", *REQUIRED_SECTIONS, MODEL, "sharing=shared", "+run=x"],
     "lora-2": ["policies.solver.tp=1"],
     "lora-3": ["policies.solver.tp=1"],
