@@ -11,76 +11,61 @@ from mcore_mas.planning.memory import count_parameters
 from rollout.models.published_shapes import planned_architecture
 from rollout.sync.transport import PUSHED_BUCKET_BYTES
 
-_NOT_MEASURED = "not measured"
+_NOT_MEASURED = "–"
 LINK_GB_S = 200.0  # assumed bandwidth between GPUs
 REQUEST_S = 0.06  # assumed time of SGLang to open, copy and acknowledge a bucket
 MEMORY_GB_S = 0.8 * 4.8e3  # assumed: 80 % of the bandwidth of an H200's memory
 _HEAD = """# On a GPU
 
-`python -m benchmarks.gpu --page` writes this page from `benchmarks/gpu/results.jsonl`; do not edit it.
+This page has the measurements of single parts of a training; no whole training has been run on a GPU.
+`python -m benchmarks.gpu --page` writes it from `benchmarks/gpu/results.jsonl`; do not edit it. A dash means: not
+measured.
+"""
+_MEASURE = """## Measure your GPU
 
-- **Measure one GPU.** `python -m benchmarks.gpu --budget 540 --out DIR` measures for 540 seconds, the most important
-  sections first, each in a separate process. Replace the lines of `benchmarks/gpu/results.jsonl` by those of
-  DIR/results.jsonl. The exit status is 1 if a section failed or found an error, and the last line names it.
-  `requirements/gpu-kit.txt` lists the packages that the benchmarks need besides torch and Triton.
-- **Train on one GPU.** `make gpu-run` trains the demo's two policies with trainers and engines on one GPU, evaluates
-  them, trains in bfloat16, kills a rank, and measures, in eight minutes, the most important sections first.
-  results/gpu-run gets results.jsonl and logs.tar.xz, and the last lines name the result of each section. For a machine
-  without internet, first run `make gpu-kit` elsewhere. It packs the tasks, the model, Ray and missing packages into
-  `.gpu`. Copy it there with the checkout (at most 60 MiB together), and run
+- **One GPU.** `make bench-gpu` measures for nine minutes, the most important sections first. The exit status is 1 if a
+  section failed or found an error, and the last line names it. To update this page, replace the lines of
+  `benchmarks/gpu/results.jsonl` by those of `results/gpu/results.jsonl`. `requirements/gpu-kit.txt` lists the packages
+  that the benchmarks need besides torch and Triton.
+- **A training on one GPU.** `make gpu-run` trains the demo's two policies with trainers and engines on one GPU,
+  evaluates them, trains in bfloat16, kills a rank, and measures, in eight minutes. The last lines name the result of
+  each section, and `results/gpu-run` gets the logs. This has not been run on a GPU.
+- **The same on a machine without internet.** Run `make gpu-kit` elsewhere; it packs tasks, model, Ray and missing
+  packages into `.gpu`. Copy this folder with the checkout (at most 60 MiB together), and run
   `python3 -m benchmarks.gpu.whole_run --kit .gpu --out DIR --work /tmp/gpu-run`. The machine needs Python 3.12, a C
-  compiler, and the packages of an image with torch, transformers and pyarrow. This has not been run on a GPU.
-- **Test several GPUs.** `make gpu-acceptance` tests a machine with up to eight GPUs: NCCL, parallel layouts of two
-  ranks and a restart in each of them from the files of one rank, Transformer Engine, SGLang, and a training of two
-  policies with each weight transport, whose weight syncs are timed. The last line says passed, failed, or nothing
-  measured. This has not been run on GPUs.
-
-The predicted values are those of an H100. `tests/support/fake_gpu.py` runs the GPU's code without a GPU and estimates
-the time of each operation from its arithmetic, its bytes and its launch, at rates that the H100 below reached. The
-values below were measured before norms became Triton kernels, queries and keys were computed by one kernel and the
-gradients of keys for 128 keys at a time, statistics were selected by one thread, the norm of the gradient and logits
-were computed once, residuals were added in the kernel of the next norm, and recomputation left out the last product of
-a layer. For the code of that day the predicted times of updates are within 10 % of the measured ones, which a test
-checks. The predictions for today's code have not been checked on a GPU.
+  compiler, and the packages of an image with torch, transformers and pyarrow.
+- **Several GPUs.** `make gpu-acceptance` tests a machine with up to eight GPUs: NCCL, parallel layouts, restarts,
+  Transformer Engine, SGLang, and a training of two policies with each weight transport. The last line says passed,
+  failed, or nothing measured. This has not been run on GPUs.
+"""
+_PREDICTED = """\
+The predictions are for an H100 and today's code. `tests/support/fake_gpu.py` runs the GPU's code without a GPU, and
+estimates the time of each operation from its arithmetic, its bytes and its launch. The code that was measured had
+slower kernels; a test checks that the predicted times of its updates are within 10 % of the measured ones. The
+predictions for today's code have not been checked on a GPU.
 """
 _TRANSFORMER_ENGINE = """\
-With `policies.<name>.layers: te`, layers are built from Megatron's specs for Transformer Engine, which
-`requirements/transformer_engine.sh` installs. Its linear layers contain the norm before them, and all experts of a
-layer run in one grouped product. Attention over prefix trees stays the same; micro-batches whose sequences share
-nothing use Transformer Engine's. All layouts, recomputation, mixtures of experts with router replay, critics and
-reference models work with these layers. LoRA and CPUs do not, and are refused before a run starts. Checkpoints and
-exported models do not depend on `layers`: a training can be resumed with the other layers.
-
-The norm in such a linear layer keeps its output for the backward pass. So selective recomputation saves less memory
-than with Megatron's layers: it computes SwiGLU and the norms before experts again.
+Set `policies.<name>.layers: te`, and install Transformer Engine by `requirements/transformer_engine.sh`. Its linear
+layers contain the norm before them, and all experts of a layer run in one grouped product. All parallel layouts,
+recomputation, mixtures of experts with router replay, critics and reference models work with these layers. LoRA and
+CPUs do not, and are refused before a run starts. A training can be resumed with the other layers. Selective
+recomputation saves less memory, because Transformer Engine keeps the output of the norm.
 
 `fp8: hybrid` or `fp8: e4m3`, with `bf16: true`, computes the products of layers in FP8, as Megatron's setting of this
 name. `fp8_recipe` says how many numbers have a common scale: all of a factor (`tensorwise`, from Ada on), blocks of
 128 (`blockwise`, from Hopper on) or blocks of 32 (`mxfp8`, from Blackwell on). Delayed scaling is not offered, because
-checkpoints do not hold its scales. The tokens of a micro-batch are padded to a multiple of 16, 128 or 32 on each rank.
-The log-probabilities differ more from the engine's than in bfloat16, so the bounds of their
-[agreement](engines.md#agreement) are wider.
-Each product keeps its weight in FP8 for the backward pass, in rows and in columns: two bytes a parameter more than in
-bfloat16, except with `recompute: full`. Plans count them.
+checkpoints do not hold its scales. The bounds of [agreement](engines.md#agreement) with the engine are wider. Each
+product keeps its weight in FP8 for the backward pass: two bytes a parameter more than in bfloat16, except with
+`recompute: full`.
 
-Names, shards, gradients, checkpoints and exports with these layers were tested on a CPU, with a stand-in for
-Transformer Engine's modules (`tests/exactness/test_transformer_engine.py`). No training with Transformer Engine has
-been run on a GPU. The table has the MFU of the same updates; in FP8 it is relative to the peak of bfloat16.
+These layers were tested on a CPU, with a stand-in for Transformer Engine's modules
+(`tests/exactness/test_transformer_engine.py`). No training with Transformer Engine has been run on a GPU. The table has
+the MFU of the same updates; in FP8 it is relative to the peak of bfloat16.
 """
 _CUDA_GRAPHS = """\
 The embedded engine decodes with CUDA graphs ([engines.md](engines.md#embedded)). Megatron's CUDA graphs are not offered
-for training. A graph repeats kernels with the addresses and the values that they were captured with. By megatron-core
-0.19.2:
-
-- `cuda_graph_impl: local` captures whole layers, and `full_iteration` a whole pass. Everything but tensors must stay
-  the same in them, and the prefix trees of micro-batches differ.
-- `cuda_graph_impl: transformer_engine` refuses packed sequences in a graph with attention. Graphs of MLPs alone would
-  need micro-batches of one length, and weights that keep their addresses, which a policy with `offload` has not.
-- `optimizer_cuda_graph` makes one graph for each process, which keeps the learning rate of the captured step. The rate
-  follows a schedule, and a process may train several policies.
-
-Graphs save only the time in which no kernel runs. The prediction is that this is at most {idle:.1f} % of an update in
-the first table.
+for training: they need micro-batches of one shape, and prefix trees differ. They could save at most {idle:.1f} % of an
+update in the first table, by prediction: the time in which no kernel runs.
 """
 
 
@@ -93,7 +78,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     else:
         headline = "**No GPU was at hand: nothing is measured.**"
         measured = []  # results of a CPU are not shown
-    parts = [_HEAD, headline, "", "## Updates", "", *_updates(lines, measured)]
+    parts = [_HEAD, headline, "", _MEASURE, "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## With Transformer Engine", "", *_transformer_engine(measured)]
     parts += ["", "## CUDA graphs", "", *_cuda_graphs(lines)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
@@ -114,17 +99,19 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
 
 def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "One micro-batch in bfloat16. MFU is relative to 989 TFLOP/s, without recomputation. Waits and copies are",
-        "per update. *Selective* recomputes the outputs of norms and the products of SwiGLU, *full* every layer except",
-        "for its last product.",
-        "A case is not run if it is predicted to need more than 96 % of the GPU's free memory. 30b-a3b is a mixture of",
-        "experts: two of the 48 layers of Qwen3-30B-A3B and its head, which has most of the arithmetic of this model.",
-        "HFU also counts the operations that are computed again: those of layers, and on the day of the measurement",
-        "logits in the backward pass.",
+        *_PREDICTED.splitlines(),
         "",
-        "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
-        "| HFU | GiB | tokens/s |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "Each row is an update on one micro-batch in bfloat16. MFU is relative to 989 TFLOP/s, without recomputation;",
+        "HFU also counts the operations that are computed again. *Selective* recomputes the outputs of norms and the",
+        "products of SwiGLU, *full* every layer except for its last product. A case is not run if it is predicted to",
+        "need more than 96 % of the GPU's free memory. 30b-a3b has two of 48 layers of Qwen3-30B-A3B, and its head.",
+        "",
+        "Layouts: *groups* has prompts with eight replies each, *turns* trajectories of eight turns,",
+        "*branches* trees, *long* long replies to one prompt, and *whole* sequences that share nothing",
+        "(`benchmarks/gpu/shapes.py`).",
+        "",
+        "| model | recompute | layout | tokens | MFU, predicted | GiB, predicted | MFU | HFU | GiB | tokens/s |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
         predicted = line_of_case(lines, "meter", case) or {}
@@ -133,21 +120,20 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
         predicted_gib: float | str = _NOT_MEASURED
         if "bytes" in predicted:
             predicted_gib = round(predicted["bytes"]["peak"] / 2**30, 1)
-        reason = update.get("failed", update.get("skipped", _NOT_MEASURED))
+        mfu: float | str = update.get("failed", update.get("skipped", _NOT_MEASURED))
+        if "mfu" in update:
+            mfu = round(update["mfu"], 3)
         cells = [
             case["model"],
             case.get("recompute", "none"),
             case["layout"],
             predicted.get("tokens", _NOT_MEASURED),
-            predicted.get("launches", _NOT_MEASURED),
-            sum(predicted["waits"].values()) if "waits" in predicted else _NOT_MEASURED,
-            sum(predicted["copies"].values()) if "copies" in predicted else _NOT_MEASURED,
             predicted.get("mfu", _NOT_MEASURED),
             predicted_gib,
-            update.get("mfu", reason),
-            _hardware_share(update, counted) or reason,
-            update.get("gib", reason),
-            update.get("tokens_per_s", reason),
+            mfu,
+            _hardware_share(update, counted) or _NOT_MEASURED,
+            update.get("gib", _NOT_MEASURED),
+            update.get("tokens_per_s", _NOT_MEASURED),
         ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
@@ -178,13 +164,17 @@ def _transformer_engine(measured: Sequence[dict[str, Any]]) -> list[str]:
             updates.append(line_of_case(measured, "transformer_engine", {**case, "fp8": fp8}))
         cells = [case["model"], case.get("recompute", "none"), case["layout"]]
         for line in updates:
-            cells.append((line or {}).get("mfu", (line or {}).get("failed", _NOT_MEASURED)))
+            update = line or {}
+            if "mfu" in update:
+                cells.append(round(update["mfu"], 3))
+            else:
+                cells.append(update.get("failed", _NOT_MEASURED))
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows
 
 
 def _cuda_graphs(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the reasons for which updates have no CUDA graphs, and the largest predicted share of idle time."""
+    """Return why updates have no CUDA graphs, and the largest predicted share of idle time."""
     shares = [0.0]
     for case in CASES:
         predicted = line_of_case(lines, "meter", case)
@@ -195,8 +185,8 @@ def _cuda_graphs(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
-        "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. Runs compute the gradients of",
-        "128 keys at a time on an H100, and *narrow* computes those of 64.",
+        "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. On an H100, the backward pass of",
+        "today's Triton kernel takes 128 keys at a time; *narrow* takes 64, as all of it did when this was measured.",
         "",
         "| layout | Triton | narrow | torch |",
         "|---|---:|---:|---:|",
@@ -274,8 +264,8 @@ class HandOver:
 def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         "Tokens per second of the model 0.5b, with prompts of 128 tokens and replies of 64. *Earlier* is the",
-        "code before attention over the cache became a Triton kernel and decoding steps became CUDA graphs,",
-        "in float32. The goals on an H100 are 500 tokens/s with one row, and 40,000 with 256.",
+        "code without this attention kernel and without CUDA graphs, in float32. The goals on an H100 are 500 tokens/s",
+        "with one row, and 40,000 with 256.",
         "",
         "| rows | bfloat16 | without graphs | float32 | without graphs | earlier |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -321,31 +311,33 @@ def _hand_over() -> str:
 
 
 def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
-    checks = [line for line in measured if "ok" in line and "what" in line]
-    if not checks:
+    checks_by_name: dict[str, list[dict[str, Any]]] = {}
+    for line in measured:
+        if "ok" in line and "what" in line:
+            name = f"{line['what']}, {line['dtype']}" if "dtype" in line else line["what"]
+            checks_by_name.setdefault(name, []).append(line)
+    if not checks_by_name:
         return ["Kernels, updates and waits on a GPU: not measured."]
     rows = [
-        "Each row is a comparison with a bound (`benchmarks/gpu/checks.py`). *worst* is the largest error.",
+        "Each check compares values with bounds (`benchmarks/gpu/checks.py`). The table has the largest values of the",
+        "checks of a name; *worst* is an error.",
         "",
-        "| check | result | values |",
+        "| check | passed | values |",
         "|---|---|---|",
     ]
-    for line in checks:
-        result = "ok" if line["ok"] else "**wrong**"
-        values = [
-            f"{key} {_rounded(value)}"
-            for key, value in line.items()
-            if key not in ("date", "section", "ok", "what")
-        ]
-        rows.append(f"| {line['what']} | {result} | {', '.join(values)} |")
+    for name, checks in checks_by_name.items():
+        passed = sum(check["ok"] for check in checks)
+        result = f"{passed} of {len(checks)}"
+        if passed < len(checks):
+            result = f"**{result}**"
+        largest: dict[str, float] = {}
+        for check in checks:
+            for key, value in check.items():
+                if isinstance(value, float):
+                    largest[key] = max(value, largest.get(key, value))
+        values = [f"{key} {value:.3g}" for key, value in largest.items()]
+        rows.append(f"| {name} | {result} | {', '.join(values)} |")
     return rows
-
-
-def _rounded(value: Any) -> str:
-    """Return a value as text; floats have three significant digits."""
-    if isinstance(value, list):
-        return " and ".join(map(_rounded, value)) or "none"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
