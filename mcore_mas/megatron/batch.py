@@ -99,7 +99,7 @@ class Microbatch:
             None if all replies were sampled with the latest weights.
         routing: [T, bytes] uint8 experts of each token, encoded as in `Completion.routing`;
             `UNKNOWN_EXPERT` in all bytes of a token without a record.
-        masks: [M, bytes] uint8 different sampling masks: bit `i % 8` of byte `i // 8` is 1 if token
+        masks: [M, bytes] uint8 distinct sampling masks: bit `i % 8` of byte `i // 8` is 1 if token
             i may be sampled. The first mask allows all tokens. None if no sample has a grammar.
         mask_rows: [N] int64 index into `masks`; None if there are none.
     """
@@ -128,7 +128,7 @@ class Microbatch:
     mask_rows: Tensor | None = None
 
     def select(self, selected: Tensor) -> Microbatch:
-        """Return the micro-batch of some rows, without the segments that these do not depend on.
+        """Return a micro-batch of the selected rows and of the segments that they depend on.
 
         `tokens_without_sharing` keeps its value.
 
@@ -180,8 +180,8 @@ class Microbatch:
     def context_parallel_part(self, ranks: int, rank: int) -> tuple[Microbatch, Tensor]:
         """Return the part that one context-parallel rank computes.
 
-        The part has T / ranks consecutive tokens, which must be a whole number, the n rows that
-        these predict, and the segments of the whole micro-batch.
+        The part has T / ranks consecutive tokens, and the n rows whose predictors are among them. It
+        keeps the segments of the whole micro-batch. T must be a multiple of `ranks`.
 
         Returns:
             The part, and the indices [n] int64 of its rows among the N rows.

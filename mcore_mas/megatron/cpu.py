@@ -135,7 +135,7 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 
 def _with_unequal_sizes(equal: Any, unequal: Any) -> Any:
-    """Return a collective that calls `unequal` if it gets the sizes of parts, and else `equal`.
+    """Return a collective that calls `unequal` if several ranks have parts of given sizes, else `equal`.
 
     Args:
         equal: Megatron's collective of equal parts.

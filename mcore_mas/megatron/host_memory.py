@@ -60,7 +60,8 @@ class BlockMemory:
 def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:
     """Allocate page-locked byte buffers, in descending order of size, with about 1 % of waste.
 
-    They are cut from blocks of powers of two, because torch rounds each page-locked allocation up to one.
+    torch rounds each page-locked allocation up to a power of two. So blocks of such sizes are allocated, and the
+    buffers are cut from them.
     """
     descending = sorted(sizes, reverse=True)
     remaining = sum(descending)
@@ -68,7 +69,10 @@ def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:
     buffers = []
     for size in descending:
         if size > len(block):
-            block_bytes = 1 << max(remaining.bit_length() - 1, (size - 1).bit_length())
+            # The largest block that is filled, or the smallest one with room for this buffer.
+            filled_bytes = 1 << (remaining.bit_length() - 1)
+            sufficient_bytes = 1 << (size - 1).bit_length()
+            block_bytes = max(filled_bytes, sufficient_bytes)
             block = torch.empty(
                 block_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
             )

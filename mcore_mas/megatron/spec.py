@@ -56,12 +56,13 @@ class TrainerSpec(ParallelLayout):
         betas, eps: parameters of Adam.
         weight_decay: weight decay of parameters other than norms and biases.
         clip_grad: norm to which a larger gradient is scaled down.
-        spike_factor: times the running median that makes a gradient norm a spike.
+        spike_factor: a gradient norm is a spike if it exceeds this multiple of the running median.
         skip_spikes: skip the step of a spike. The step of a gradient that is not finite is always
             skipped.
         objective: loss of a policy, or of a critic (`ValueObjective`).
-        balance: weight of each agent, in proportion to which the norms of the agents' gradients are
-            set (see `mcore_mas.equations.balance`); None: the gradients are summed as they are.
+        balance: weight of each agent. The agents' gradients are rescaled, so that their norms are
+            proportional to the weights (see `mcore_mas.equations.balance`); None: the gradients are
+            summed as they are.
         effective_samples: measure the effective sample size of each update.
         scales_lr: multiply the learning rate of an update by the square root of the share of
             effective samples, which must be measured.
@@ -103,10 +104,10 @@ class TrainerSpec(ParallelLayout):
 
     @property
     def token_multiple(self) -> int:
-        """Number of which the tokens of a micro-batch must be a multiple.
+        """Number of tokens of which the length of every micro-batch must be a multiple.
 
-        Context and sequence parallelism split them into equal parts, each of which is a factor of
-        products.
+        Context and sequence parallelism split the tokens into equal parts. In FP8, the length of a
+        part must also be a multiple of `FP8_MULTIPLES`, because it is a dimension of matrix products.
         """
         parts = self.cp * (self.tp if self.sp else 1)
         return parts if self.fp8 is None else parts * FP8_MULTIPLES[self.fp8_recipe]

@@ -73,13 +73,14 @@ def _compile_or_copy(random: Any, compile_share_storage: Any) -> Any:
     """Return Megatron's compiled function that restores a freed tensor, or `_copy_storage`.
 
     Args:
-        random: Megatron's module, in which a failed compilation is recorded.
+        random: Megatron's module `tensor_parallel.random`; after a failed compilation it is patched,
+            so that it does not compile again.
         compile_share_storage: compiles the function.
     """
     try:
         return compile_share_storage()
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError):
-        random._get_share_storage = lambda: _copy_storage  # do not try to compile again
+        random._get_share_storage = lambda: _copy_storage
         return _copy_storage
 
 

@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 Fp8Format = Literal["hybrid", "e4m3"]
 # Names that Megatron gives to ways to scale factors: one scale for a tensor, for 128 numbers or for 32.
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
-# Number of which all widths of products, and the tokens of a micro-batch, must be multiples.
+# Number of which every dimension of a matrix product in FP8 must be a multiple: widths, and numbers of tokens.
 FP8_MULTIPLES: dict[Fp8Recipe, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 

@@ -117,7 +117,7 @@ def _fuse_residuals(decoder: TransformerBlock) -> None:
         layer.mlp_bda = ResidualAddition(layer.pre_mlp_layernorm, next_norm)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             norm.frees_output = decoder.config.recompute_granularity == "selective"
-        # Megatron's own way of freeing them
+        # `frees_output` replaces Megatron's recomputation of norms.
         layer.recompute_input_layernorm = False
         layer.recompute_pre_mlp_layernorm = False
 
@@ -291,13 +291,13 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         fp8=spec.fp8,
         fp8_recipe=spec.fp8_recipe if spec.fp8 else "delayed",
         # Weights are rounded to FP8 in every micro-batch. Copies in FP8 would stay on the GPU while
-        # the trainer sleeps, and would be old after other weights are loaded.
+        # the trainer sleeps, and would be stale after other weights are loaded.
         disable_parameter_transpose_cache=spec.fp8 is not None,
         recompute_granularity=None if spec.recompute == "none" else spec.recompute,
         recompute_method="uniform" if spec.recompute == "full" else None,
         recompute_num_layers=1 if spec.recompute == "full" else None,
-        # Selective recomputation also recomputes SwiGLU: `GatedMLP` does so itself, and moe_act is
-        # that of Transformer Engine's experts.
+        # Selective recomputation also recomputes SwiGLU. `GatedMLP` needs no setting for it;
+        # "moe_act" recomputes the SwiGLU of Transformer Engine's experts.
         recompute_modules=["layernorm", "moe_act"] if has_grouped_experts else ["layernorm"],
         # Initialisation also marks the shards of parameters. A shard without a mark would be taken
         # for a duplicate, and be left out of the gradient norm.

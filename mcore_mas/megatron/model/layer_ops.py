@@ -1,6 +1,7 @@
 """Operators between the matrix products of layers on a GPU, one Triton launch each.
 
-They are norms, SwiGLU, and queries and keys. torch knows their shapes and gradients without a GPU.
+They compute norms, SwiGLU, and the norms and rotation of queries and keys. Their fake implementations
+give torch the shapes of results and gradients without a GPU.
 """
 
 from typing import Any
@@ -70,8 +71,8 @@ def _norm_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and the partial sums [programs, width] of the weight's gradient.
 
-    The gradient of x includes `other_grad_x`, that of other operations, if there is one. Each
-    program of the kernel computes one partial sum. For a frozen weight there are none.
+    The gradient of x includes `other_grad_x`, the part from other operations, if there is one. Each
+    program of the kernel computes one partial sum. For a frozen weight there are no partial sums.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -221,9 +222,9 @@ def _empty_swiglu_output(gate_and_up: Tensor, scale: Tensor | None = None) -> Te
 def _swiglu_gradient(
     gate_and_up: Tensor, scale: Tensor | None, grad_out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_and_up`, and of `scale` in one part of each block [..., blocks].
+    """Return the gradient of `gate_and_up`, and partial sums [..., blocks] of the gradient of `scale`.
 
-    Without a scale the second result is [0].
+    There is one partial sum for each block of a row. Without a scale, the second result is [0].
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -330,9 +331,10 @@ def _queries_and_keys_gradient(
     eps: float,
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `packed`, and partial sums [programs, 2, d] of those of the weights.
+    """Return the gradient of `packed`, and partial sums [programs, 2, d] of the weights' gradients.
 
-    For frozen weights there are none. Without norms `packed` is None.
+    Each program of the kernel computes one partial sum. For frozen weights there are no partial sums.
+    Without norms, `packed` is None. `heads` is that of `KernelQueriesAndKeys`.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 

@@ -12,11 +12,12 @@ from rollout.models.architecture import Experts
 
 
 class EngineRoutingReplay(RouterReplay):
-    """Top-k choice of Megatron's router that takes experts on record, with the trainer's scores.
+    """Top-k choice of Megatron's router: the recorded experts, with the trainer's scores for them.
 
-    Tokens without a record, such as padding, go to the trainer's own choice. Megatron's class keeps
-    a queue of micro-batches, and has to be told which pass is a recomputation. Here the experts
-    come with a layer's input, so pipelines and recomputation need no such state.
+    Tokens without a record, such as padding, go to the experts that the trainer's scores choose.
+    Megatron's class keeps a queue of micro-batches, and has to be told which pass is a recomputation.
+    Here the recorded experts come with a layer's input, so pipelines and recomputation need no such
+    state.
     """
 
     def __init__(self) -> None:

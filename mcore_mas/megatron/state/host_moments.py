@@ -53,7 +53,7 @@ def _allocate_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
 
 
 def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMoments) -> None:
-    """Step one weight after the other, with its moments on its device meanwhile.
+    """Step one weight after the other; the moments of a weight are on its device while it is stepped.
 
     Adam steps every weight independently, so the result has the bits of a single call. An Adam
     that counts its steps in a group, as Transformer Engine's does, counts one step for all weights.
@@ -89,9 +89,10 @@ def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMom
 class _Visits:
     """Copies of moments to a GPU and back, on a CUDA stream for each direction.
 
-    While a weight is stepped, the moments of the next one arrive, and those of the one before leave:
-    three weights have moments on the GPU. Their memory belongs to the current stream. So the other
-    streams wait for it before they write, and it waits for them before the memory is freed.
+    While a weight is stepped, the moments of the next weight arrive, and those of the previous one
+    leave: three weights have moments on the GPU. Their memory belongs to the current stream. So the
+    other streams wait for the current stream before they write, and the current stream waits for them
+    before the memory is freed.
     """
 
     def __init__(self, state: dict[Tensor, dict[str, Any]], host_moments: HostMoments) -> None:
@@ -108,30 +109,34 @@ class _Visits:
         self._arrivals = torch.cuda.Stream() if has_gpu else None
         self._departures = torch.cuda.Stream() if has_gpu else None
         self._leaving: list[Tensor] = []  # of the weight that was stepped last
-        self._departure: torch.cuda.Event | None = None  # of these
+        self._departure: torch.cuda.Event | None = None  # these are on the host
 
     def fetch(self, weight: Tensor | None) -> None:
-        """Let the moments of a weight arrive; do nothing for None, or before its first step."""
+        """Start to copy the moments of a weight to its device.
+
+        Do nothing for None, or before the first step of a weight, when it has no moments.
+        """
         if weight is None:
             return
         state = self._state.get(weight, {})
-        arriving = {
+        # Allocate on the current stream, and copy on the other.
+        on_device = {
             moment: torch.empty_like(host_tensor, device=weight.device)
             for moment, host_tensor in self._host_moments.get(weight, {}).items()
             if moment in state
         }
         with _after_current(self._arrivals):
-            for moment, on_device in arriving.items():
-                on_device.copy_(state[moment], non_blocking=True)
-        state.update(arriving)
+            for moment, arriving in on_device.items():
+                arriving.copy_(state[moment], non_blocking=True)
+        state.update(on_device)
 
     def await_arrival(self) -> None:
-        """Let the current stream wait for the moments that were fetched."""
+        """Make the current stream wait for the moments that were fetched."""
         if self._arrivals is not None:
             torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def send_back(self, weight: Tensor) -> None:
-        """Let the moments of a weight leave, and free those of the weight before it."""
+        """Start to copy the moments of a weight to the host, and free those of the previous weight."""
         state = self._state.get(weight, {})
         leaving = []
         with _after_current(self._departures):
@@ -149,7 +154,7 @@ class _Visits:
 
 @contextlib.contextmanager
 def _after_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launch what the block launches on a stream, after what the current stream was given; None: no GPU."""
+    """Launch the block's operations on a stream, after those that the current stream has; None: no GPU."""
     if stream is None:
         yield
         return

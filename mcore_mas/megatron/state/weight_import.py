@@ -36,10 +36,12 @@ class Sharding:
 
     Attributes:
         fill: fills a rank's shard in place; called with the shard, the full tensors, the
-            architecture, the number of ranks and the rank. The allocator would keep part of the
-            memory of temporary copies, which over many weights is a good part of a model.
-        join: returns the blocks of rows of each full tensor; called with all shards, the
-            architecture and the number of full tensors. Whole rows are not copied.
+            architecture, the number of ranks and the rank. A new tensor for each shard would cost
+            memory: the allocator keeps part of the memory of temporary copies, which over many
+            weights adds up to a good part of a model.
+        join: returns each full tensor as a list of blocks of rows; called with all shards, the
+            architecture and the number of full tensors. The blocks are views of the shards, unless
+            each shard has only some columns.
     """
 
     fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], object]
@@ -71,7 +73,7 @@ def _fill_qkv(
 
 
 def _qkv_group_rows(architecture: Architecture) -> list[int]:
-    """Return the rows of a group's queries, key and value."""
+    """Return the numbers of rows of a group's queries, key and value."""
     query_rows = architecture.heads // architecture.kv_heads * architecture.head_dim
     return [query_rows, architecture.head_dim, architecture.head_dim]
 
@@ -267,9 +269,9 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
 
 
 def _expert_numbers(name: str) -> range:
-    """Return the experts that a Megatron parameter holds.
+    """Return the numbers of the experts that a Megatron parameter holds.
 
-    For other parameters, return a single number, which the names of their tensors do not contain.
+    A parameter without experts gets a single number, 0, which the names of its tensors do not contain.
     """
     match = EXPERT_NUMBER.search(name)
     if match is None:

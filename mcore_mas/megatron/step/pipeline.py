@@ -283,9 +283,9 @@ class Pipeline:
         return output[0].new_zeros(()), {"score": output[0]}
 
     def _row_gradients(self, stage_input: _StageInput) -> RowGradients | None:
-        """Return a function of the gradients of the loss by rows of the head, for `logprobs_and_entropy`.
+        """Return a function that `logprobs_and_entropy` calls for the gradients of the loss of some rows.
 
-        None if the gradient of a row depends on other rows, or if there is no backward pass.
+        Return None if the gradient of a row depends on other rows, or if there is no backward pass.
         """
         objective = self._spec.objective
         is_by_token = isinstance(objective, Objective) and objective.is_by_token
@@ -408,8 +408,8 @@ def reports_outputs() -> bool:
 def _gather_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
     """Gather the values of all context-parallel ranks, in the order of the micro-batch's rows.
 
-    Every rank computes the same loss from them, so the gradient of a value is whole already,
-    and each rank takes the gradients of its own values.
+    In the backward pass no gradients are summed over ranks: every rank computes the same loss of all
+    rows, so each has the complete gradients of its own values.
 
     Args:
         values: [k, n] of this rank.

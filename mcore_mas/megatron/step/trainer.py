@@ -143,7 +143,8 @@ class MegatronTrainer:
             reference: True to compute them with the frozen weights of `spec.model`. These are read
                 on first use and kept as one copy of the shard in host memory; a policy with
                 adapters leaves its adapters out and needs no copy.
-            version: version whose weights `keep_version` has copied, to compute them with these.
+            version: compute them with the weights of this version, which `keep_version` has copied;
+                None: with the present weights.
 
         Returns:
             Scores [N] float32 of each micro-batch, on the CPU and the same on every rank.
@@ -155,8 +156,8 @@ class MegatronTrainer:
         if not reference:
             return self._pipeline.score(microbatches)
 
-        # The weights that are put back afterwards must be whole. The recorded routing is left out,
-        # because the engine did not sample with the reference.
+        # The present weights are put back afterwards, so they must be gathered before. The recorded
+        # routing is left out, because the engine did not sample with the reference.
         self._gather_weights()
         microbatches = [replace(batch, routing=None) for batch in microbatches]
         with self._model.reference():
