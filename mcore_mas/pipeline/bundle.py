@@ -26,7 +26,7 @@ import yaml
 
 from mcore_mas import PACKAGES, SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
-from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+from mcore_mas.reports.paper_results import Provenance, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, tables_of
 from retrieval.regular_files import open_regular
 from rollout.base.digests import sha256
@@ -178,11 +178,11 @@ def _check_table(path: Path, members: Mapping[str, bytes], folder: Path) -> str:
             _check_metrics(f"{path}, {name}", json.loads(members[name]))
 
     files = {key: [folder / name for name in names] for key, names in record["evaluations"].items()}
-    made_from = MadeFrom(**{field.name: record[field.name] for field in fields(MadeFrom)})
+    provenance = Provenance(**{field.name: record[field.name] for field in fields(Provenance)})
     csv_file = folder / "again.csv"
     markdown_file = folder / "again.md"
     table = PaperTable.load("table", folder)
-    make_paper_table(table, files, made_from, csv_file, markdown_file)
+    make_paper_table(table, files, provenance, csv_file, markdown_file)
 
     for name, file in zip(_TABLE_FILES, (csv_file, markdown_file), strict=True):
         recomputed = file.read_text(encoding="utf-8").splitlines()
@@ -196,7 +196,7 @@ def _check_table(path: Path, members: Mapping[str, bytes], folder: Path) -> str:
                 )
     return (
         f"the table of {len(files)} evaluations is what their per-task scores give "
-        f"(commit {made_from.commit})"
+        f"(commit {provenance.commit})"
     )
 
 

@@ -185,6 +185,10 @@ def describe(team: TeamCost, student: TeamCost) -> list[str]:
 def _read_successes(run: Path, newest: int | None) -> list[Trajectory]:
     """Return the recorded training trajectories with success 1.
 
+    Args:
+        run: folder of the run.
+        newest: number of newest steps whose trajectories are read; None: all steps.
+
     Raises:
         ConfigError: there are none.
     """

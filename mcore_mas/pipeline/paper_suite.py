@@ -244,7 +244,7 @@ def write_paper_table(
     """
     # These modules import pandas, which planning a table does not need.
     from mcore_mas.reports.costs import run_costs
-    from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+    from mcore_mas.reports.paper_results import Provenance, make_paper_table
     from mcore_mas.reports.published_values import known_deviations
 
     table = PaperTable.load(name)
@@ -257,15 +257,15 @@ def write_paper_table(
         key=lambda path: path.stem == "trained",
     )
     state_by_run = {path.parent.parent: path.stem for path in evaluated}
-    made = MadeFrom(
+    provenance = Provenance(
         scale=scale,
         seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in state_by_run}),
         commit=", ".join(_commits(evaluated)),
         costs=[run_costs(run, state) for run, state in state_by_run.items()],
         deviations=known_deviations(table),
     )
-    make_paper_table(table, files, made, out.with_suffix(".csv"), out)
-    record = {"table": name, "evaluations": dict(evaluations), **asdict(made)}
+    make_paper_table(table, files, provenance, out.with_suffix(".csv"), out)
+    record = {"table": name, "evaluations": dict(evaluations), **asdict(provenance)}
     write_json(out.with_suffix(".json"), record)
 
 

@@ -390,11 +390,14 @@ def _compose_run(
 def _assign_cold_starts(
     runs: dict[str, dict[str, Any]], *, shared: bool
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Assign a cold start to each run whose config has a section of this name.
+    """Choose for each run with a section `cold_start` the run that makes its cold start.
+
+    If cold starts are shared, this is the first run with the same settings of the cold start, and
+    else the run itself.
 
     Returns:
-        The run whose cold start each run begins with, and the configs of all runs. If cold starts
-        are shared, the config of a run names the models of the run that makes its cold start.
+        By run, the run that makes its cold start; and the configs of all runs. A config that shares
+        the cold start of another run names the models of that run, and has no section `cold_start`.
     """
     cold_started = {
         run: config for run, config in runs.items() if config.get("cold_start") is not None

@@ -13,8 +13,8 @@ def render_page(template: str, **values: Any) -> str:
     """Render a file of templates/ with values.
 
     On a web page every value is escaped. Control and bidirectional characters, which a browser
-    would obey, are written out. Should an escape ever be missing, the page's own content security
-    policy lets nothing run and nothing load.
+    would obey, are shown as escapes such as `\\x1b`. Should an escape ever be missing, the page's own
+    content security policy lets nothing run and nothing load.
     """
     return _TEMPLATES.get_template(template).render(values)
 
@@ -26,8 +26,8 @@ def embed_page(page: str) -> Markup:
     ).format(page)
 
 
-def _write_out_controls(value: Any) -> Any:
-    """Write out control characters of a text, unless it is the escaped output of a macro."""
+def _escape_controls(value: Any) -> Any:
+    """Return a value with its control characters as escapes, unless it is the escaped output of a macro."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return escape_text(value)
     return value
@@ -37,7 +37,7 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     # Markdown pages have names, numbers and reasons, and no text of models.
     autoescape=select_autoescape(disabled_extensions=("md.jinja",), default=True),
-    finalize=_write_out_controls,
+    finalize=_escape_controls,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -22,8 +22,8 @@ _POSITION = ("block", "row", "column", "metric")  # the position of a cell in a 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeFrom:
-    """Inputs of a table besides scores, which its head and its last sections show."""
+class Provenance:
+    """Origin of a table's scores: settings, code and costs of its runs, and deviations from the paper."""
 
     scale: str
     seeds: Sequence[int]
@@ -102,7 +102,7 @@ def _paired_differences(
 def make_paper_table(
     table: PaperTable,
     files: Mapping[str, Sequence[Path]],
-    made: MadeFrom,
+    provenance: Provenance,
     csv: Path,
     markdown: Path,
 ) -> None:
@@ -111,7 +111,7 @@ def make_paper_table(
     Args:
         table: the paper's table.
         files: files of the evaluations, one for each seed, by `experiment/state`.
-        made: inputs besides scores.
+        provenance: origin of the scores.
         csv: the CSV file.
         markdown: the Markdown file.
 
@@ -125,16 +125,16 @@ def make_paper_table(
     ]
     seed_count = len(next(iter(files.values())))
     frame = pd.DataFrame([*cells, *differences]).assign(
-        scale=made.scale, commit=made.commit, seeds=seed_count
+        scale=provenance.scale, commit=provenance.commit, seeds=seed_count
     )
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
         "paper_table.md.jinja",
         table=table,
-        made=made,
+        provenance=provenance,
         blocks=_by_block(cells),
         differences=_by_block(differences),
-        costs=markdown_table(pd.DataFrame(made.costs).fillna("")),
+        costs=markdown_table(pd.DataFrame(provenance.costs).fillna("")),
     )
     write_text(markdown, page)
 

@@ -53,9 +53,10 @@ class Ratings:
 
 
 def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
-    """Fit ratings by maximum likelihood: the first player's log-odds are first_move + rating − rating.
+    """Fit ratings by maximum likelihood.
 
-    Every pair gets one drawn game more, so that a player who has won all games has a finite rating.
+    The log-odds that the player who moves first wins are first_move + its rating − the other's rating.
+    One drawn game is added to every pair, so that a player who has won all games has a finite rating.
     Intervals are those of independent games, from the inverse of the Fisher information.
 
     Args:

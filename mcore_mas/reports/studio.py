@@ -245,7 +245,7 @@ def shorten(text: str, letters: int) -> str:
 
 
 def escape_texts(value: Any) -> Any:
-    """Return a JSON value with control characters in its texts written out."""
+    """Return a JSON value with the control characters of its texts as escapes."""
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, Mapping):

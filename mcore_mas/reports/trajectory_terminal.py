@@ -29,7 +29,7 @@ _QUESTION_CHARS = 60  # of a task in a list
 
 
 def plain_text(text: str, style: str = "") -> Text:
-    """Return a text for the terminal, whose control characters are written out."""
+    """Return a text for the terminal, with its control characters as escapes."""
     return Text(escape_text(text), style=style)
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+from mcore_mas.reports.paper_results import Provenance, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.published_values import known_deviations
 
@@ -44,7 +44,7 @@ def test_marti_by_hand(tmp_path: Path) -> None:
         ]
         for experiment, state in table.evaluations
     }
-    made = MadeFrom(
+    provenance = Provenance(
         scale="tiny",
         seeds=[1],
         commit="abc",
@@ -52,7 +52,7 @@ def test_marti_by_hand(tmp_path: Path) -> None:
         deviations=["`r`: other lengths"],
     )
     out = tmp_path / "t.md"
-    make_paper_table(table, files, made, tmp_path / "t.csv", out)
+    make_paper_table(table, files, provenance, tmp_path / "t.csv", out)
     with (tmp_path / "t.csv").open() as lines:
         rows = {
             (row["row"], row["column"], row["policy_state"]): row for row in csv.DictReader(lines)
@@ -97,8 +97,8 @@ def test_a_source_without_scores_of_one_team_is_left_out_of_differences(tmp_path
         ]
         for experiment, state in table.evaluations
     }
-    made = MadeFrom(scale="tiny", seeds=[1], commit="abc", costs=[], deviations=[])
-    make_paper_table(table, files, made, tmp_path / "t.csv", tmp_path / "t.md")
+    provenance = Provenance(scale="tiny", seeds=[1], commit="abc", costs=[], deviations=[])
+    make_paper_table(table, files, provenance, tmp_path / "t.csv", tmp_path / "t.md")
     with (tmp_path / "t.csv").open() as lines:
         rows = {(row["row"], row["column"]): row for row in csv.DictReader(lines)}
     gain = [rows["MAD 2 x 2 + RL - Pass@1 + RL", column] for column in table.columns]
