@@ -50,8 +50,8 @@ class Abandoned(Exception):
 class _Ending:
     """The way in which this process ends at once, without unwinding its stack."""
 
-    prefix: str = ""  # of its last line
-    status: int = 143  # if its state is saved
+    prefix: str = ""  # beginning of its last line
+    status: int = 143  # exit status after its state is saved
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # called before the end
 
 
@@ -202,7 +202,8 @@ class StopSignal:
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it listens
         self._listener: asyncio.Task[Any] | None = None  # the task that takes the steps
         self._working: asyncio.Future[Any] | None = None  # work that may be cancelled
-        self._interrupts = False  # True while the next SIGURG is one to interrupt blocking code
+        # True if `_interrupt_while_blocked` has sent a SIGURG that is not handled yet.
+        self._sent_interruption = False
         self._has_interrupted = False
 
     @property
@@ -251,14 +252,14 @@ class StopSignal:
 
     def responds(self, patience_s: float) -> bool:
         """Return False if the run's event loop is blocked for `patience_s`; called from another thread."""
-        turned = threading.Event()
+        answered = threading.Event()
         if self._loop is None:
             return True
         try:
-            self._loop.call_soon_threadsafe(turned.set)
+            self._loop.call_soon_threadsafe(answered.set)
         except RuntimeError:  # the loop is closed
             return True
-        return turned.wait(patience_s)
+        return answered.wait(patience_s)
 
     def end_soon(self, stopped: Stopped) -> None:
         """Note that the run has stopped; after an urgent signal, bound the time until the process ends.
@@ -342,9 +343,9 @@ class StopSignal:
             await cancel_tasks([working, waiting], self.patience_s)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread, in the middle of whatever it does."""
-        if number == signal.SIGURG and self._interrupts:
-            self._interrupts = False
+        """Handle a stop signal, or an interruption, in the middle of whatever the main thread does."""
+        if number == signal.SIGURG and self._sent_interruption:
+            self._sent_interruption = False
             self._interrupt(frame)
             return
         if self._has_signal or self.requested:
@@ -370,7 +371,7 @@ class StopSignal:
             if self.responds(patience_s):
                 self.is_settled.wait(_AGAIN_S)
                 continue
-            self._interrupts = True
+            self._sent_interruption = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
             patience_s = _AGAIN_S
 

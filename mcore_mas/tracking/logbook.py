@@ -139,8 +139,9 @@ def _other_senders(
     Raises:
         ConfigError: the library of a tracker is not installed.
     """
-    for problem in missing_libraries(config):
-        raise ConfigError(problem)
+    problems = list(missing_libraries(config))
+    if problems:
+        raise ConfigError(problems[0])
     offset = path.stat().st_size
     return [
         MetricsSender(name, partial(WRITERS[name], config, first_step), path, warn, offset=offset)

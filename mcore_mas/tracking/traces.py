@@ -73,7 +73,7 @@ class TraceSender:
         self._thread.start()
 
     def send(self, traced: Sequence[TracedTrajectory]) -> None:
-        """Have trajectories traced. They are dropped if MLflow is so slow that 64 are waiting."""
+        """Queue trajectories to be traced. They are dropped while 64 are waiting for a slow MLflow."""
         for item in traced:
             if self._waiting.qsize() < _MAX_WAITING:
                 self._waiting.put(item)

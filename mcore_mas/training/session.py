@@ -37,10 +37,10 @@ async def train_session(
         " while it was loading; the same command continues",
     )
     opponents = session.rollouts.opponents
-    resent: list[Resender] = list(session.weight_sync.values())
+    resenders: list[Resender] = list(session.weight_sync.values())
     if opponents is not None:
-        resent += opponents.with_past
-    async with resend_lost_weights(resent):
+        resenders += opponents.with_past
+    async with resend_lost_weights(resenders):
         if checkpoint is None:
             await train_steps(session, 0)
         else:
@@ -87,7 +87,7 @@ async def load_weights(
 
 
 async def _restore(session: TrainingSession, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint into all ranks, and sync its weights to the engines under their old version."""
+    """Load a checkpoint into all ranks, and sync its weights to the engines under their saved version."""
     for name, group in session.groups.items():
         await group.restore(checkpoint.folder / name)
     versions = checkpoint.state.get("versions", {})

@@ -59,8 +59,8 @@ class TrainingSession:
         stop: set by signals that end the run.
         after_step: called after every step, if the caller follows the run.
         credit_watch: checks the advantages of every step.
-        unheeded_fields: fields of agent programs' calls that the gateway ignores, as far as the
-            log has named them already.
+        unheeded_fields: fields of agent programs' calls that the gateway ignores and that the log
+            has named already.
     """
 
     config: RunConfig

@@ -120,9 +120,9 @@ class WeightSync:
 
 
 @asynccontextmanager
-async def resend_lost_weights(syncs: Iterable[Resender]) -> AsyncIterator[None]:
-    """Send weights again, for this block, to engines that have lost them."""
-    tasks = [asyncio.create_task(sync.resend_when_lost()) for sync in syncs]
+async def resend_lost_weights(resenders: Iterable[Resender]) -> AsyncIterator[None]:
+    """Send weights again, during this block, to engines that have lost them."""
+    tasks = [asyncio.create_task(resender.resend_when_lost()) for resender in resenders]
     try:
         yield
     finally:
