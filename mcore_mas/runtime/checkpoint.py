@@ -215,8 +215,16 @@ class Checkpoints:
     @property
     def newest_step(self) -> int:
         """Number of steps of the newest saved state; 0 if there is none."""
-        steps = [int(folder.name.removeprefix("step_")) for folder in _step_folders(self._folder)]
-        return max(steps, default=0)
+        return max(map(_step_of, _step_folders(self._folder)), default=0)
+
+    @property
+    def oldest_restart(self) -> int:
+        """Number of steps of the oldest state that is saved for a restart; 0 if there is none.
+
+        A restart continues from it if the newer checkpoints turn out to be damaged.
+        """
+        for_restarts = _step_folders(self._folder)[-self._keep :]
+        return min(map(_step_of, for_restarts), default=0)
 
     def rate(self, step: int, metric: float) -> None:
         """Add the metric to a checkpoint that was saved without it."""
@@ -291,7 +299,7 @@ class Checkpoints:
 def newest_checkpoint(
     folder: Path, identity: Identity, warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Return the newest valid checkpoint in a folder that another process may use; nothing is renamed."""
+    """Return the newest valid checkpoint, without renaming the others: a process may be using the folder."""
     checkpoint, refused = _find_newest(folder, identity)
     for other, problem in refused:
         warn(f"{other}: {problem}")
@@ -323,6 +331,10 @@ def _find_newest(
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders of all checkpoints, oldest first."""
     return sorted(folder.glob("step_*"))
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def _epoch(folder: Path) -> int:

@@ -128,7 +128,9 @@ async def _keep_for_opponents(session: TrainingSession, steps: int) -> None:
     """
     opponents = session.rollouts.opponents
     if opponents is not None:
-        await opponents.keep(steps, session.groups, oldest_restart=session.checkpoints.newest_step)
+        await opponents.keep(
+            steps, session.groups, oldest_restart=session.checkpoints.oldest_restart
+        )
 
 
 async def _validate_and_report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:

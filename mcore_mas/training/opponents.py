@@ -25,7 +25,7 @@ from rollout.records.trajectory import Group
 
 _FIRST_RATING = 1000.0
 _RATING_STEP = 32.0  # points by which a rating changes if a score is 1 above the expected one
-_TRAINED = "trained"  # key of the trained policies among the ratings
+_TRAINED = "trained"  # key of the trained policies in `Opponents.ratings`
 
 
 class Opponents:
@@ -98,7 +98,7 @@ class Opponents:
         Args:
             step: number of steps taken.
             groups: trainers by policy.
-            oldest_restart: step from which a restart would continue; its members are not removed.
+            oldest_restart: earliest step that a restart may continue with; its members are not removed.
         """
         for opponent in self.with_past:
             assert opponent.past is not None
@@ -141,17 +141,17 @@ class Opponents:
 
 
 class Opponent:
-    """An opponent: a frozen policy, which may play with earlier weights of a trained one.
+    """A frozen policy that the trained agents play against, with its own model or earlier weights of theirs.
 
-    A member is the number of steps after which the weights that it plays with were kept; 0 is its
-    own model. The members of a step are a function of its number, so that a run that continues from
-    a checkpoint chooses among the same ones.
+    It plays as one of its *members*: member 0 has the opponent's own model, and member N the weights
+    that the policy `past.of` had after N steps. The members of a step are a function of the step's
+    number, so that a run that continues from a checkpoint chooses among the same ones.
 
     Attributes:
         share: probability that it plays in the games of a task.
         agents: trained agents that it may play.
-        past: earlier weights that it plays with; None: those of its own model.
-        member: member of the present step.
+        past: earlier weights that it plays with; None: it only plays with its own model.
+        member: member that plays in the present step.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class Opponent:
         self._folder = config.folder / "train" / "opponents" / policy
 
     def key(self, member: int) -> str:
-        """Return the key of a member among the ratings."""
+        """Return the key of a member in `Opponents.ratings`."""
         return f"{self._policy}/{member}"
 
     def members(self, step: int) -> list[int]:
-        """Return the members among which a step chooses, the oldest first."""
+        """Return the members that can play in a step, the oldest first."""
         if self.past is None:
             return [0]
         return list(range(0, step + 1, self.past.every))[-self.past.size :]
@@ -187,7 +187,8 @@ class Opponent:
         """Return the member that plays in a step.
 
         Args:
-            rating: returns the rating of a key.
+            step: number of the step.
+            rating: returns the rating of a key in `Opponents.ratings`.
         """
         members = self.members(step)
         if self.past is None or self.past.choose == "newest":
@@ -220,7 +221,13 @@ class Opponent:
                 self._engine.abort_update(error)
 
     async def keep(self, step: int, group: TrainerGroup, *, oldest_restart: int) -> None:
-        """Save the weights of a trainer after `step` steps; remove those that no later step can choose."""
+        """Save the weights of a trainer after `step` steps; remove those that no later step can choose.
+
+        Args:
+            step: number of steps taken.
+            group: trainer of the policy `past.of`.
+            oldest_restart: earliest step that a restart may continue with; its members are not removed.
+        """
         folder = self._folder / str(step)
         await retry_while_full(partial(group.write_model, folder), folder)
         oldest = min(self.members(min(step, oldest_restart)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.models.tensors import read_tensors
 from rollout.records.files import read_trajectories
 from tests.support.chat_server import chat_server, says
+from tests.support.checkpoints import open_, save
 from tests.support.in_process import training_here
 from tests.support.replay import sample_again
 from tests.support.run_folder import make_run, metrics_of
@@ -136,6 +138,40 @@ def test_ratings_follow_the_scores() -> None:
     # Equal ratings expect 1/2; a quarter of 32 points goes from one to the other.
     assert opponents.ratings == {"trained": 1008.0, "rival/0": 992.0}
     assert opponents.record(0, []) == {}
+
+
+class WeightsOfSteps:
+    """A trainer whose models are empty folders."""
+
+    async def write_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+
+def test_weights_that_a_restart_may_play_with_are_kept(tmp_path: Path) -> None:
+    config = config_of(
+        RIVAL,
+        "opponents={rival: {past: {of: shared, every: 2, size: 1}}}",
+        f"results={tmp_path}",
+    )
+    kept_weights = config.folder / "train" / "opponents" / "rival"
+    trainers: Any = {"shared": WeightsOfSteps()}
+    checkpoints = open_(tmp_path / "checkpoints", keep=2)
+
+    def keep(*steps: int) -> set[str]:
+        opponents = Opponents(config, {})
+        for step in steps:
+            oldest = checkpoints.oldest_restart
+            asyncio.run(opponents.keep(step, trainers, oldest_restart=oldest))
+        return {folder.name for folder in kept_weights.iterdir()}
+
+    assert checkpoints.oldest_restart == 0
+    # A restart from the beginning plays all steps again, and keeps all weights again.
+    assert keep(2, 4) == {"2", "4"}
+    # If the checkpoint of step 4 is damaged, the run continues from step 2, with the weights of step 2.
+    save(checkpoints, 2, 4)
+    assert keep(6, 8) == {"2", "4", "6", "8"}
+    save(checkpoints, 6)
+    assert keep(10) == {"4", "6", "8", "10"}
 
 
 @pytest.mark.parametrize(
