@@ -231,7 +231,7 @@ class Opponent:
         folder = self._folder / str(step)
         await retry_while_full(partial(group.write_model, folder), folder)
         oldest = min(self.members(min(step, oldest_restart)))
-        for other in self._folder.iterdir():
+        for other in self._folder.glob("[0-9]*"):  # a killed rank may have left a hidden folder
             if int(other.name) < oldest:
                 remove_path(other)
 

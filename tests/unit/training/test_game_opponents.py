@@ -174,6 +174,17 @@ def test_weights_that_a_restart_may_play_with_are_kept(tmp_path: Path) -> None:
     assert keep(10) == {"4", "6", "8", "10"}
 
 
+def test_a_rank_that_was_killed_while_it_wrote_weights_stops_no_later_step(tmp_path: Path) -> None:
+    config = config_of(
+        RIVAL, "opponents={rival: {past: {of: shared, every: 1}}}", f"results={tmp_path}"
+    )
+    kept_weights = config.folder / "train" / "opponents" / "rival"
+    (kept_weights / ".2.partial").mkdir(parents=True)
+    trainers: Any = {"shared": WeightsOfSteps()}
+    asyncio.run(Opponents(config, {}).keep(1, trainers, oldest_restart=0))
+    assert {folder.name for folder in kept_weights.iterdir()} == {".2.partial", "1"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
