@@ -28,8 +28,9 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     """
     config = RunConfig.load(config_path)
     for split, tasks in make_tasks(config.data, config.seed).items():
-        for problem in answer_problems(config.env.name, tasks):
-            raise RecordError(problem)
+        problems = list(answer_problems(config.env.name, tasks))
+        if problems:
+            raise RecordError(problems[0])
         write_tasks(out_dir / f"{split}.parquet", tasks)
 
     passages_path = out_dir / "passages.jsonl"
