@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.machine import device, say, start_trainer, stop_trainer, time_call
 from benchmarks.gpu.shapes import MODELS, Forest, make_batch
-from mcore_mas.equations.divergence import GAP_BOUNDS
+from mcore_mas.equations.agreement import GAP_BOUNDS
 from mcore_mas.megatron.batch import Microbatch
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.gpu_decoder import make_decoder

@@ -58,7 +58,7 @@ REGISTRIES = {
     "estimators": NameSource("mcore_mas.equations.advantages", "ESTIMATORS", "advantage"),
     "filters": NameSource("mcore_mas.equations.filters", "FILTERS", "filter"),
     "losses": NameSource("mcore_mas.equations.losses", "LOSSES"),
-    "corrections": NameSource("mcore_mas.equations.divergence", "CORRECTIONS"),
+    "corrections": NameSource("mcore_mas.equations.corrections", "CORRECTIONS"),
     "aggregations": NameSource("mcore_mas.equations.losses", "AGGREGATIONS"),
     "engines": NameSource("rollout.engines.registry", "ENGINES", "engine"),
     "tools": NameSource("rollout.environments", "TOOLS", "tool"),

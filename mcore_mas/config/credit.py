@@ -6,7 +6,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from mcore_mas.config.estimators import AdvantageConfig
-from mcore_mas.equations.divergence import CORRECTIONS, KLName
+from mcore_mas.equations.corrections import CORRECTIONS
+from mcore_mas.equations.kl import KLName
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
 from rollout.base.options import Registry

@@ -36,7 +36,7 @@ from mcore_mas.equations.advantages import (
     REQUIRED_COLUMN,
     estimator_grouping,
 )
-from mcore_mas.equations.divergence import Precision
+from mcore_mas.equations.agreement import Precision
 from mcore_mas.equations.filters import filter_grouping
 from rollout.base.error_lines import error_line
 from rollout.base.lookup import UnknownName, lookup

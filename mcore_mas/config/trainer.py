@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from mcore_mas.equations.divergence import Figure
+from mcore_mas.equations.agreement import Figure
 from rollout.base.section import Section
 from rollout.teams.replays import Replays
 from rollout.teams.tree import Branching

@@ -21,7 +21,7 @@ from mcore_mas.equations.advantages import (
     REQUIRED_COLUMN,
     TOKEN_LEVEL_ESTIMATORS,
 )
-from mcore_mas.equations.divergence import KLName, kl_penalty
+from mcore_mas.equations.kl import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
 
 _ID_COLUMNS = ("policy", "task", "agent", "trajectory", "state")

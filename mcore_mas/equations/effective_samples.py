@@ -10,7 +10,7 @@ Source: Kong 1992; for asynchronous RL, VCPO, arXiv 2602.17616.
 import math
 from collections.abc import Mapping
 
-from mcore_mas.equations.divergence import bounded_exp
+from mcore_mas.equations.log_ratios import bounded_exp
 from mcore_mas.equations.tensors import Tensor, torch
 
 # Names of the sums over replies of 1, w and w². A statistic whose name ends in "_count" is summed over all ranks.

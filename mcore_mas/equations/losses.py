@@ -21,14 +21,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from mcore_mas.equations.divergence import (
-    CORRECTIONS,
-    KL_ESTIMATES,
-    KLName,
-    at_level,
-    bounded_exp,
-    k3,
-)
+from mcore_mas.equations.corrections import CORRECTIONS
+from mcore_mas.equations.kl import KL_ESTIMATES, KLName, k3
+from mcore_mas.equations.log_ratios import at_level, bounded_exp
 from mcore_mas.equations.tensors import Tensor, torch
 from rollout.base.section import Share
 

@@ -21,13 +21,9 @@ from mcore_mas.credit.samples import (
     weigh,
     with_proximal,
 )
+from mcore_mas.equations.agreement import GAP_BOUNDS, describe_disagreement, is_gap_metric
 from mcore_mas.equations.balance import gradient_shares
-from mcore_mas.equations.divergence import (
-    GAP_BOUNDS,
-    AdaptiveKL,
-    describe_disagreement,
-    is_gap_metric,
-)
+from mcore_mas.equations.kl import AdaptiveKL
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import PackedSamples, saved_token_share
 from mcore_mas.runtime.errors import TrainingError

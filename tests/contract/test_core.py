@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.equations.divergence import KL_ESTIMATES
 from mcore_mas.equations.filters import FILTERS
+from mcore_mas.equations.kl import KL_ESTIMATES
 from mcore_mas.equations.losses import LOSSES, TokenBatch
 from tests.support.turns import make_turns
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.equations.advantages import ESTIMATORS
-from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
+from mcore_mas.equations.corrections import CORRECTIONS
 from mcore_mas.equations.filters import FILTERS
+from mcore_mas.equations.kl import KL_ESTIMATES
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, ValueObjective
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.divergence import GAP_BOUNDS, describe_disagreement
+from mcore_mas.equations.agreement import GAP_BOUNDS, describe_disagreement
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -48,7 +48,7 @@ The engine is a Hugging Face model in bfloat16 that samples token by token with 
 Megatron in bfloat16, on the packed sequences. Both have the weights of one tiny model (width 64), which was trained for
 {steps} steps on a small language from random weights. In all rows but the first of each depth, some tensors of the
 engine are older. The differences of log-probabilities are in nats, over {tokens} tokens in each row. A run stops beyond
-mean {mean}, k3 {k3} or p99 {p99} (`GAP_BOUNDS` in `mcore_mas/equations/divergence.py`). In float32, the bound is
+mean {mean}, k3 {k3} or p99 {p99} (`GAP_BOUNDS` in `mcore_mas/equations/agreement.py`). In float32, the bound is
 {maximum} on the maximum.
 
 | layers | the engine's weights | mean | k3 | p99 | max | beyond 1 nat | run |

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
+from mcore_mas.equations.corrections import CORRECTIONS
+from mcore_mas.equations.kl import KL_ESTIMATES
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, Objective, ValueObjective
 from tests.exactness.formulas import CASES, VALUE_CASES, Case
 from tests.exactness.objectives import (

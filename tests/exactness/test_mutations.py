@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_mas.equations import losses
-from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
+from mcore_mas.equations.corrections import CORRECTIONS
+from mcore_mas.equations.kl import KL_ESTIMATES
 from tests.exactness.formulas import CASES, VALUE_CASES
 from tests.exactness.objectives import ObjectiveMeasurement, measure_objectives, objective_jobs
 from tests.exactness.rows import Row

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.equations.divergence import GAP_BOUNDS, describe_disagreement
+from mcore_mas.equations.agreement import GAP_BOUNDS, describe_disagreement
 from mcore_mas.planning.memory import TrainerSettings, activation_bytes
 from rollout.models.architecture import read_architecture
 from rollout.models.layout import ParallelLayout

@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from mcore_mas.equations.divergence import gap_statistics
+from mcore_mas.equations.agreement import gap_statistics
 from mcore_mas.equations.effective_samples import reply_statistics
 from mcore_mas.equations.losses import Objective, TokenBatch
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_mas.equations.divergence import histogram_quantile, log_histogram
+from mcore_mas.equations.histograms import histogram_quantile, log_histogram
 
 # Statistics of a micro-batch by name: [N], one number for each row, or one number for each reply.
 TokenStatistics = dict[str, Tensor]

@@ -16,7 +16,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.credit import CorrectionConfig, LossConfig
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
+from mcore_mas.equations.kl import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
 from rollout.base.errors import OptionsError
 from rollout.base.options import Registry, json_schema

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.equations.divergence import KL_ESTIMATES, AdaptiveKL, k1, k2, k3, kl_penalty
+from mcore_mas.equations.kl import KL_ESTIMATES, AdaptiveKL, k1, k2, k3, kl_penalty
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 
