@@ -64,9 +64,7 @@ def restarted_session(
         recipe: digest of the recipe that collected steps must have.
     """
     settings = [*SETTINGS, f"+trainer.staleness={staleness}", *overrides]
-    run = simulated_run(folder, *settings, seconds=lambda _: update_s)
-    for engine in engines_of(run).values():
-        engine.__class__ = CountingEngine
+    run = simulated_run(folder, *settings, seconds=lambda _: update_s, engine_class=CountingEngine)
 
     checkpoint = run.checkpoints.newest(print)
     first_step = checkpoint.step if checkpoint else 0

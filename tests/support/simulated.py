@@ -192,6 +192,7 @@ def simulated_run(
     seconds: Callable[[int], float] = lambda _: 0.0,
     hand_over_s: float = 0.0,
     report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
+    engine_class: type[SimulatedEngine] = SimulatedEngine,
 ) -> TrainingSession:
     """Return a run of the math team; policies `solver` and `verifier` have simulated engines."""
     settings = [
@@ -212,7 +213,7 @@ def simulated_run(
         )
         for number in range(4 * config.trainer.tasks_per_step)
     ]
-    engines = {name: SimulatedEngine(tokens, hand_over_s=hand_over_s) for name in config.policies}
+    engines = {name: engine_class(tokens, hand_over_s=hand_over_s) for name in config.policies}
     return make_session(
         config,
         folder,

@@ -1,13 +1,12 @@
 """Trainings of `simulated_run` in virtual time, for tests of the schedule of steps."""
 
 import asyncio
-from typing import Any
 
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Trajectory
-from tests.support.simulated import SimulatedEngine, engines_of
+from tests.support.simulated import engines_of
 from tests.support.virtual_time import run_virtually
 
 # Two tasks with two trajectories each.
@@ -30,10 +29,3 @@ def train(session: TrainingSession, first: int = 0) -> None:
 def written_trajectories(session: TrainingSession, step: int) -> list[Trajectory]:
     """Return the trajectories in the file of a step."""
     return read_trajectories(session.rollouts.collected.path(step))
-
-
-def replace_engine_class(session: TrainingSession, engine_class: type[SimulatedEngine]) -> None:
-    """Let the engines of a run be of a class that overrides some methods."""
-    engine: Any
-    for engine in engines_of(session).values():
-        engine.__class__ = engine_class

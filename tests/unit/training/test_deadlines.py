@@ -29,7 +29,6 @@ from tests.support.simulated import (
 )
 from tests.support.simulated_training import (
     SMALL_STEPS,
-    replace_engine_class,
     train,
     written_trajectories,
 )
@@ -106,8 +105,8 @@ def test_the_deadline_of_a_step_includes_its_extra_batches(tmp_path: Path) -> No
             "filter={name: informative, resample: 2}",
             *overrides,
             tokens=lambda seed: 12,
+            engine_class=AgreeingEngine,
         )
-        replace_engine_class(session, AgreeingEngine)
         return collect(session)
 
     batch, took_s = collect_with("without_deadline")
@@ -152,9 +151,13 @@ class TestLateTrajectories:
                 return await super().stream(prompt_ids, sampling, hear)
 
         session = simulated_run(
-            folder, *SMALL_STEPS, *self.OVERRIDES, *overrides, tokens=lambda seed: 12
+            folder,
+            *SMALL_STEPS,
+            *self.OVERRIDES,
+            *overrides,
+            tokens=lambda seed: 12,
+            engine_class=SlowEngine,
         )
-        replace_engine_class(session, SlowEngine)
         log = Log()
         session = replace(session, logbook=log)  # type: ignore[arg-type]
         run_virtually(train_steps(session, 0))

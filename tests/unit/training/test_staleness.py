@@ -31,7 +31,6 @@ from tests.support.simulated import (
 )
 from tests.support.simulated_training import (
     SMALL_STEPS,
-    replace_engine_class,
     train,
     written_trajectories,
 )
@@ -176,12 +175,10 @@ def train_and_check_ages(folder: Path, staleness: int, timing: Timing) -> Counte
 
     counts: Counter[str] = Counter()
     for step, row in enumerate(rows):
-        turns = [
-            turn
-            for trajectory in written_trajectories(session, step)
-            if trajectory.status is Status.COMPLETED
-            for turn in trajectory.turns
-        ]
+        turns: list[Turn] = []
+        for trajectory in written_trajectories(session, step):
+            if trajectory.status is Status.COMPLETED:
+                turns += trajectory.turns
         for turn in turns:
             check_spans(turn)
         ages = []
@@ -314,8 +311,8 @@ def test_turns_that_are_too_old_are_not_trained(tmp_path: Path) -> None:
         "trainer.steps=4",
         "+trainer.staleness=1",
         seconds=lambda update: 60.0,
+        engine_class=StuckEngine,
     )
-    replace_engine_class(session, StuckEngine)
     message = r"sampled by version 0 of policy \w+, which is 2 weight updates old; .* allows 1"
     with pytest.raises(TrainingError, match=message):
         train(session)
