@@ -96,7 +96,8 @@ def generate(
     has_adapters = len(engines) == 1
     for number, engine in enumerate(engines):
         prefill_before = engine.stats.prefill_s
-        for agent in range(AGENTS) if has_adapters else [number]:
+        agents = list(range(AGENTS)) if has_adapters else [number]
+        for agent in agents:
             for row in range(rows):
                 key = agent * rows + row
                 offset = seed * 7919 + key * 31

@@ -49,7 +49,8 @@ def main() -> None:
         settings = {"url": options.url or server.url, "model": options.model}
         if options.key_variable:
             settings["key_variable"] = options.key_variable
-        for form in ("grade", "answer_first") if options.url else ("answer_first",):
+        forms = ["grade", "answer_first"] if options.url else ["answer_first"]
+        for form in forms:
             hacks = asyncio.run(judge(settings, form, HACKS))
             honest = asyncio.run(judge(settings, form, HONEST))
             print(

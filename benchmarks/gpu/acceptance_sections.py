@@ -305,9 +305,9 @@ def training(options: argparse.Namespace, transport: str) -> None:
         assert is_finished, f"exit status {process.returncode}: {output}"
         steps = [line for line in read(run / "train" / "metrics.jsonl") if "step" in line]
 
-    hand_over_times = [
-        value for line in steps for key, value in line.items() if key.endswith("hand_over_s")
-    ]
+    hand_over_times: list[float] = []
+    for line in steps:
+        hand_over_times += [value for key, value in line.items() if key.endswith("hand_over_s")]
     assert hand_over_times, (
         "no policy was updated, so no weights were handed over; see metrics.jsonl"
     )

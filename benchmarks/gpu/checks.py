@@ -150,7 +150,8 @@ def _check_attention_against_torch(tiny: bool) -> None:
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
     shape = TINY_SHAPE if tiny else (HEADS, KV_HEADS, DIM)
-    for layout in ("small",) if tiny else ("small", "groups", "turns"):
+    layouts = ["small"] if tiny else ["small", "groups", "turns"]
+    for layout in layouts:
         for dtype, tolerance in TOLERANCES.items():
             inputs, triton_layout, torch_layout = attention_inputs(LAYOUTS[layout], dtype, shape)
 

@@ -125,9 +125,9 @@ def _measure_sleep_and_checkpoint(folder: Path, tiny: bool) -> None:
     stop_trainer()
 
 
-def _say_rate(what: str, size: int, seconds: float, **figures: float) -> None:
+def _say_rate(operation: str, size: int, seconds: float, **figures: float) -> None:
     rate = round(size / seconds / 1e9, 3)
-    say(what=f"{what}, GB/s", gb=round(size / 1e9, 3), value=rate, **figures)
+    say(what=f"{operation}, GB/s", gb=round(size / 1e9, 3), value=rate, **figures)
 
 
 @contextmanager

@@ -291,10 +291,10 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
         "| what | GB | GB/s |",
         "|---|---:|---:|",
     ]
-    for what in ("hand-over", "sleep", "wake", "checkpoint"):
-        line = line_of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
+    for operation in ("hand-over", "sleep", "wake", "checkpoint"):
+        line = line_of_case(measured, "hand_over", {"what": f"{operation}, GB/s"}) or {}
         rows.append(
-            f"| {what} | {line.get('gb', _NOT_MEASURED)} | {line.get('value', _NOT_MEASURED)} |"
+            f"| {operation} | {line.get('gb', _NOT_MEASURED)} | {line.get('value', _NOT_MEASURED)} |"
         )
     return rows
 

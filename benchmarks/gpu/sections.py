@@ -143,7 +143,8 @@ def transformer_engine(tiny: bool) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         say(skipped="no Transformer Engine here (requirements/transformer_engine.sh)")
         return
-    cases = [{**case, "layers": "te", "fp8": None} for case in (TINY if tiny else TE_CASES)]
+    base_cases = TINY if tiny else TE_CASES
+    cases = [{**case, "layers": "te", "fp8": None} for case in base_cases]
     measure_updates(cases)
     if device().type == "cuda":
         measure_updates([{**case, "fp8": "hybrid"} for case in cases])
@@ -156,7 +157,8 @@ def attention(tiny: bool) -> None:
 
     dtype = torch.float32 if tiny else torch.bfloat16
     shape = TINY_SHAPE if tiny else (HEADS, KV_HEADS, DIM)
-    for layout in ("small",) if tiny else ("groups", "turns", "branches", "long", "whole"):
+    layouts = ["small"] if tiny else ["groups", "turns", "branches", "long", "whole"]
+    for layout in layouts:
         forest = LAYOUTS[layout]
         inputs, triton_layout, torch_layout = attention_inputs(forest, dtype, shape)
         # With narrow tiles, fewer of the masked pairs are multiplied, but two groups of warps
@@ -192,7 +194,8 @@ def head(tiny: bool) -> None:
     init_process_groups(rank=0, threads=torch.get_num_threads())
     rows, vocab = (64, 512) if tiny else (14_336, 151_936)
     dtype = torch.float32 if tiny else torch.bfloat16
-    for hidden in (64,) if tiny else (896, 2560, 5120):
+    hidden_sizes = [64] if tiny else [896, 2560, 5120]
+    for hidden in hidden_sizes:
         x = torch.randn(rows, hidden, device=device(), dtype=dtype, requires_grad=True)
         drawn_weight = torch.randn(vocab, hidden, device=device(), dtype=dtype)
         weight = torch.nn.Parameter(drawn_weight * hidden**-0.5)
@@ -266,7 +269,8 @@ def profile(tiny: bool) -> None:
 def meter(tiny: bool) -> None:
     """Estimate the updates of `updates` with `tests.support.fake_gpu`, in a process without a GPU."""
     # Adam's moments exist before the second update, which is the one that is estimated.
-    cases = [{**case, "updates": 2} for case in (TINY if tiny else CASES)]
+    base_cases = TINY if tiny else CASES
+    cases = [{**case, "updates": 2} for case in base_cases]
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu"]
     command += map(json.dumps, cases)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -11,7 +11,8 @@ from docs.writers import ROOT
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.reports.tables import markdown_table, result_rows
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+BEGIN = "<!-- results:begin -->"
+END = "<!-- results:end -->"
 _NOTE = (
     "Scores on held-out tasks in %, before (base) and after training (trained); avg@4 is the mean "
     "score of 4 trajectories of a task. The gain is in points, paired by task, with its 95 % interval over "

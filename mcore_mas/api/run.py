@@ -335,7 +335,11 @@ class Run:
         from mcore_mas.evaluation.export import export
 
         name = policy or self.config.trained[0]
-        _call_in_thread(lambda: export(self.folder, name, Path(to), lambda line: None))
+
+        def ignore(line: str) -> None:
+            pass  # the notes of an export are for the terminal
+
+        _call_in_thread(lambda: export(self.folder, name, Path(to), note=ignore))
         return Path(to)
 
     def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:

@@ -63,7 +63,8 @@ def _matches(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], A
         return
 
     first, *rest = pattern
-    for key in values if first == "*" else [first]:
+    keys = list(values) if first == "*" else [first]
+    for key in keys:
         if key in values:
-            for keys, setting in _matches(values[key], rest):
-                yield [str(key), *keys], setting
+            for inner_keys, setting in _matches(values[key], rest):
+                yield [str(key), *inner_keys], setting

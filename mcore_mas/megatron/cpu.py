@@ -76,7 +76,8 @@ def patch_cuda() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputation saves and restores the states of the CPU's and of CUDA's random generator.
-    random._get_cuda_rng_state = random._set_cuda_rng_state = _empty_rng_state
+    random._get_cuda_rng_state = _empty_rng_state
+    random._set_cuda_rng_state = _empty_rng_state
 
 
 class _ModuleProxy(types.ModuleType):

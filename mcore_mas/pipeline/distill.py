@@ -195,12 +195,12 @@ def _read_successes(run: Path, newest: int | None) -> list[Trajectory]:
     files = sorted((run / "train" / "trajectories").glob("*.parquet"))
     if newest is not None:
         files = files[-newest:]
-    successes = [
-        trajectory
-        for file in files
-        for trajectory in read_trajectories(file)
-        if trajectory.status is Status.COMPLETED and trajectory.success == 1 and trajectory.path
-    ]
+    successes: list[Trajectory] = []
+    for file in files:
+        for trajectory in read_trajectories(file):
+            is_success = trajectory.status is Status.COMPLETED and trajectory.success == 1
+            if is_success and trajectory.path:
+                successes.append(trajectory)
     if not successes:
         raise ConfigError(
             f"{run}: {len(files)} files of trajectories have no success to learn from; train the team "
@@ -214,9 +214,12 @@ def _answering_agent(
 ) -> tuple[str, str]:
     """Return the agent and the role with the most right replies in some trajectories."""
     counts: dict[tuple[str, str], int] = {}
-    for agent in [settings.agent] if settings.agent else config.agents:
+    agents = [settings.agent] if settings.agent else list(config.agents)
+    for agent in agents:
         roles = [config.agents[agent].role or agent, _LONE_ROLE]
-        for role in [settings.role] if settings.role else roles:
+        if settings.role:
+            roles = [settings.role]
+        for role in roles:
             student = _student_config(config, to, agent, role)
             replies = _right_replies(student, config, trajectories[:_TRIED_TRAJECTORIES], agent)
             counts[agent, role] = len(replies)

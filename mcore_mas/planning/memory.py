@@ -385,7 +385,8 @@ def _mlp_elements(architecture: Architecture, settings: TrainerSettings) -> floa
     fused_experts = settings.fused and settings.layers == "local"
     expert_widths = gate_and_up + 1 + product_input + (0 if fused_experts else 1)
     if settings.recompute == "selective":
-        dense_widths = expert_widths = gate_and_up
+        dense_widths = gate_and_up
+        expert_widths = gate_and_up
 
     dense = dense_widths * architecture.ffn
     experts = architecture.experts

@@ -90,7 +90,9 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
 def _pairing(file: Path, rows: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> Pairing:
     """Return avg@k of the whole evaluation, which is the last row: it follows those of single data sources."""
     row = [row for row in rows if row["metric"].startswith("avg@")][-1]
-    scores = [score for task in tasks for score in task["scores"] if score is not None]
+    scores: list[float] = []
+    for task in tasks:
+        scores += [score for score in task["scores"] if score is not None]
     return Pairing(
         file=file,
         scores=tuple(scores),

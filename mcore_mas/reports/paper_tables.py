@@ -105,7 +105,9 @@ class PaperTable(Section):
             )
 
         names = {*table.rows, *table.columns}
-        unknown_names = [name for pair in table.compare for name in pair if name not in names]
+        unknown_names: list[str] = []
+        for pair in table.compare:
+            unknown_names += [compared for compared in pair if compared not in names]
         if unknown_names:
             raise TableError(
                 f"{path}, {name}.compare: no row or column '{unknown_names[0]}'; there are: "

@@ -47,7 +47,9 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
         folder = f"{values.get('results')}/{values.get('run')}"
         configs.append(dict(dotted_items(_without_folder(values, folder))))
     names = tuple(config.get("run") for config in configs)
-    keys = [key for config in configs for key, value in config.items() if value != {}]
+    keys: list[str] = []
+    for config in configs:
+        keys += [key for key, value in config.items() if value != {}]
     differences: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(keys):
         section = _missing_section(key, configs)

@@ -88,8 +88,11 @@ class Studio:
             rows, end = read_json_lines(path, start)
         rows = [row for row in rows if has_step(row)]
         # In the order of the rows, in which the agents of a damaged config get their colours.
-        names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_METRICS)
-        charts = {name: asdict(metric_chart(name)) for name in names}
+        charts: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            for name in row:
+                if name not in charts and name not in _NOT_METRICS:
+                    charts[name] = asdict(metric_chart(name))
         return {"rows": rows, "charts": charts, "start": start, "end": end}
 
     def agents(self, run: str) -> list[str]:

@@ -61,7 +61,8 @@ def print_trajectory(
     path = {(turn.node, turn.index) for turn in trajectory.path}
     shown_turns: set[int] = set()
     shown_agents: set[str] = set()
-    for turn in trajectory.turns if branches else trajectory.path:
+    turns = trajectory.turns if branches else trajectory.path
+    for turn in turns:
         if turn.agent not in shown_agents and tools.get(turn.agent):
             console.print(
                 plain_text(f"tools of {turn.agent}: {', '.join(tools[turn.agent])}", "dim")

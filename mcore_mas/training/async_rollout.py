@@ -189,7 +189,9 @@ class AsyncRollouts:
                 raise TrainingError(problem)
 
             new_samples = to_samples(new_groups)
-            samples += filter_samples(new_samples, sample_filter) if sample_filter else new_samples
+            if sample_filter:
+                new_samples = filter_samples(new_samples, sample_filter)
+            samples += new_samples
             all_tasks = list(dict.fromkeys(sample.task for sample in samples))
             trained_tasks = set(all_tasks[:tasks_per_step])
 
@@ -339,7 +341,7 @@ class AsyncRollouts:
         """Let the coach score the turns, watched like a collection."""
         if self.watchdog is None:
             return await coach.score(groups)
-        waits = [Wait(what="the coach's scores", since=asyncio.get_running_loop().time())]
+        waits = [Wait(description="the coach's scores", since=asyncio.get_running_loop().time())]
         with self.watchdog.over(step_label(step), lambda: waits):
             return await coach.score(groups)
 

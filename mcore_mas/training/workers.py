@@ -168,12 +168,11 @@ class RunWorkers:
 
     def _trainer_nodes(self) -> set[str]:
         """Return Ray's ids of the nodes that trainers and critics are on."""
-        return {
-            node
-            for (_, part), nodes in self._placement.nodes.items()
-            if part != "engine"
-            for node in nodes
-        }
+        trainer_nodes: set[str] = set()
+        for (_, part), nodes in self._placement.nodes.items():
+            if part != "engine":
+                trainer_nodes.update(nodes)
+        return trainer_nodes
 
     def _release_devices(self) -> None:
         """Release the devices of all trainers and of the engines on lost nodes; end these engines.

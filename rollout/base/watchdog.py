@@ -18,11 +18,11 @@ class Wait:
     """A call that has not returned yet.
 
     Attributes:
-        what: description of the call, such as "a (turn 0) waits for policy p".
+        description: description of the call, such as "a (turn 0) waits for policy p".
         since: start of the wait, in seconds on the event loop's clock.
     """
 
-    what: str
+    description: str
     since: float
 
 
@@ -117,7 +117,7 @@ class Watchdog:
             f"nothing has finished for {quiet:.0f} s; {len(waiting)} wait, those that have waited longest:"
         )
         for name, waits in sorted(waiting, key=waits_since)[: self._shown]:
-            parts = [f"{wait.what} for {now - wait.since:.0f} s" for wait in waits]
+            parts = [f"{wait.description} for {now - wait.since:.0f} s" for wait in waits]
             self._report(f"  {name}: {', '.join(parts) or 'the orchestra itself'}")
         if len(waiting) > self._shown:
             self._report(f"  and {len(waiting) - self._shown} more")

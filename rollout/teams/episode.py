@@ -298,5 +298,5 @@ class Episode:
             detail = after_turn
             if isinstance(awaited, Call):
                 detail = f" waits for policy {awaited.agent.policy}"
-            waits.append(Wait(what=f"{awaited}{detail}", since=since))
+            waits.append(Wait(description=f"{awaited}{detail}", since=since))
         return waits

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from rollout.base.errors import Defect, PromptTooLong
 from rollout.base.numbers import real_number
 from rollout.engines import ChatState, PolicyClient, PolicyReply
 from rollout.engines.client import EngineClient, count_prompt_tokens
+from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord
@@ -102,8 +103,8 @@ class TeamSession:
         self.state = ""  # latest state of the environment, "" if it reports none
         self.leaf = ""  # node at which a tree that the orchestra grows has ended
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
-        # makes a tool call; an episode times and records it
-        self.run_tool: ToolRunner = lambda name, call, turn: call()
+        # Makes a tool call; an episode replaces it by a function that times and records the call.
+        self.run_tool: ToolRunner = _call_tool
         # by task of this trajectory: the awaited call, and the time on the event loop's clock
         self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
         self.closed = False  # the trajectory has ended: no task of it may wait any more
@@ -366,6 +367,11 @@ class TeamSession:
             agent_reply = _agent_reply(call, policy_reply)
         turn = _turn(call, policy_reply, agent_reply, node=node, seed=seed, started_s=started_s)
         return turn, agent_reply
+
+
+async def _call_tool(name: str, call: Callable[[], Awaitable[ToolCall]], turn: int) -> ToolCall:
+    """Make a tool call without a record, as a session without an episode does."""
+    return await call()
 
 
 class _Waiting:  # a class, because @contextmanager would be several times slower

@@ -162,7 +162,8 @@ class FusedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [T, 1, heads, head_dim] of this rank, rotated already."""
         packed, _bias = self.linear_qkv(hidden_states)
-        query_weight = key_weight = None
+        query_weight = None
+        key_weight = None
         if self.config.qk_layernorm:
             query_weight = self.q_layernorm()
             key_weight = self.k_layernorm()

@@ -449,7 +449,8 @@ class EmbeddedEngine:
     def _decode(self, live: np.ndarray) -> None:
         """Decode the newest tokens of the rows `live` [N], and sample the next ones."""
         if self._steps is not None:
-            for rows in live[:, None] if self._one_by_one else [live]:
+            batches = live[:, None] if self._one_by_one else [live]
+            for rows in batches:
                 self._decode_on_gpu(self._steps, rows)
             self.stats.steps += 1
             return

@@ -312,7 +312,8 @@ class Caller:
             ) from None
         finally:
             self._ledger.settle(reservation, cost, reply)
-            question.tally.spent += reservation.max_cost if cost is None else cost
+            spent = reservation.max_cost if cost is None else cost
+            question.tally.spent += spent
             # Wake the calls that wait for budget. Later calls wait for the next settlement.
             self._state.settled.set()
             self._state.settled = asyncio.Event()

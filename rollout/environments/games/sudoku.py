@@ -100,7 +100,8 @@ class Sudoku(Game[SudokuGrid]):
         else:
             reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
             reward += self.constraint * (_satisfied(after.cells) - _satisfied(state.cells))
-            reward += self.broken if _repeats(after.cells) else 0.0
+            if _repeats(after.cells):
+                reward += self.broken
         return Played(state=after, reward=reward)
 
     def solved(self, state: SudokuGrid) -> bool:
@@ -145,7 +146,8 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
         if best < 0:
             yield tuple(cells)
             return
-        for digit in random.sample(digits, size) if random else digits:
+        candidates = random.sample(digits, size) if random else digits
+        for digit in candidates:
             if not taken >> digit & 1:
                 cells[best] = digit
                 for unit in units[best]:
