@@ -119,7 +119,9 @@ def test_repeated_and_resumed_trainings_have_the_same_bits(folder: Path) -> None
 
 def parametrize_fitting(cases: Sequence[Case]) -> pytest.MarkDecorator:
     """Parametrize a test with each row and each of the cases that fit it."""
-    pairs = [(row, case) for row in TESTED_OBJECTIVE_ROWS for case in cases if fits(case, row)]
+    pairs: list[tuple[Row, Case]] = []
+    for row in TESTED_OBJECTIVE_ROWS:
+        pairs += [(row, case) for case in cases if fits(case, row)]
     ids = [f"{case.name} in layout {row.name}" for row, case in pairs]
     return pytest.mark.parametrize(("row", "case"), pairs, ids=ids)
 

@@ -154,11 +154,14 @@ def relative(
     vote_key = _vote_key(peers, vote)
 
     if std == "team":
-        std_peers, std_vote = PEERS["task"], "trajectory"
+        std_peers = PEERS["task"]
+        std_vote = "trajectory"
     elif std == "agent":
-        std_peers, std_vote = PEERS["agent"], "turn"
+        std_peers = PEERS["agent"]
+        std_vote = "turn"
     else:
-        std_peers, std_vote = peers, vote
+        std_peers = peers
+        std_vote = vote
     std_votes = _votes(samples, scores, std_peers, std_vote)
 
     advantages = []

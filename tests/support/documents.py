@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ def blocks_of(page: Path) -> list[Block]:
 def table_commands() -> list[str]:
     """Return the commands in the first column of the table of docs/commands.md."""
     text = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    return [command for row in _TABLE_ROW.findall(text) for command in row if command]
+    cells = itertools.chain.from_iterable(_TABLE_ROW.findall(text))
+    return [cell for cell in cells if cell]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

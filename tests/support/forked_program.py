@@ -43,11 +43,11 @@ def _open_streams() -> None:
     sys.__stderr__ = sys.stderr
 
 
-def close_descriptors(*, kept: Iterable[int]) -> None:
+def close_descriptors(*, keep: Iterable[int]) -> None:
     """Close all descriptors above 2 but these, and that of the resource tracker, which a test's processes share."""
     tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
     start = 3
-    for number in sorted([*kept, *([] if tracker is None else [tracker])]):
+    for number in sorted([*keep, *([] if tracker is None else [tracker])]):
         os.closerange(start, number)
         start = number + 1
     os.closerange(start, 1 << 16)

@@ -409,7 +409,8 @@ class Meter(TorchDispatchMode):
         uploaded = self._uploaded[blocks.untyped_storage()._cdata].view(torch.int32)
         first = blocks.storage_offset()
         numbers = uploaded[first : first + blocks.numel()].view(-1, 4)
-        counts, positions = numbers[:, 2], numbers[:, 3]
+        counts = numbers[:, 2]
+        positions = numbers[:, 3]
         pairs = counts * positions + counts * (counts + 1) // 2
         return int(pairs.sum()), int((positions + counts).sum())
 
@@ -522,7 +523,9 @@ class Meter(TorchDispatchMode):
         if name == "embedding" and region == "embedding":
             self.order.append("compute")
         self.moved_bytes += moved_bytes
-        self.model_operations += operations if model_operations is None else model_operations
+        if model_operations is None:
+            model_operations = operations
+        self.model_operations += model_operations
         self._add_kernels(region, launches, max(operations / rate, moved_bytes / MEMORY_BANDWIDTH))
 
     def _add_kernels(self, region: str, launches: int, seconds: float) -> None:

@@ -132,7 +132,7 @@ def _run_worker(request: dict[str, Any], streams: list[int], connection: socket.
         os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    close_descriptors(kept=[connection.fileno()])
+    close_descriptors(keep=[connection.fileno()])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

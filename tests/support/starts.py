@@ -113,7 +113,7 @@ class _Start:
         os.write(self.pid_pipe, str(os.getpid()).encode())
         for number, stream in enumerate(self.streams):  # their numbers are above 2
             os.dup2(stream, number)
-        close_descriptors(kept=())
+        close_descriptors(keep=())
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)

@@ -49,12 +49,13 @@ def blocks(language: str) -> list[Any]:
 
 def shell_commands() -> list[Any]:
     """Return the lines of all shell blocks, as parameters of a test."""
-    return [
-        pytest.param(line, id=f"{block.name}: {line[:50]}")
-        for block in CHECKED_BLOCKS
-        if block.language == "sh"
-        for line in block.lines
-    ]
+    parameters: list[Any] = []
+    for block in CHECKED_BLOCKS:
+        if block.language == "sh":
+            parameters += [
+                pytest.param(line, id=f"{block.name}: {line[:50]}") for line in block.lines
+            ]
+    return parameters
 
 
 def test_every_block_has_a_checked_language_and_every_story_its_test() -> None:
@@ -71,8 +72,9 @@ def test_every_block_has_a_checked_language_and_every_story_its_test() -> None:
 
 def check_mcore_mas(words: list[str]) -> None:
     command = typer.main.get_command(app)
-    while commands := getattr(command, "commands", None):
-        command, words = commands[words[0]], words[1:]
+    while hasattr(command, "commands"):  # a group of commands
+        command = command.commands[words[0]]
+        words = words[1:]
     # The runs that a page names do not exist here.
     with suppress(FolderError, UsageError):
         command.make_context(command.name, words)  # parses the words, and runs nothing

@@ -28,7 +28,8 @@ from tests.support.tracked_run import config_path_of, write_run
 pytestmark = [pytest.mark.slow, needs_chromium]
 SEEDS = {"duo": 1, "duo_s2": 2}
 # Size of the window in pixels. On its right MLflow offers an assistant, which pictures leave out.
-WIDTH, HEIGHT = 1700, 900
+WIDTH = 1700
+HEIGHT = 900
 PICTURE_WIDTH = 1255
 
 

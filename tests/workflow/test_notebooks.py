@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import runpy
@@ -36,8 +37,8 @@ def results_of(stem: str) -> list[str]:
     """Return the text results of a notebook's cells, in their order."""
     (path,) = (path for path in NOTEBOOKS if path.stem == stem)
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    outputs = [output for cell in cells for output in cell.outputs if "data" in output]
-    return [output.data["text/plain"] for output in outputs]
+    outputs = itertools.chain.from_iterable(cell.outputs for cell in cells)
+    return [output.data["text/plain"] for output in outputs if "data" in output]
 
 
 def test_the_notebooks_end_with_a_trained_team_that_is_right() -> None:

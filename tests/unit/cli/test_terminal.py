@@ -29,10 +29,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pexpect.spawn]:
     write_trajectories(
         tmp_path / "results/my_first_run/train/trajectories/step_000000.parquet", played
     )
-    program, command = (
-        tmp_path / "lib" / "mcore-mas",
-        tmp_path / "bin" / "mcore-mas",
-    )  # as pip installs it
+    program = tmp_path / "lib" / "mcore-mas"
+    command = tmp_path / "bin" / "mcore-mas"
     for file in (program, command):
         file.parent.mkdir()
     program.write_text("from mcore_mas.cli.main import main\nmain()\n")

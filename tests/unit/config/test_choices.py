@@ -136,8 +136,11 @@ def changed(experiment: str, path: str, value: Any) -> dict[str, Any]:
     return values
 
 
-MATH, GAME, SEARCH = "demo_math", "demo_path", "demo_search"
-NUMBER, INTEGER = "Input should be a valid number", "Input should be a valid integer"
+MATH = "demo_math"
+GAME = "demo_path"
+SEARCH = "demo_search"
+NUMBER = "Input should be a valid number"
+INTEGER = "Input should be a valid integer"
 FINITE = "Input should be a finite number"
 WRONG = [
     (MATH, "loss.options.clip_high", "banana", f'{NUMBER} (got "banana")'),

@@ -16,12 +16,8 @@ from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.section import Section
 from tests.support.shipped import TEAMS, sharings
 
-CHOICES = [
-    (group, name)
-    for group in (*GROUPS, "recipe")
-    for name in config_names(group, [CONFIGS])
-    if group != "team"
-]
+_GROUPS_BUT_TEAM = [group for group in (*GROUPS, "recipe") if group != "team"]
+CHOICES = [(group, name) for group in _GROUPS_BUT_TEAM for name in config_names(group, [CONFIGS])]
 ALONE = [
     "~experiment",
     "run=t",

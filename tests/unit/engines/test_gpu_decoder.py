@@ -131,7 +131,10 @@ def test_keys_are_split_until_every_multiprocessor_has_work(
 def test_keys_and_values_are_stored_and_queries_are_returned(
     dtype: torch.dtype, has_norms: bool
 ) -> None:
-    heads, kv_heads, head_dim, tokens = 3, 1, 6, 4
+    heads = 3
+    kv_heads = 1
+    head_dim = 6
+    tokens = 4
     draw = torch.Generator().manual_seed(1)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, generator=draw).to(dtype)
     norms = (1 + torch.rand(2, head_dim, generator=draw)).to(dtype)

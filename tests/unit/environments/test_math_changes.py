@@ -46,12 +46,14 @@ def decimal(draw: Draw) -> Pair:
 
 
 def small_power(draw: Draw) -> Pair:
-    base, exponent = draw.randint(2, 12), draw.randint(20, 300)
+    base = draw.randint(2, 12)
+    exponent = draw.randint(20, 300)
     return f"{base}^{{-{exponent}}}", f"{base}^{{-{exponent + draw.choice([-1, 1])}}}"
 
 
 def scientific(draw: Draw) -> Pair:
-    mantissa, exponent = draw.randint(100, 999), draw.randint(-40, 40)
+    mantissa = draw.randint(100, 999)
+    exponent = draw.randint(-40, 40)
     left = f"{mantissa / 100:.2f}\\times10"
     if draw.random() < 0.5:
         return f"{left}^{{{exponent}}}", f"{left}^{{{exponent + 1}}}"
@@ -60,7 +62,8 @@ def scientific(draw: Draw) -> Pair:
 
 
 def root(draw: Draw) -> Pair:
-    factor, radicand = draw.randint(2, 30), draw.choice([2, 3, 5, 6, 7, 10, 11])
+    factor = draw.randint(2, 30)
+    radicand = draw.choice([2, 3, 5, 6, 7, 10, 11])
     sign, changed_sign = draw.sample("+-", 2)
     answer = f"{factor}{sign}\\sqrt{{{radicand}}}"
     changes = [
@@ -73,7 +76,9 @@ def root(draw: Draw) -> Pair:
 
 
 def polynomial(draw: Draw) -> Pair:
-    a, b, n = draw.randint(2, 99), draw.randint(2, 99), draw.randint(2, 5)
+    a = draw.randint(2, 99)
+    b = draw.randint(2, 99)
+    n = draw.randint(2, 5)
     changes = [
         f"{a}x^{n}-{b}",
         f"{a}x^{{{n + 1}}}+{b}",
@@ -92,7 +97,8 @@ def small_coefficient(draw: Draw) -> Pair:
 def interval(draw: Draw) -> Pair:
     low = draw.randint(-50, 20)
     high = low + draw.randint(1, 50)
-    opening, closing = draw.choice("(["), draw.choice(")]")
+    opening = draw.choice("([")
+    closing = draw.choice(")]")
     if (opening, closing) == ("(", ")"):
         closing = "]"  # (1,2) is a point as well
     changes = [
@@ -150,7 +156,8 @@ def complex_number(draw: Draw) -> Pair:
 
 
 def based(draw: Draw) -> Pair:
-    number, base = draw.randint(10, 4000), draw.randint(2, 7)
+    number = draw.randint(10, 4000)
+    base = draw.randint(2, 7)
     digits = ""
     rest = number
     while rest:
@@ -174,7 +181,8 @@ def exponential(draw: Draw) -> Pair:
 
 
 def mixed_number(draw: Draw) -> Pair:
-    whole, numerator = draw.randint(1, 30), draw.randint(1, 6)
+    whole = draw.randint(1, 30)
+    numerator = draw.randint(1, 6)
     changes = [f"{whole}{numerator}/7", f"{whole + 1} {numerator}/7", f"-{whole} {numerator}/7"]
     return f"\\frac{{{7 * whole + numerator}}}{{7}}", draw.choice(changes)
 
@@ -186,7 +194,8 @@ def repeating(draw: Draw) -> Pair:
 
 
 def program_float(draw: Draw) -> Pair:
-    mantissa, exponent = draw.randint(101, 999), draw.randint(2, 40)
+    mantissa = draw.randint(101, 999)
+    exponent = draw.randint(2, 40)
     answer = f"{mantissa / 100:.2f}e-{exponent}"
     changes = [
         f"{mantissa / 100:.2f}e-{exponent + 1}",
@@ -222,7 +231,8 @@ def degrees(draw: Draw) -> Pair:
 
 def matrix(draw: Draw) -> Pair:
     a, b, c, d = draw.sample(range(2, 99), 4)
-    left, right = "\\begin{pmatrix}", "\\end{pmatrix}"
+    left = "\\begin{pmatrix}"
+    right = "\\end{pmatrix}"
     changes = [
         f"{left}{a}&{c}\\\\{b}&{d}{right}",
         f"{left}{a}&{b}\\\\{c}&-{d}{right}",
@@ -322,12 +332,13 @@ def equal_changes() -> list[tuple[str, str, str]]:
 
 def different_spellings() -> list[tuple[str, str, str]]:
     """Return the spellings that are not equal, with their truth and verdict."""
-    return [
-        (spelling, truth, str(compare_answers(spelling, truth)))
-        for truth, spellings in SPELLINGS
-        for spelling in spellings
-        if compare_answers(spelling, truth) != "equal"
-    ]
+    different: list[tuple[str, str, str]] = []
+    for truth, spellings in SPELLINGS:
+        for spelling in spellings:
+            comparison = compare_answers(spelling, truth)
+            if comparison != "equal":
+                different.append((spelling, truth, str(comparison)))
+    return different
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ def expected(kind: str, logits: list[float], reference: Tensor) -> tuple[Tensor,
 
 def true_gradient(logits: list[float], reference: Tensor, *, forward: bool = False) -> Tensor:
     leaf = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
-    p, q = leaf.log_softmax(-1), reference
+    p = leaf.log_softmax(-1)
+    q = reference
     (gradient,) = torch.autograd.grad(divergence(q, p) if forward else divergence(p, q), leaf)
     return gradient
 

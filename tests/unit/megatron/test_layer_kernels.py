@@ -198,10 +198,13 @@ def test_a_sum_without_a_reader_has_the_gradient_of_its_norm() -> None:
 
 @interpreted
 def test_freed_outputs_are_filled_with_the_same_bits() -> None:
-    x, scale = torch.randn(3, 1, 10), torch.rand(3, 1)
+    x = torch.randn(3, 1, 10)
+    scale = torch.rand(3, 1)
     weight = torch.rand(10)
-    normed, mixed = norm(x, weight), swiglu(x, scale)
-    written_norm, written_mixed = torch.full_like(normed, 9.0), torch.full_like(mixed, 9.0)
+    normed = norm(x, weight)
+    mixed = swiglu(x, scale)
+    written_norm = torch.full_like(normed, 9.0)
+    written_mixed = torch.full_like(mixed, 9.0)
     write_norm(written_norm.flatten(0, -2), x.flatten(0, -2), weight, 1e-6)
     write_swiglu(written_mixed, x, scale)
     assert torch.equal(written_norm, normed)

@@ -62,7 +62,8 @@ def test_the_shipped_graph_plays_as_search_team(replies: list[str]) -> None:
         assert turn.valid == expected_turn.valid
         assert turn.round == expected_turn.round
         assert turn.seed == expected_turn.seed
-        assert turn.reward == expected.outcome - 0.01 * (not turn.valid)
+        penalty = 0.0 if turn.valid else 0.01
+        assert turn.reward == expected.outcome - penalty
     assert trajectory.outcome == expected.outcome == float(replies[-1] == ALICE)
     assert trajectory.metrics == expected.metrics
     assert trajectory.tools == expected.tools

@@ -8,18 +8,18 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi import checks as known
+from schemathesis.specs.openapi import checks as openapi_checks
 
 from retrieval.corpus import Passage
 
 JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 CHECKS = [
     not_a_server_error,
-    known.status_code_conformance,
-    known.content_type_conformance,
-    known.response_schema_conformance,
-    known.negative_data_rejection,
-    known.positive_data_acceptance,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
+    openapi_checks.positive_data_acceptance,
 ]
 
 

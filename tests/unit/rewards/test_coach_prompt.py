@@ -154,7 +154,8 @@ def test_by_default_the_coach_answers_and_then_compares() -> None:
     played = trajectory(turn(0, "solver", "41"))
     text = user(played, 0, answering)
     request = text.rpartition("[end of agent output ")[2]
-    answer, compare = request.index("OWN_ANSWER: <your result>"), request.index("compare the agent")
+    answer = request.index("OWN_ANSWER: <your result>")
+    compare = request.index("compare the agent")
     assert answer < compare < request.index("PROCESS_SCORE: <0 to 10>")
     assert "from the problem and the agent input alone" in request[:answer]
     assert text.endswith("PROCESS_SCORE: <0 to 10>")

@@ -17,7 +17,7 @@ from mcore_mas.runtime.stop_signal import GRACE_S, STOP_SIGNALS, Abandoned, Stop
 _PROCESS = """
 import asyncio, atexit, os, signal, sys
 from mcore_mas.runtime.stop_signal import (
-    StopSignal, Stopped, ignore_stop_signals, sigterm_handler_kept, stop_at_start
+    StopSignal, Stopped, ignore_stop_signals, preserved_sigterm_handler, stop_at_start
 )
 
 def reach(moment):
@@ -47,7 +47,7 @@ class LastObject:
 
 try:
     stop_at_start()
-    with sigterm_handler_kept():
+    with preserved_sigterm_handler():
         ray_init()
     reach("Ray runs")
     asyncio.run(work(StopSignal()))
@@ -221,7 +221,7 @@ def test_ctrl_c_ends_code_of_a_team_that_does_not_end(code: str) -> None:
     assert lines[0].startswith("SIGINT: stopping after the state of the run is saved;")
     # Code that blocks the event loop is interrupted once, although twenty tasks would run it.
     interrupted = [f"({code}), which blocks the event loop" in line for line in lines[1:-1]]
-    assert interrupted == [True] * (code in ("blocks", "spins"))
+    assert interrupted == ([True] if code in ("blocks", "spins") else [])
     assert lines[-1] == "stopped by SIGINT at work"
 
 

@@ -72,7 +72,9 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     else:
         sender.send(tensors().items(), 1)
 
-    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    begin = "/begin_weight_update"
+    update = "/update_weights_from_tensor"
+    end = "/end_weight_update"
     expected_paths = {
         "": [begin, update, end, "/flush_cache"],
         update: [begin, update, end],

@@ -49,9 +49,9 @@ def test_demonstrations_are_on_training_puzzles(agents: tuple[str, ...]) -> None
         puzzle = prompt.split("|")[0].split("\nImpossible")[0]
         rows = puzzle.splitlines()[1:]  # the first line has the coordinates of start and goal
         cells = [row.replace("S", ".").replace("G", ".").split() for row in rows]
-        free_cells = [
-            (y, x) for y, row in enumerate(cells) for x, sign in enumerate(row) if sign == "."
-        ]
+        free_cells: list[tuple[int, int]] = []
+        for y, row in enumerate(cells):
+            free_cells += [(y, x) for x, sign in enumerate(row) if sign == "."]
         assert split_of(f"plan_path5{free_cells}") == "train"
 
 

@@ -55,10 +55,10 @@ async def tools(folder: Path) -> AsyncIterator[list[Tool]]:
         """Send a letter, which cannot be undone."""
         return note(folder / "sent", to)
 
-    async def remember(*, what: str) -> str:
+    async def remember(*, text: str) -> str:
         """Remember something for as long as this trajectory goes on."""
-        session.append(what)
-        note(folder / "remembered", what)
+        session.append(text)
+        note(folder / "remembered", text)
         return " ".join(session)
 
     yield [tool_of(send), tool_of(remember, repeat_on_replay=True)]
@@ -69,8 +69,8 @@ def call(name: str, **arguments: str) -> str:
 
 
 REPLIES = [
-    call("send", to="a") + call("remember", what="x"),
-    call("send", to="a") + call("remember", what="y"),
+    call("send", to="a") + call("remember", text="x"),
+    call("send", to="a") + call("remember", text="y"),
     "7",
 ]
 
@@ -132,10 +132,10 @@ def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> N
             "x y",
         ]
     assert len((tmp_path / "remembered").read_text().split()) > 2 * SIZE
-    assert (
-        len({event.result for t in resumed for event in t.tools if event.tool == "send"})
-        == 2 * SIZE
-    )
+    sent: set[str] = set()
+    for trajectory in resumed:
+        sent.update(event.result for event in trajectory.tools if event.tool == "send")
+    assert len(sent) == 2 * SIZE
 
 
 def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) -> None:

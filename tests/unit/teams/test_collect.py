@@ -206,7 +206,10 @@ def test_the_error_of_a_deadline_names_the_awaited_call(where):
             await asyncio.sleep(60)
 
     async def orchestra(task, team, env):
-        await (env.step("1") if where == "adder.step" else asyncio.sleep(60))
+        if where == "adder.step":
+            await env.step("1")
+        else:
+            await asyncio.sleep(60)
 
     [trajectory] = play(
         orchestra, replying(), make_env=Stuck, deadlines=Deadlines(trajectory_s=0.05)

@@ -331,13 +331,13 @@ class VersionedGroup(SimulatedGang):
 
     def __init__(self) -> None:
         super().__init__(lambda _: 0.0)
-        self.kept: list[tuple[int, int]] = []
+        self.copied_versions: list[tuple[int, int]] = []
 
     async def keep_version(self, version, count):
-        self.kept.append((version, count))
+        self.copied_versions.append((version, count))
 
     async def score(self, microbatches, reference=False, version=None):
-        assert version is None or version in dict(self.kept)
+        assert version is None or version in dict(self.copied_versions)
         logprob = -1.0 if version is None else -10.0 - version
         return [torch.full_like(batch.behaviour, logprob) for batch in microbatches]
 
@@ -398,7 +398,7 @@ class TestOldPolicyOfTheSamplingWeights:
             await trainer.update(batches, batches[0].samples, 1)
 
         asyncio.run(take_steps())
-        assert group.kept == [(0, 2), (1, 2)]
+        assert group.copied_versions == [(0, 2), (1, 2)]
         for microbatches in group.updates:
             assert microbatches[0].proximal.tolist() == [-10.0, -1.0]
 
