@@ -40,12 +40,12 @@ def public_methods(class_: type) -> dict[str, Any]:
     return methods
 
 
-def _entry(name: str, thing: Any) -> Iterator[str]:
+def _entry(name: str, documented: Any) -> Iterator[str]:
     """Yield the sections of a public name and of its methods."""
-    yield _section(f"## `mm.{name}`", f"{name}{_signature(thing)}", thing)
-    if not isinstance(thing, type):
+    yield _section(f"## `mm.{name}`", f"{name}{_signature(documented)}", documented)
+    if not isinstance(documented, type):
         return
-    for method, value in public_methods(thing).items():
+    for method, value in public_methods(documented).items():
         if isinstance(value, property):
             yield _section(f"### `{name}.{method}`", method, value.fget)
         else:
@@ -53,22 +53,22 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
             yield _section(f"### `{name}.{method}`", f"{method}{_signature(function)}", function)
 
 
-def _section(heading: str, call: str, thing: Any) -> str:
-    return f"{heading}\n\n```python\n{call}\n```\n\n{_docstring_as_markdown(thing)}\n"
+def _section(heading: str, call: str, documented: Any) -> str:
+    return f"{heading}\n\n```python\n{call}\n```\n\n{_docstring_as_markdown(documented)}\n"
 
 
-def _signature(thing: Any) -> str:
-    if isinstance(thing, EnumType):
+def _signature(documented: Any) -> str:
+    if isinstance(documented, EnumType):
         return "(value)"  # the other parameters depend on the version of Python
-    signature = str(inspect.signature(thing))
+    signature = str(inspect.signature(documented))
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # quotes around annotations
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", signature)
 
 
-def _docstring_as_markdown(thing: Any) -> str:
+def _docstring_as_markdown(documented: Any) -> str:
     """Convert a docstring to Markdown: the entries of Args and Raises become lists."""
     lines = []
-    for line in (inspect.getdoc(thing) or "").splitlines():
+    for line in (inspect.getdoc(documented) or "").splitlines():
         name, _, description = line.strip().partition(": ")
         is_entry = re.match(r"    \S", line) and description
         if line in ("Args:", "Raises:"):

@@ -24,7 +24,7 @@ _NOTE = "Copied by `python -m docs.writers tables_tiny` from results/tiny/tables
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _TableOrigin:
     """Unix time and commit at which a table was made."""
 
     time: float
@@ -46,12 +46,14 @@ def _outcomes(results: Path) -> str:
     for table in tables:
         for name in table.experiments:
             rows[name] = _experiment_row(results / name)
-    made = {table.name: _made(results / "tables" / f"{table.name}.json") for table in tables}
+    origins = {
+        table.name: _table_origin(results / "tables" / f"{table.name}.json") for table in tables
+    }
     finished = [row for row in rows.values() if row["outcome"].startswith("ran")]
-    latest = _Made(0.0, "none")
-    for mark in made.values():
-        if mark is not None and mark.time > latest.time:
-            latest = mark
+    latest = _TableOrigin(0.0, "none")
+    for origin in origins.values():
+        if origin is not None and origin.time > latest.time:
+            latest = origin
 
     jobs = []
     for file in sorted(results.rglob("benchmarks/*.jsonl")):
@@ -59,12 +61,12 @@ def _outcomes(results: Path) -> str:
     experiment_rows = [{"experiment": f"`{name}`", **row} for name, row in rows.items()]
     return rendered(
         "tables_tiny",
-        made=sum(mark is not None for mark in made.values()),
+        made=sum(origin is not None for origin in origins.values()),
         ended=len(finished),
         day=datetime.fromtimestamp(latest.time, UTC).date(),
         commit=latest.commit,
         jobs=jobs,
-        tables=markdown_table(pd.DataFrame([_table_row(table, made, rows) for table in tables])),
+        tables=markdown_table(pd.DataFrame([_table_row(table, origins, rows) for table in tables])),
         count=len(tables),
         rows=markdown_table(pd.DataFrame(experiment_rows).fillna("")),
         experiments=len(rows),
@@ -72,23 +74,23 @@ def _outcomes(results: Path) -> str:
 
 
 def _table_row(
-    table: PaperTable, made: dict[str, _Made | None], rows: dict[str, dict[str, str]]
+    table: PaperTable, origins: dict[str, _TableOrigin | None], rows: dict[str, dict[str, str]]
 ) -> dict[str, str]:
     finished = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
     return {
         "table": f"`table_{table.name}`",
         "of": table.title,
-        "made": "yes" if made[table.name] else "no",
+        "made": "yes" if origins[table.name] else "no",
         "experiments run": f"{finished} of {len(table.experiments)}",
     }
 
 
-def _made(path: Path) -> _Made | None:
+def _table_origin(path: Path) -> _TableOrigin | None:
     """Return when the table of this file was made, or None if it was not."""
     if not path.is_file():
         return None
     commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
-    return _Made(path.stat().st_mtime, commit)
+    return _TableOrigin(path.stat().st_mtime, commit)
 
 
 def _experiment_row(run: Path) -> dict[str, str]:

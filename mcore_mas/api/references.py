@@ -12,32 +12,32 @@ class ArgumentError(ValueError):
     """An argument of the Python API cannot be used; the message says which one and what to pass."""
 
 
-def reference_to(thing: Any, label: str) -> str:
+def reference_to(target: Any, label: str) -> str:
     """Return the reference by which a config names an object.
 
     Args:
-        thing: the object; or a text, such as the name of something that ships, which is returned.
+        target: the object; or a text, such as the name of something that ships, which is returned.
         label: name of an object that cannot be imported, such as a lambda or a function of a
             notebook. It is registered in this process as `here:{label}`.
 
     Returns:
         `module:name` for an object that can be imported, else `here:{label}`.
     """
-    if isinstance(thing, str):
-        return thing
-    module = getattr(thing, "__module__", None)
-    name = getattr(thing, "__qualname__", "")
+    if isinstance(target, str):
+        return target
+    module = getattr(target, "__module__", None)
+    name = getattr(target, "__qualname__", "")
     import_name = _script_module() if module == "__main__" else module
-    is_importable = import_name and getattr(sys.modules.get(str(module)), name, None) is thing
+    is_importable = import_name and getattr(sys.modules.get(str(module)), name, None) is target
     if not is_importable:
         reference = f"here:{label}"
-        LOCAL_OBJECTS[reference] = thing
+        LOCAL_OBJECTS[reference] = target
         return reference
 
     reference = f"{import_name}:{name}"
     if module == "__main__":
         # This process must not import its own script a second time.
-        LOCAL_OBJECTS[reference] = thing
+        LOCAL_OBJECTS[reference] = target
     return reference
 
 

@@ -147,7 +147,7 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
         responds = stop.responds(_BLOCKED_S)
         # A run that has stopped meanwhile waits for trackers and Ray, not for code of the team.
         if not responds and not stop.is_settled.is_set():
-            blocking_line = _place_of(thread)
+            blocking_line = _location_of(thread)
     if not blocking_line:
         thread.join(ENDING_S)  # trackers and Ray
     if thread.is_alive():
@@ -155,7 +155,7 @@ def wait_for_stop(thread: threading.Thread, stop: StopSignal) -> str:
     return blocking_line
 
 
-def _place_of(thread: threading.Thread) -> str:
+def _location_of(thread: threading.Thread) -> str:
     """Return the line that a thread is at, as "file:line (function)", or "its end" if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:

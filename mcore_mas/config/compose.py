@@ -206,8 +206,8 @@ def _apply(override: Override, config: DictConfig) -> None:
     section_key, _, name = key.rpartition(".")
     section = OmegaConf.select(config, section_key) if section_key else config
     if not isinstance(section, DictConfig) or name not in section:
-        near = nearest_hint(name, map(str, section)) if isinstance(section, DictConfig) else ""
-        raise ConfigError(f"~{key}: there is no such key to delete{near}")
+        hint = nearest_hint(name, map(str, section)) if isinstance(section, DictConfig) else ""
+        raise ConfigError(f"~{key}: there is no such key to delete{hint}")
     del section[name]
 
 

@@ -111,12 +111,12 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
     """
     seats: dict[str, str] = {}
     for text in texts:
-        agent, _, who = text.partition("=")
+        agent, _, model = text.partition("=")
         if agent in seats:
             raise ConfigError(
                 f"--seat {' '.join(texts)}: '{agent}' has several seats; expected one for each agent"
             )
-        seats[agent] = who
+        seats[agent] = model
     if not all(seats.values()):
         raise ConfigError(
             f"--seat {' '.join(texts)}: expected AGENT=WHO, for example verifier=base"
@@ -132,7 +132,7 @@ def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
             "letter or digit; files are named after it"
         )
     try:
-        return {agent: yaml.safe_load(who) for agent, who in seats.items()}
+        return {agent: yaml.safe_load(model) for agent, model in seats.items()}
     except yaml.YAMLError as error:
         raise ConfigError(f"--seat: not YAML ({' '.join(str(error).split())})") from error
 

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.local_ray import no_implicit_ray
-from mcore_mas.runtime.stop_signal import sigterm_handler_kept
+from mcore_mas.runtime.stop_signal import preserved_sigterm_handler
 from rollout.base.processes import ProcessLost
 
 # Seconds in which the head must accept a connection.
@@ -61,7 +61,7 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     """
     try:
         _check_reachable(address)
-        with sigterm_handler_kept():
+        with preserved_sigterm_handler():
             ray.init(
                 address=address,
                 namespace="mcore-mas",

@@ -13,7 +13,7 @@ from ray._private import auto_init_hook
 
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_session
-from mcore_mas.runtime.stop_signal import Stopped, sigterm_handler_kept
+from mcore_mas.runtime.stop_signal import Stopped, preserved_sigterm_handler
 
 # Tunables of glibc (malloc(3), mallopt(3)), which a process reads when it starts. By default glibc maps every large
 # tensor and unmaps it when it is freed, so a third of the time of an update on a CPU is spent on page faults.
@@ -124,7 +124,7 @@ def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
     earlier_sessions = set(folder.glob(pattern))
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            with sigterm_handler_kept():
+            with preserved_sigterm_handler():
                 context: Any = ray.init(
                     address="local",  # else a Ray that somebody started here would be joined
                     num_cpus=cpus,

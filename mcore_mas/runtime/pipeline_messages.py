@@ -26,11 +26,11 @@ _KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
 def success_message(results: Path | str, suite: str) -> str:
     """Return the gains of a pipeline that ended well, and where to look next."""
     gains = _describe_gains(Path(results) / "tables" / f"{suite}.csv")
-    made = ["Done."]
+    parts = ["Done."]
     for name, folder, suffix in (("Report", "reports", "html"), ("Table", "tables", "md")):
         path = Path(results) / folder / f"{suite}.{suffix}"
         if path.is_file():
-            made.append(f"{name}: {path}")
+            parts.append(f"{name}: {path}")
 
     studio = "mcore-mas studio"
     mlflow = "mcore-mas ui"
@@ -38,7 +38,7 @@ def success_message(results: Path | str, suite: str) -> str:
         studio += f" {results}"
         mlflow += f" --store sqlite:///{results}/mlflow.db"
     return (
-        f"\n{gains}{'   '.join(made)}\n"
+        f"\n{gains}{'   '.join(parts)}\n"
         f"`{studio}` opens curves and conversations, `{mlflow}` MLflow."
     )
 

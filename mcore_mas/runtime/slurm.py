@@ -131,8 +131,10 @@ def _job_status(job: str) -> _JobStatus:
     if not answer.split():
         return _JobStatus(is_cancelled=False, has_most_time_left=True)
 
-    used, left, *state_and_reason = answer.split()
-    has_most_time_left = left == "UNLIMITED" or _seconds(left) > max(_seconds(used), _WARNED_S)
+    used_time, time_left, *state_and_reason = answer.split()
+    has_most_time_left = time_left == "UNLIMITED" or _seconds(time_left) > max(
+        _seconds(used_time), _WARNED_S
+    )
     return _JobStatus(
         # The job is not running, and Slurm gives no reason for its end.
         is_cancelled=state_and_reason == ["COMPLETING", "None"],

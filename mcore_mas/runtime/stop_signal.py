@@ -125,11 +125,11 @@ def ignore_stop_signals() -> None:
 
 
 @contextmanager
-def sigterm_handler_kept() -> Iterator[None]:
+def preserved_sigterm_handler() -> Iterator[None]:
     """Keep the handler of SIGTERM over a block that calls `ray.init`.
 
     Ray replaces the handler by one that ends the process with status 15 and without a word. If
-    SIGTERM comes meanwhile, the kept handler is called after the block.
+    SIGTERM comes meanwhile, the preserved handler is called after the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Ray leaves the handler alone

@@ -89,11 +89,11 @@ class PolicyTrainer:
         self._grammars = Grammars(config.models[policy])
         self._precision = config.precision_of(policy)
         self._schedule_positions = schedule_positions(config, policy)
-        # Versions whose weights the trainer keeps, the oldest first, and their largest number.
-        self._kept_versions: list[int] = []
-        self._kept_count = 0
+        # Versions whose weights the trainer retains, the oldest first, and their largest number.
+        self._retained_versions: list[int] = []
+        self._max_retained = 0
         if self._config.loss.scores_sampling_weights:
-            self._kept_count = config.staleness_of(policy)
+            self._max_retained = config.staleness_of(policy)
         # Number of steps in a row without any finite gradient, whose updates were all skipped.
         self._steps_without_gradient = 0
 
@@ -171,11 +171,11 @@ class PolicyTrainer:
         if not batches:
             return
 
-        if self._kept_count:
+        if self._max_retained:
             await self._score_at_versions(batches, version)
-            await self._group.keep_version(version, self._kept_count)
-            versions = dict.fromkeys([*self._kept_versions, version])
-            self._kept_versions = list(versions)[-self._kept_count :]
+            await self._group.keep_version(version, self._max_retained)
+            versions = dict.fromkeys([*self._retained_versions, version])
+            self._retained_versions = list(versions)[-self._max_retained :]
 
         if self.kl_coef:
             rows_by_batch = await _score_packed(
@@ -212,7 +212,7 @@ class PolicyTrainer:
                 if version in {span.version for span in sample.version_spans}
             ]
             rows: Sequence[tuple[float, ...] | None] = [sample.behaviour for sample in at_version]
-            if version in self._kept_versions:
+            if version in self._retained_versions:
                 max_tokens = self._config.trainer.microbatch_tokens
                 packed = PackedSamples(
                     at_version, max_tokens, self._group.cost_model, self._grammars

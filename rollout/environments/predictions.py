@@ -83,18 +83,18 @@ class Target:
             if metric.kind == "integer" and not float(cell).is_integer():
                 raise AgentMistake(f"column {name} holds {cell[:40]!r}; expected whole numbers")
 
-    def normalise(self, score: float, how: Literal["normalised", "gap"]) -> float:
+    def normalise(self, score: float, reward_kind: Literal["normalised", "gap"]) -> float:
         """Convert a score to a reward.
 
         Args:
-            how: "normalised" maps it to [0, 1] by its metric. "gap" is the share of the way from
+            reward_kind: "normalised" maps it to [0, 1] by its metric. "gap" is the share of the way from
                 the baseline to the ceiling, max(0, (p - b) / (g - b)), as in DSBench, arXiv
                 2409.07703.
 
         Raises:
             ValueError: the gap needs a baseline and a ceiling that differ.
         """
-        if how == "normalised":
+        if reward_kind == "normalised":
             return TABLE_METRICS[self.metric].normalise(score)
         if self.baseline is None or self.ceiling is None or self.baseline == self.ceiling:
             raise ValueError(

@@ -91,13 +91,13 @@ class DistributedSender(PushSender):
         ]
         # Both sides block until all have joined.
         joined = self.post("/init_weights_update_group", bodies)
-        here = self._pool.submit(_join_group, listener, world_size, backend, self._group_name)
+        own_member = self._pool.submit(_join_group, listener, world_size, backend, self._group_name)
         try:
-            wait_for([*joined, here], FIRST_EXCEPTION)
+            wait_for([*joined, own_member], FIRST_EXCEPTION)
         except BaseException:
             self._abandoned.append(self._group_name)
             raise
-        return here.result()
+        return own_member.result()
 
     def _free_group_name(self) -> str:
         """Return a name for a new group, after destroying what an earlier trainer left under it."""

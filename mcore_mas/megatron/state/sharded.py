@@ -180,7 +180,7 @@ class ShardedCheckpoint:
         loads = [0] * len(sizes_by_rank)
         keys_to_write = set()
         for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-            holders = [rank for rank, held in enumerate(sizes_by_rank) if key in held]
+            holders = [rank for rank, rank_sizes in enumerate(sizes_by_rank) if key in rank_sizes]
             writer = min(holders, key=lambda rank: loads[rank])
             loads[writer] += sizes[key]
             if writer == dist.get_rank():

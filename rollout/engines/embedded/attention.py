@@ -175,8 +175,8 @@ class RowBlock(_Window):
     def _update_mask(self) -> None:
         """Compute the width of the block, and its mask [rows, 1, width]."""
         self._width = KEY_MULTIPLE * -(-(int(self._positions.max()) + 1) // KEY_MULTIPLE)
-        seen = np.arange(self._width) <= self._positions[:, None]
-        self._mask = _additive_mask(seen, self._device)[:, None]
+        visible = np.arange(self._width) <= self._positions[:, None]
+        self._mask = _additive_mask(visible, self._device)[:, None]
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
@@ -329,6 +329,6 @@ def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
     return adjacent and distance * padding <= _GROUP_BLOCK_COST
 
 
-def _additive_mask(seen: np.ndarray, device: torch.device) -> Tensor:
-    """Return a float32 mask of the shape of `seen`: 0 where a key is seen, and -inf elsewhere."""
-    return torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf"))).to(device)
+def _additive_mask(visible: np.ndarray, device: torch.device) -> Tensor:
+    """Return a float32 mask of the shape of `visible`: 0 where a key is visible, and -inf elsewhere."""
+    return torch.from_numpy(np.where(visible, np.float32(0), np.float32("-inf"))).to(device)

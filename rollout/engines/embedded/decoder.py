@@ -348,30 +348,30 @@ class CachedDecoder:
         for first in range(0, len(q), QUERY_BLOCK):
             block = q[first : first + QUERY_BLOCK]
             size = len(block)
-            seen = start + first + size
+            visible = start + first + size
             folded = (
                 block.unflatten(1, (kv_heads, heads_per_kv))
                 .permute(1, 2, 0, 3)
                 .reshape(kv_heads, heads_per_kv * size, -1)
             )
-            block_attended = self._attend_block(folded, keys, values, size, seen)
+            block_attended = self._attend_block(folded, keys, values, size, visible)
             attended[first : first + size] = (
                 block_attended.reshape(kv_heads * heads_per_kv, size, -1).transpose(0, 1).flatten(1)
             )
         return attended
 
     def _attend_block(
-        self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
+        self, q: Tensor, keys: Tensor, values: Tensor, size: int, visible: int
     ) -> Tensor:
-        """Attend with queries [KV, heads x size, D] to the first `seen` keys.
+        """Attend with queries [KV, heads x size, D] to the first `visible` keys.
 
         The mask is causal in the last `size` of these keys.
         """
-        scores = torch.bmm(q, keys[:, :, :seen])
+        scores = torch.bmm(q, keys[:, :, :visible])
         if size > 1:
             mask = q.new_full((size, size), float("-inf")).triu_(1)
-            scores.view(-1, size, seen)[:, :, seen - size :].add_(mask)
-        return torch.bmm(scores.softmax(-1), values[:, :seen])
+            scores.view(-1, size, visible)[:, :, visible - size :].add_(mask)
+        return torch.bmm(scores.softmax(-1), values[:, :visible])
 
     def _finish_layer(
         self,

@@ -71,11 +71,11 @@ class ExactDecoder(CachedDecoder):
         return q * shape.head_dim**-0.5, k, v
 
     def _attend_block(
-        self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
+        self, q: Tensor, keys: Tensor, values: Tensor, size: int, visible: int
     ) -> Tensor:
-        width = KEY_MULTIPLE * -(-seen // KEY_MULTIPLE)
-        is_seen = torch.arange(width) <= torch.arange(seen - size, seen)[:, None]
-        mask = torch.where(is_seen, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
+        width = KEY_MULTIPLE * -(-visible // KEY_MULTIPLE)
+        is_visible = torch.arange(width) <= torch.arange(visible - size, visible)[:, None]
+        mask = torch.where(is_visible, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
         return row_attention(q, keys[:, :, :width], values[:, :width], mask)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -220,8 +220,8 @@ def decoding_tile_rows(heads_per_kv: int) -> int:
 
 def decoding_splits(tokens: int, kv_heads: int, max_length: int) -> int:
     """Return the number of programs that share the keys of one query."""
-    most = min(_MAX_SPLITS, -(-max_length // _TILE_KEYS))
-    return max(1, min(most, _PROGRAMS // (tokens * kv_heads)))
+    limit = min(_MAX_SPLITS, -(-max_length // _TILE_KEYS))
+    return max(1, min(limit, _PROGRAMS // (tokens * kv_heads)))
 
 
 def _next_power_of_two(number: int) -> int:

@@ -15,11 +15,11 @@ from rollout.base.processes import Restarts
 from rollout.engines.build import RestartGuard
 from rollout.engines.protocol import Tag
 from rollout.engines.sglang.client import StreamedReply
-from rollout.engines.sglang.replica import NoRoom, Replica, owned_replica
+from rollout.engines.sglang.replica import NoNodeFree, Replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
 
 # Seconds that Ray may look for another node for a server whose own is lost, while others go on.
-_ROOM_S = 120.0
+_NODE_TIMEOUT_S = 120.0
 
 
 class ServerLeft(EngineError):
@@ -255,12 +255,12 @@ class Fleet:
         self.tell(f"SGLang: {reason}; started again, {self._restarts.remaining} restarts left")
 
         asleep = sorted(replica.asleep)
-        room_s = _ROOM_S if len(self.replicas) > 1 else None
+        node_timeout_s = _NODE_TIMEOUT_S if len(self.replicas) > 1 else None
         async with self._restart_guard():
             try:
-                await replica.start(room_s)
-            except NoRoom as no_room:
-                if not self.leave(replica, f"{reason}; {no_room}"):
+                await replica.start(node_timeout_s)
+            except NoNodeFree as no_node:
+                if not self.leave(replica, f"{reason}; {no_node}"):
                     raise
                 await asyncio.to_thread(replica.close)
                 raise ServerLeft from None

@@ -17,13 +17,13 @@ def nccl_mismatch(python: Path) -> str | None:
 
     NCCL refuses a group of two versions, but only after minutes and on every rank.
     """
-    here = nccl_version(sys.executable)
-    there = nccl_version(str(python))
-    if here == there or not here or not there:
+    trainer_version = nccl_version(sys.executable)
+    server_version = nccl_version(str(python))
+    if trainer_version == server_version or not trainer_version or not server_version:
         return None
     return (
-        f"NCCL cannot connect two versions: this environment has {here}, {python} has {there}; "
-        f"install nvidia-nccl {there} here (environment.post-deploy.sh)"
+        f"NCCL cannot connect two versions: this environment has {trainer_version}, {python} has {server_version}; "
+        f"install nvidia-nccl {server_version} here (environment.post-deploy.sh)"
     )
 
 

@@ -22,7 +22,7 @@ _STOP_S = 30.0  # seconds that a server in an actor may take to stop
 _SPARE_CONNECTIONS = 8  # connections to a server, in addition to one for each request
 
 
-class NoRoom(EngineError):
+class NoNodeFree(EngineError):
     """Ray has no devices for a server whose node is lost."""
 
 
@@ -95,26 +95,26 @@ class Replica:
         assert self._client is not None, "a server is waited for before it is called"
         return self._client
 
-    async def start(self, room_s: float | None = None) -> None:
+    async def start(self, node_timeout_s: float | None = None) -> None:
         """Start the server, also after it has ended; it does not answer at once.
 
         Args:
-            room_s: seconds that Ray may look for another node for the server; None: no limit.
+            node_timeout_s: seconds that Ray may look for another node for the server; None: no limit.
 
         Raises:
-            NoRoom: Ray has found no node.
+            NoNodeFree: Ray has found no node.
         """
         if self.actors is None:
             url = self.host.start(self.gpus)
         else:
-            url = await self._start_actor(self.actors, room_s)
+            url = await self._start_actor(self.actors, node_timeout_s)
         self._client = self._make_client(url, self._settings.server_key)
         self.starts += 1
         self.ready = False
         self.asleep.clear()
 
     async def _start_actor(
-        self, make_actors: Callable[[], Sequence[Any]], room_s: float | None
+        self, make_actors: Callable[[], Sequence[Any]], node_timeout_s: float | None
     ) -> str:
         try:
             await self.host.pid.remote()
@@ -123,11 +123,13 @@ class Replica:
             self.host, *self._other_actors = make_actors()
         devices: list[str] = []
         try:
-            async with asyncio.timeout(room_s):
+            async with asyncio.timeout(node_timeout_s):
                 for actor in (self.host, *self._other_actors):
                     devices += await actor.devices.remote()
         except TimeoutError:
-            raise NoRoom(f"no node has had room for another server within {room_s:g} s") from None
+            raise NoNodeFree(
+                f"no node has had room for another server within {node_timeout_s:g} s"
+            ) from None
         return str(await self.host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:

@@ -135,20 +135,20 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
     def search() -> Iterator[Cells]:
         """Try the possible digits of the empty cell that has the fewest of them."""
         best = -1
-        taken = 0  # bit mask of the digits that are impossible in cell `best`
+        excluded = 0  # bit mask of the digits that are impossible in cell `best`
         for index, digit in enumerate(cells):
             if not digit:
                 row, column, box = units[index]
                 impossible = used[row] | used[column] | used[box]
-                if best < 0 or impossible.bit_count() > taken.bit_count():
+                if best < 0 or impossible.bit_count() > excluded.bit_count():
                     best = index
-                    taken = impossible
+                    excluded = impossible
         if best < 0:
             yield tuple(cells)
             return
         candidates = random.sample(digits, size) if random else digits
         for digit in candidates:
-            if not taken >> digit & 1:
+            if not excluded >> digit & 1:
                 cells[best] = digit
                 for unit in units[best]:
                     used[unit] |= 1 << digit

@@ -267,7 +267,7 @@ def test_a_server_that_ray_has_no_node_for_leaves(
     make: Make, running_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let the next actor of a server request a resource that no node has."""
-    monkeypatch.setattr(fleet, "_ROOM_S", 1.0)
+    monkeypatch.setattr(fleet, "_NODE_TIMEOUT_S", 1.0)
     lines: list[str] = []
     engine = make(replicas=2, tell=lines.append)
 
