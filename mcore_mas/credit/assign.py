@@ -73,7 +73,9 @@ def columns(samples: Sequence[Sample]) -> Turns:
     has_trees = any(sample.node for sample in samples)
     penalties = None
     if any(sample.penalties is not None for sample in samples):
-        penalties = _token_column([s.penalties or (0.0,) * s.trained_tokens for s in samples])
+        penalties = _token_column(
+            [sample.penalties or (0.0,) * sample.trained_tokens for sample in samples]
+        )
     rewards = [sample.reward - sum(sample.penalties or ()) for sample in samples]
     return Turns(
         rewards=torch.tensor(rewards, dtype=torch.float64),

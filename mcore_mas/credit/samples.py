@@ -228,7 +228,10 @@ def align(
             result += turns
             continue
         order = sorted(
-            turns, key=lambda s: derive_seed(*seed_path, "align", s.trajectory, s.node, s.turn)
+            turns,
+            key=lambda turn: derive_seed(
+                *seed_path, "align", turn.trajectory, turn.node, turn.turn
+            ),
         )
         copies, remainder = divmod(size, len(turns))
         for index, sample in enumerate(order):
@@ -260,7 +263,10 @@ def mini_batches(
 ) -> list[list[Sample]]:
     """Split samples into mini-batches of at most `turns` turns, in an order seeded by `seed_path`."""
     order = sorted(
-        samples, key=lambda s: derive_seed(*seed_path, "deal", s.trajectory, s.node, s.turn)
+        samples,
+        key=lambda sample: derive_seed(
+            *seed_path, "deal", sample.trajectory, sample.node, sample.turn
+        ),
     )
     return [order[start : start + turns] for start in range(0, len(order), turns)]
 

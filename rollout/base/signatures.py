@@ -130,4 +130,5 @@ def _parameter_names(arguments: Sequence[str], keywords: Sequence[str] | None) -
 
 def _signature_text(target: Callable[..., Any]) -> str:
     parameters = inspect.signature(target).parameters.values()
-    return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+    without_types = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(without_types))

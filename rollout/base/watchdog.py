@@ -136,7 +136,9 @@ class Watchdog:
             elif quiet >= patience:
                 patience = 2 * quiet
                 frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
-                locations = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
+                locations = [
+                    f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+                ]
                 self._report(
                     f"the event loop has been blocked for {quiet:.0f} s, so no deadline holds and no trajectory "
                     f"proceeds, in {' > '.join(locations)}"

@@ -145,7 +145,9 @@ def normalize_answer(answer: str) -> str:
     for written, command in _COMMANDS.items():
         text = text.replace(written, command)
     text = rewrite_numbers(text)
-    text = _SUPERSCRIPTS.sub(lambda m: "^{" + m[0].translate(_SUPERSCRIPT_DIGITS) + "}", text)
+    text = _SUPERSCRIPTS.sub(
+        lambda match: "^{" + match[0].translate(_SUPERSCRIPT_DIGITS) + "}", text
+    )
     text = _VULGAR_FRACTION.sub(_write_vulgar_fraction, text)
     text = _UPRIGHT_LETTER.sub(lambda match: match[1] or match[2], text)
     text = _MIXED_NUMBER.sub(r"(\1+\\frac{\2}{\3})", text)

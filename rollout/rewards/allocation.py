@@ -150,7 +150,9 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
         return list(groups)
     result = []
     for group in groups:
-        trajectories = tuple(_count_as_wrong(t, agents) for t in group.trajectories)
+        trajectories = tuple(
+            _count_as_wrong(trajectory, agents) for trajectory in group.trajectories
+        )
         result.append(replace(group, trajectories=trajectories))
     return result
 

@@ -196,7 +196,7 @@ class Collector:
             return _ending(play)
 
         batch_left_s = self._batch_left_s()
-        limits = [s for s in (batch_left_s, deadlines.trajectory_s) if s is not None]
+        limits = [limit for limit in (batch_left_s, deadlines.trajectory_s) if limit is not None]
         timeout_s = min(limits, default=None)
         playing = asyncio.create_task(play.play())
         try:

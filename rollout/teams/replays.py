@@ -123,7 +123,8 @@ class ReplayedPlay(BranchedPlay):
 
         if budget < len(decisions):
             in_random_order = sorted(
-                decisions, key=lambda d: derive_seed(*self.seed_path, "replays", d.turn)
+                decisions,
+                key=lambda decision: derive_seed(*self.seed_path, "replays", decision.turn),
             )
             decisions = in_random_order[:budget]
         await self._replay_all([(decision, 1) for decision in decisions])

@@ -480,5 +480,8 @@ def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
 
 
 def _digest(messages: tuple[Message, ...]) -> str:
-    parts = [f"{len(m.role)}:{m.role}{len(m.text)}:{m.text}" for m in messages]
+    parts = [
+        f"{len(message.role)}:{message.role}{len(message.text)}:{message.text}"
+        for message in messages
+    ]
     return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()

@@ -67,7 +67,7 @@ class Fleet:
         if settings.urls:
             self.replicas = [Replica(settings, url=url) for url in settings.urls]
         else:
-            self.replicas = [owned_replica(settings, n) for n in range(settings.replicas)]
+            self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
 
     async def read_members(self) -> list[Replica]:
         """Remove servers that the file of members no longer names, and return new ones that answer.
