@@ -77,7 +77,7 @@ def test_new_experts_are_used(mixture: Mixture, transport: str, shared_by_name: 
     assert max_error(mixture.model, prompt, before) > 100 * LOGPROB_TOLERANCE
 
 
-def test_it_reports_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: Path) -> None:
+def test_sglang_reports_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: Path) -> None:
     if "://" in sglang:
         pytest.skip("the server is to be started here")
     model = reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])

@@ -129,7 +129,7 @@ def test_a_long_value_is_cut() -> None:
     assert line({"trainer": {"steps": "x" * 500}}).endswith("x…)")
 
 
-def test_of_many_wrong_keys_ten_are_named_in_a_moment() -> None:
+def test_ten_of_many_wrong_keys_are_named_in_a_moment() -> None:
     values = {f"k{number}": 1 for number in range(100_000)}
     started = time.process_time()
     text = line({"trainer": {"steps": 1, **values}})

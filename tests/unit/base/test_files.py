@@ -32,7 +32,7 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path: Path) -> None:
+def test_the_next_write_removes_the_draft_of_a_killed_process(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process()
     process.start()
     process.join()

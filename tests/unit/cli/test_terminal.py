@@ -79,7 +79,7 @@ def test_tab_completes(shell: pexpect.spawn, typed: str, completed: str) -> None
 
 
 @pytest.mark.slow
-def test_what_is_long_comes_in_pages_that_fit(shell: pexpect.spawn) -> None:
+def test_long_output_comes_in_pages_that_fit_the_terminal(shell: pexpect.spawn) -> None:
     for command, words in (
         ("show my_first_run", "my_first_run/train/traj"),
         ("explain my_first_run", "agent solver"),

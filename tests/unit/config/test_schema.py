@@ -74,7 +74,7 @@ def test_the_committed_schemas_are_made_from_the_models() -> None:
         ("engine", "slots: many"),
     ],
 )
-def test_what_is_wrong_is_seen(name: str, text: str) -> None:
+def test_the_schemas_reject_wrong_values(name: str, text: str) -> None:
     assert not validator(f"{name}.json").is_valid(yaml.safe_load(text))
 
 

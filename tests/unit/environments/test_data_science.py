@@ -221,7 +221,7 @@ def test_one_agent_can_step_it_too(box: Sandbox) -> None:
     assert steps(box, "<submit>")[0].metrics["submitted"] == 0.0
 
 
-def test_what_cannot_be_opened_fails_the_trajectory(box: Sandbox) -> None:
+def test_tasks_with_damaged_files_fail_the_trajectory(box: Sandbox) -> None:
     with pytest.raises(EnvError, match="used before open"):
         asyncio.run(DataScienceEnv(TASK, sandbox=box).files())
     for answers in (

@@ -54,7 +54,7 @@ def test_pairs_are_all_different():
         "2^{99999",  # never closed
     ],
 )
-def test_what_asks_for_too_much_is_refused(text):
+def test_expressions_beyond_the_limits_are_refused(text):
     assert is_refused(text)
 
 
@@ -82,5 +82,5 @@ def test_what_asks_for_too_much_is_refused(text):
         "!",
     ],
 )
-def test_what_a_problem_may_ask_for_is_read(text):
+def test_expressions_within_the_limits_are_read(text):
     assert not is_refused(text)

@@ -135,7 +135,7 @@ def test_a_folder_that_exists_is_refused_also_the_current_one(
     assert list(empty.iterdir()) == []
 
 
-def test_what_cannot_be_learned_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_distilled_are_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     to = tmp_path / "one"
     with pytest.raises(ConfigError, match="--agent coder: not in the team; agents: solver, verif"):
         distill(run, to, DistillSettings(agent="coder"))

@@ -80,7 +80,7 @@ def test_a_training_and_its_answers_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
+def test_costs_that_were_not_recorded_are_left_out(tmp_path: Path) -> None:
     assert run_costs(tmp_path / "solo", "base") == {"experiment": "solo"}
 
 

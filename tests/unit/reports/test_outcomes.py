@@ -16,7 +16,7 @@ def write(path: Path, *lines: object) -> None:
     )
 
 
-def test_what_ran_and_what_did_not_by_hand(tmp_path: Path) -> None:
+def test_the_page_lists_finished_and_failed_experiments(tmp_path: Path) -> None:
     ran, failed = tmp_path / "marti_single_ttrl", tmp_path / "marti_debate_ttrl"
     write(ran / "train" / "done.json", {})
     write(

@@ -77,7 +77,7 @@ def test_damage_is_found(
         Index.open(tmp_path / "copy/index")
 
 
-def test_it_describes_the_index(index_dir: Path, encoder: Encoder) -> None:
+def test_the_manifest_describes_the_index(index_dir: Path, encoder: Encoder) -> None:
     manifest = read_manifest(index_dir)
     assert (manifest.ntotal, manifest.dim, manifest.corpus) == (5, 384, "../corpus.jsonl")
     assert manifest.encoder == encoder.identity

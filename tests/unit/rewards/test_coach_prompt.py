@@ -76,7 +76,7 @@ def test_ground_truth_only_for_the_agents_named() -> None:
     assert "OUTCOME_SCORE" not in user(played, 1)
 
 
-def test_what_was_measured_at_the_end_is_for_the_agents_named() -> None:
+def test_metrics_of_the_end_are_shown_for_the_named_agents_only() -> None:
     played = trajectory(turn(0, "modeler", "x"), turn(1, "analyst", "y"))
     played = replace(played, outcome=0.5, metrics={"rmse": 12.25, "solved": 0.0})
     shown = config("http://127.0.0.1:9/v1", metrics_for=("analyst",))

@@ -338,7 +338,9 @@ for allocator_name, allocator_options in OPTIONS_OF_ALLOCATORS_WITHOUT_TREES.ite
 
 
 @pytest.mark.parametrize(("name", "options", "played", "message"), BAD)
-def test_what_cannot_be_rewarded_is_named_in_one_line(name, options, played, message):
+def test_trajectories_that_cannot_be_rewarded_are_refused_in_one_line(
+    name, options, played, message
+):
     with pytest.raises(RewardError) as caught:
         ALLOCATORS[name](group(played), **options)
     assert message in str(caught.value)

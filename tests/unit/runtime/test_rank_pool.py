@@ -160,7 +160,7 @@ def test_while_ranks_are_offloaded_calls_wait(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_of_trainers_that_take_turns_only_one_has_memory() -> None:
+def test_only_one_of_the_trainers_that_take_turns_has_memory() -> None:
     log: list[str] = []
     rotation = MemoryRotation()
     trainers = [Sleeper("policy", log), Sleeper("critic", log)]

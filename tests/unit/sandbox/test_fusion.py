@@ -227,7 +227,7 @@ def test_the_token_is_sent_and_not_shown(server: Server, tmp_path: Path) -> None
     assert server.seen[0][1]["Authorization"] == "Bearer s3cret"
 
 
-def test_it_judges_like_the_local_sandbox_within_its_slots(server: Server) -> None:
+def test_the_server_judges_like_the_local_sandbox_within_its_slots(server: Server) -> None:
     server.script = [(200, {}, lambda body: finished(f"{int(body['stdin']) * 2}\n"))]
     server.delay_s = 0.05
     tests = [StdinTest(stdin=str(n), expected=str(2 * n if n != 3 else 0)) for n in range(6)]

@@ -133,7 +133,7 @@ def test_limits_are_checked(limits: dict[str, float], message: str) -> None:
         RunLimits(**limits)  # type: ignore[arg-type]
 
 
-def test_it_runs_in_several_event_loops_and_restarts_after_close(box: Sandbox) -> None:
+def test_a_sandbox_runs_in_several_event_loops_and_restarts_after_close(box: Sandbox) -> None:
     async def many() -> list[str]:
         return [
             result.stdout
@@ -312,7 +312,7 @@ def test_nothing_is_left_after_close(tier: str) -> None:
     assert leftovers() <= earlier
 
 
-def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(pool: JailPool) -> None:
         pool.close()
         raise SandboxUnavailable("not here")
@@ -326,7 +326,7 @@ def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_it_runs_unisolated_if_that_tier_is_named() -> None:
+def test_a_sandbox_runs_unisolated_if_that_tier_is_named() -> None:
     box = Sandbox(tier="unisolated")
     try:
         assert run(box, "print(1)").stdout == "1\n"

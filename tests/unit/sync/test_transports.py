@@ -192,7 +192,7 @@ def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) ->
         memory_file.unlink()
 
 
-def test_what_dead_processes_left_in_memory_is_removed() -> None:
+def test_memory_files_of_dead_processes_are_removed() -> None:
     left = memory_path().with_name("999999999-1")  # no such process
     left.mkdir(exist_ok=True)
     (left / "v000001").touch()
