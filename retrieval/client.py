@@ -172,7 +172,7 @@ class RetrievalClient:
 
     async def info(self) -> dict[str, Any]:
         """Return the server's manifest of its index, its counts and its process id."""
-        return await self._request("GET", "/info", None, _parse_info)
+        return await self._request("GET", "/info", body=None, parse=_parse_info)
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""

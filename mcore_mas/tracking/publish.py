@@ -40,7 +40,7 @@ _STAGE_RESULTS = {
 def publish_evaluation(config_path: Path, warn: Callable[[str], None] = print) -> None:
     """Send MLflow the results that it lacks of a run, for at most 30 seconds; leave means out."""
     config = RunConfig.load(config_path)
-    publish_within_limit(config.results, [config.run], [], warn, means=False)
+    publish_within_limit(config.results, [config.run], tables=[], warn=warn, means=False)
 
 
 def publish_within_limit(

@@ -372,9 +372,14 @@ def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
         add_route(base + _COUNT_PATH, handlers.count_tokens, MESSAGES, ["POST"])
         add_route(base + _RESPONSE_PATH, handlers.show_response, RESPONSES, ["GET"])
         add_route(base + EMBEDDINGS_PATH, handlers.embed, COMPLETIONS, ["POST"])
-        add_route(base + _MODELS_PATH, handlers.list_models, None, ["GET"])
-        add_route(base + _MODELS_PATH + "/{model:path}", handlers.show_model, None, ["GET"])
-    add_route("/{path:path}", handlers.refuse, None, _HTTP_METHODS)
+        add_route(base + _MODELS_PATH, handlers.list_models, dialect=None, methods=["GET"])
+        add_route(
+            base + _MODELS_PATH + "/{model:path}",
+            handlers.show_model,
+            dialect=None,
+            methods=["GET"],
+        )
+    add_route("/{path:path}", handlers.refuse, dialect=None, methods=_HTTP_METHODS)
     return Starlette(routes=routes)
 
 

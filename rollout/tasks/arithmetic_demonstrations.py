@@ -47,26 +47,29 @@ def arithmetic_demonstrations(
 
         if "solver" not in roles:
             agent = random.choice(tuple(roles))
-            yield _demonstrate(roles, problem, [], agent, attempt)
+            yield _demonstrate(roles, problem, history=[], agent=agent, reply=attempt)
             continue
 
         draw = random.random()
         if draw < _FIRST_ATTEMPTS:
-            yield _demonstrate(roles, problem, [], "solver", attempt)
+            yield _demonstrate(roles, problem, history=[], agent="solver", reply=attempt)
         elif draw < _FIRST_ATTEMPTS + _VERDICTS:
             solution, mistake = random.choice(((right, None), (wrong, slip)))
             verdict = review(problem.numbers, mistake)
-            yield _demonstrate(roles, problem, [("solver", solution)], "verifier", verdict)
+            yield _demonstrate(
+                roles, problem, history=[("solver", solution)], agent="verifier", reply=verdict
+            )
         else:
             first_attempt = wrong if random.random() < _RIGHTLY_REJECTED else right
             rejection = review(problem.numbers, slip)
             history = [("solver", first_attempt), ("verifier", rejection)]
-            yield _demonstrate(roles, problem, history, "solver", attempt)
+            yield _demonstrate(roles, problem, history=history, agent="solver", reply=attempt)
 
 
 def _demonstrate(
     roles: Mapping[str, Role],
     problem: Sum,
+    *,
     history: list[tuple[str, str]],
     agent: str,
     reply: str,
