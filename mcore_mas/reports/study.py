@@ -105,11 +105,16 @@ def squared_advantages_by_agent(groups: Sequence[Sequence[Trajectory]]) -> dict[
     """
     squares: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        rewarded_turns = [
-            [(turn.agent, turn.reward) for turn in trajectory.turns if turn.reward is not None]
-            for trajectory in group
-            if trajectory.status is Status.COMPLETED
-        ]
+        rewarded_turns: list[list[tuple[str, float]]] = []
+        for trajectory in group:
+            if trajectory.status is Status.COMPLETED:
+                rewarded_turns.append(
+                    [
+                        (turn.agent, turn.reward)
+                        for turn in trajectory.turns
+                        if turn.reward is not None
+                    ]
+                )
         mean_rewards = [fmean(reward for _, reward in turns) for turns in rewarded_turns if turns]
         group_rewards = pd.Series(mean_rewards, dtype=float)
         mean = group_rewards.mean()
