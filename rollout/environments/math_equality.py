@@ -395,7 +395,11 @@ def _values_are_equal(guess: Any, gold: Any) -> bool:
 
 
 def _are_exact(guess: Any, gold: Any) -> bool:
-    """Return True if two numbers are rational, and no float of a program."""
+    """Return True if both numbers are exact rationals.
+
+    A long decimal is not exact: as a truth it may be rounded, and as a guess it may be a float that
+    a program has printed.
+    """
     import sympy
 
     if _significant_digits(gold) >= _ROUNDED_DIGITS or _significant_digits(guess) >= _FLOAT_DIGITS:
@@ -415,7 +419,7 @@ def _value(expression: Any, digits: int = _VALUE_DIGITS) -> Any:
 
 
 def _rounding_tolerance(gold: Any) -> Any:
-    """Return half a unit of the last digit of a decimal with six digits or more, else 0."""
+    """Return half a unit of the last digit of a truth that may be rounded, else 0."""
     import sympy
 
     if _significant_digits(gold) < _ROUNDED_DIGITS:

@@ -206,7 +206,7 @@ def _rewrite_roots(text: str) -> str:
 
 
 def _closing_bracket(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the one at `start`; the text's end without."""
+    """Return the position of the bracket that closes the one at `start`; the length of the text if none does."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[position], 0)

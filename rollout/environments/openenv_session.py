@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -70,7 +70,7 @@ class OpenEnvSession:
         """Send a message of this type and return the data of the reply.
 
         Raises:
-            AgentMistake: the server says that an action has not the form that it takes.
+            AgentMistake: the server says that an action does not have the form that it expects.
             SessionRefused: the server has as many sessions as it may.
             EnvError: any other error, no reply within the deadline, or a broken connection.
         """
@@ -190,14 +190,13 @@ class OpenEnvServers:
         """Configure the servers.
 
         Args:
-            command: program and arguments, in which `{port}` is replaced by a port of loopback.
+            command: program and arguments, in which `{port}` is replaced by a free port.
             number: number of processes.
         """
-        self._servers = [_Server(command) for _ in range(number)]
-        self._turns = count()
+        self._servers_in_turn = cycle([_Server(command) for _ in range(number)])
 
     async def url(self, start_s: float) -> str:
-        """Return the URL of the next server, which runs.
+        """Return the URL of one server after the other; start the server if it does not run.
 
         Args:
             start_s: seconds within which a server must have started.
@@ -205,7 +204,7 @@ class OpenEnvServers:
         Raises:
             EnvError: the server cannot be started, or ended before it was ready.
         """
-        server = self._servers[next(self._turns) % len(self._servers)]
+        server = next(self._servers_in_turn)
         return await server.url(start_s)
 
 

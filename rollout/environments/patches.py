@@ -109,7 +109,15 @@ def _lines(text: str) -> list[str]:
 def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
     """Return the index of the first line that an edit replaces, or at which it inserts.
 
-    The edit's line number counts if the old lines are there; otherwise they must occur once.
+    If the old lines are not at the edit's line number, or it has none, they must occur exactly once.
+
+    Args:
+        edit: the edit.
+        lines: lines of the file, after the earlier edits.
+        offset: number of lines that the earlier edits have added.
+
+    Raises:
+        BadPatch: there is no such place, or more than one.
     """
     if not edit.old:
         if edit.line is not None:

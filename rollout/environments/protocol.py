@@ -136,7 +136,7 @@ class PlayedEnv(Env, Protocol):
 
         Returns:
             A step with the failures as observation, the run as tool call, and the metric
-            `check_rate`: the share of tests that pass, 0 without any.
+            `check_rate`: the share of tests that pass; 0 if there are none.
         """
 
     async def decision(self) -> Decision:

@@ -67,7 +67,7 @@ class Blocksworld(Game[BlocksTable]):
         return [*(list(layer) for layer in reversed(layers)), ["#"] * len(stacks)]
 
     def play(self, state: BlocksTable, actions: str) -> Played[BlocksTable] | None:
-        """Move blocks until the goal is reached."""
+        """Make the moves in order, until the goal is reached."""
         moves = [action.split() for action in puzzles.parse_actions(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
@@ -156,7 +156,9 @@ _MAX_LISTED_BLOCKS = 4  # 4 blocks have 73 stackings and 5 have 501; puzzles are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksworldSource(PuzzleSource):
-    """Generator of pairs of different stackings; the pair is the key.
+    """Generator of puzzles: a stacking of the blocks, and a different one as the goal.
+
+    The key of a puzzle is its text, so no two splits share a puzzle.
 
     Args:
         blocks: number of blocks.

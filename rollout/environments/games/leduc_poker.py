@@ -58,11 +58,11 @@ class LeducPoker(ZeroSumGame[LeducHand]):
         return None if is_over else (FIRST, SECOND)[len(actions) % 2]
 
     def observe(self, state: LeducHand) -> str:
-        card = state.ranks[len(state.rounds[-1]) % 2]
-        actions = [" ".join(actions) or "nothing" for actions in state.rounds]
-        text = f"Your card: {card}. First round: {actions[0]}."
-        if len(state.rounds) == 2:
-            text += f" Open card: {state.ranks[2]}. Second round: {actions[1]}."
+        player = len(state.rounds[-1]) % 2
+        rounds = [" ".join(actions) or "nothing" for actions in state.rounds]
+        text = f"Your card: {state.ranks[player]}. First round: {rounds[0]}."
+        if len(rounds) == 2:
+            text += f" Open card: {state.ranks[2]}. Second round: {rounds[1]}."
         return f"{text} Legal: {', '.join(self.legal_actions(state))}."
 
     def legal_actions(self, state: LeducHand) -> Sequence[str]:
@@ -101,6 +101,7 @@ def _has_ended(actions: Sequence[str]) -> bool:
 def _stakes(state: LeducHand) -> tuple[int, int]:
     """Return the points that the first and the second player have put into the pot."""
     stakes = [_ANTE, _ANTE]
+    # The second round may not have begun.
     for actions, points in zip(state.rounds, _RAISES, strict=False):
         for turn, action in enumerate(actions):
             player = turn % 2

@@ -6,7 +6,7 @@ from rollout.environments.games.game import RULES, BadPuzzle
 from rollout.environments.games.zero_sum import FIRST, SECOND, ZeroSumGame
 
 _EMPTY = "123456789"  # a free cell is written as its number
-_MARKS = "XO"  # of the first and of the second player
+_MARKS = {FIRST: "X", SECOND: "O"}
 _LINES = (
     (0, 1, 2),
     (3, 4, 5),
@@ -37,13 +37,12 @@ class TicTacToe(ZeroSumGame[str]):
         return deal
 
     def player(self, state: str) -> str | None:
-        free = self.legal_actions(state)
-        if not free or _winner(state):
+        if not self.legal_actions(state) or _winner(state):
             return None
-        return SECOND if len(free) % 2 == 0 else FIRST
+        return _player_to_move(state)
 
     def observe(self, state: str) -> str:
-        mark = _MARKS[len(self.legal_actions(state)) % 2 == 0]
+        mark = _MARKS[_player_to_move(state)]
         rows = "\n".join(" ".join(state[start : start + 3]) for start in (0, 3, 6))
         return f"You play {mark}.\n{rows}"
 
@@ -51,11 +50,17 @@ class TicTacToe(ZeroSumGame[str]):
         return [cell for cell in state if cell.isdigit()]
 
     def play(self, state: str, action: str) -> str:
-        mark = _MARKS[self.player(state) == SECOND]
+        mark = _MARKS[_player_to_move(state)]
         return state.replace(action, mark)
 
     def payoff(self, state: str) -> float:
         return {"X": 1.0, "O": -1.0, "": 0.0}[_winner(state)]
+
+
+def _player_to_move(board: str) -> str:
+    """Return the player who puts the next mark; the first player begins with nine free cells."""
+    free_cells = sum(cell.isdigit() for cell in board)
+    return FIRST if free_cells % 2 == 1 else SECOND
 
 
 def _winner(board: str) -> str:

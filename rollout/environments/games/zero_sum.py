@@ -24,8 +24,9 @@ PLAYERS = (FIRST, SECOND)
 class ZeroSumGame(Protocol[_State]):
     """Rules of a game over immutable, hashable states.
 
-    The players remember everything that they have seen, except where it cannot matter: what they
-    observe may leave out how a state that is known to both came about.
+    The games have perfect recall: `observe` returns everything that a player has seen since the
+    deal. Only if both players see the whole state, as in tic-tac-toe, may it leave out the order of
+    the moves that led to the state, because the order makes no difference then.
 
     Attributes:
         about: the rules, in the words of the prompt.
@@ -49,7 +50,10 @@ class ZeroSumGame(Protocol[_State]):
         """Return the player whose turn it is; None at the end of the game."""
 
     def observe(self, state: _State) -> str:
-        """Return what the player whose turn it is has seen so far, and the legal actions."""
+        """Return what the player whose turn it is has seen so far.
+
+        It includes the legal actions, unless they are the same in all states.
+        """
 
     def legal_actions(self, state: _State) -> Sequence[str]:
         """Return the actions that the rules allow in a state, at least one before the end."""
