@@ -65,7 +65,7 @@ class ChatBackend(Protocol):
         """Model names that calls may use."""
 
     def agent(self, model: str) -> object:
-        """Return the agent that answers under this model name; raise GatewayError without one."""
+        """Return the agent that answers under this model name; raise GatewayError if there is none."""
 
     async def start_call(self, request: ChatRequest) -> GatewayCall:
         """Start the reply to a call (see `GatewaySession.start_call`)."""
@@ -91,7 +91,7 @@ class GatewayHandlers:
     """Handlers of the gateway's endpoints, which limit the number of calls in progress.
 
     Attributes:
-        find_backend: returns the backend of an HTTP request; raises GatewayError without one.
+        find_backend: returns the backend of an HTTP request; raises GatewayError if there is none.
         max_calls: number of calls that are answered concurrently.
         calls_in_progress: number of calls that are answered now.
         has_refused_calls: True once a call was refused because there were too many. From then on a

@@ -37,6 +37,8 @@ _DELTA_KEYS = {"reasoning": "reasoning_content", "text": "content"}
 
 
 class _CustomFormat(TextToolFormat):
+    """Format of a custom tool's text, whose fields may also be nested in `grammar`."""
+
     grammar: TextToolFormat | None = None
 
     @model_validator(mode="after")

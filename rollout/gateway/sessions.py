@@ -137,11 +137,7 @@ class GatewaySession:
         return self._agents[name]
 
     async def start_call(self, request: ChatRequest) -> GatewayCall:
-        """Start the reply of an agent, or return an equal earlier call whose reply nobody has read.
-
-        A retry also gets the complete reply of the equal earlier call, if there was only one. If
-        there were several, as for several samples, it is not known whose answer was lost, so a
-        retry is a new sample.
+        """Start the reply of an agent, or return an earlier call (see `_reusable_call`).
 
         A reply is sampled to its end and recorded even if the program stops waiting for it. Only
         the sampling of a stream ends when its reader leaves.
@@ -156,11 +152,10 @@ class GatewaySession:
         match = await off_loop_if_long(self._match, agent.name, request)
 
         equal_calls = self._calls[match.key]
-        for call in reversed(equal_calls):
-            is_lost = request.is_retry and len(equal_calls) == 1 and call.turn >= 0
-            if not call.is_aborted and (is_lost or not call.has_reader):
-                call.has_reader = True
-                return call
+        earlier_call = _reusable_call(equal_calls, request.is_retry)
+        if earlier_call is not None:
+            earlier_call.has_reader = True
+            return earlier_call
 
         if self._calls_made >= self.max_turns:
             raise GatewayError(
@@ -336,9 +331,10 @@ class GatewaySession:
         return reply
 
     def _next_chat_id(self, agent: Agent, known_reply: _KnownReply | None) -> str:
-        """Return the id of the chat that continues from a reply.
+        """Return the id of the chat that continues from a reply, and record that the reply is continued.
 
-        Further chats that continue from the same reply are branches, and each has a new id.
+        The first continuation keeps the id of the reply's chat. Further ones are branches and get new
+        ids. A conversation without a known reply begins a new chat.
         """
         if known_reply is None or known_reply.has_successor:
             return self.team.new_chat_id(agent.name)
@@ -382,7 +378,9 @@ class GatewaySession:
     def _token_logprobs(
         self, turn: Turn, candidates: Sequence[TokenCandidates]
     ) -> tuple[TokenLogprob, ...]:
-        """Return the sampled tokens of a turn; a token that ends the reply has no text.
+        """Return the sampled tokens of a turn with their log-probabilities.
+
+        A token that ends the reply has the text "".
 
         Args:
             candidates: likeliest tokens at each position; empty if the call asks for none, or the
@@ -427,6 +425,26 @@ class GatewaySession:
         # The program does not get calls without a name, which could not be read.
         chat_calls = [call for call in match.reply.chat.messages[-1].calls if call.name]
         return chat, _with_chat_ids(new_messages, program_calls, chat_calls)
+
+
+def _reusable_call(equal_calls: Sequence[GatewayCall], is_retry: bool) -> GatewayCall | None:
+    """Return the earlier call whose reply answers a new, equal call; None if a reply is to be sampled.
+
+    This is the latest call whose reply nobody has read. A retry also gets a reply that was read,
+    because it was lost on its way, but only if there was a single equal call: of several, as for
+    several samples, it is not known whose reply was lost.
+
+    Args:
+        equal_calls: earlier calls with the same conversation and settings.
+        is_retry: True if the client says that it repeats a call.
+    """
+    for call in reversed(equal_calls):
+        if call.is_aborted:
+            continue
+        is_complete = call.turn >= 0
+        if not call.has_reader or (is_retry and is_complete and len(equal_calls) == 1):
+            return call
+    return None
 
 
 def _with_chat_ids(
