@@ -202,7 +202,7 @@ async def dsbench(
     The agents work one after the other. The next agent starts even if the previous one has not
     written all its files.
 
-    Templates may use the slots `problem`; `handed`, the last reply of each agent before, without
+    Templates may use the slots `problem`; `handed`, the last reply of each earlier agent, without
     its thought; `files`, the files of the working folder; `history`, the agent's own programs with
     their output; and `wanted`, the files that the agent must write. A malformed reply runs nothing.
     The local score of a turn is the share of the agent's files that exist after it, and 0 for a

@@ -23,7 +23,13 @@ from rollout.rewards.coach_verdict import MalformedVerdict, parse_verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Failure to judge a turn."""
+    """Failure to judge a turn.
+
+    Attributes:
+        kind: the coach did not answer, refused, gave a malformed verdict twice, missed a deadline,
+            or its budget is spent.
+        message: the reason.
+    """
 
     kind: Literal["unavailable", "refused", "malformed", "deadline", "budget"]
     message: str

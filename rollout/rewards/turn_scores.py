@@ -18,13 +18,13 @@ def local_team(
 ) -> Group:
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree the team's part is the gain of the branch's round, by which branches are compared: the
-    score "branch" minus the local scores of its turns. The score "branch" already contains the
-    tree's alpha, so its team part is weighted by both. The score "team" cannot be used in a tree,
-    because a step after the round credits only the branch that continued.
+    In a tree, the environment's reward in the turn's round takes the place of the score "team": a
+    branch that did not continue lacks the "team" of later steps. This reward, times the `alpha` of
+    the tree sampling, is the score "branch" minus the local scores of the node's turns. The
+    allocator's `alpha` multiplies it again, so a run leaves one of the two at 1.
 
     Args:
-        alpha: weight of the team's part.
+        alpha: weight of the score "team".
         missing_local: for a turn without a score "local": `refuse` stops with an error; `zero` takes 0.
     """
 
