@@ -152,6 +152,7 @@ class Sandbox(Runner):
             raise SandboxUnavailable(f"its isolation has a hole: {hole}")
 
     async def _run(self, program: Program) -> RunResult:
+        """Run a program; if the sandbox fails, repair the sandbox and run the program once more."""
         try:
             return await self._attempt(program)
         except SandboxUnavailable:

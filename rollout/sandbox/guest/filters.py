@@ -179,7 +179,7 @@ def _landlock_version() -> int:
 
 
 def _create_ruleset(version: int, file_system_rights: int) -> int:
-    """Return a descriptor of rules that refuse everything that this version can refuse."""
+    """Return the descriptor of rules that refuse everything that this version of Landlock can refuse."""
     port_rights = 0
     scopes = 0
     size = 8  # bytes of the attributes; later versions have extended them
@@ -285,15 +285,18 @@ def _check_commands() -> list[Instruction]:
 
 
 def _check_processes(allow_processes: bool, own_pid: int) -> list[Instruction]:
-    """Return the instructions that restrict clone and kill."""
+    """Return the instructions that restrict clone and, without `allow_processes`, kill.
+
+    With `allow_processes` a clone may have no new namespaces. Otherwise it must be a thread, and
+    only this process can be signaled.
+    """
     # clone3 has its flags in memory that a filter cannot read; libc falls back to clone
     code = _for_call(_CLONE3, [_refuse(errno.ENOSYS)])
     if allow_processes:
         code += _for_call(_CLONE, _refuse_any_bit(0, _CLONE_NAMESPACES))
         return code
 
-    only_threads = [*_load_argument(0), (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(), _ALLOW]
-    code += _for_call(_CLONE, only_threads)
+    code += _for_call(_CLONE, _require_any_bit(0, _CLONE_THREAD))
     for number in (_KILL, _TGKILL):
         code += _for_call(number, _if_argument(0, (own_pid,), _ALLOW, _refuse()))
     return code
@@ -331,6 +334,11 @@ def _allow_streams(family: int) -> list[Instruction]:
 def _refuse_any_bit(index: int, bits: int) -> list[Instruction]:
     """Refuse the call if an argument has any of these bits; allow it otherwise."""
     return [*_load_argument(index), (_IF_ANY_BIT, 0, 1, bits), _refuse(), _ALLOW]
+
+
+def _require_any_bit(index: int, bits: int) -> list[Instruction]:
+    """Allow the call if an argument has any of these bits; refuse it otherwise."""
+    return [*_load_argument(index), (_IF_ANY_BIT, 1, 0, bits), _refuse(), _ALLOW]
 
 
 def _if_argument(

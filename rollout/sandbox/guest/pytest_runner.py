@@ -98,7 +98,8 @@ _GUARDED_BUILTINS = (
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _FLAGS_OFFSET = 168  # of tp_flags in a type object on 64-bit machines
 
-# Audit events that reach the frames, objects or memory of this program, by the permission for them.
+# Audit events that reach the frames, objects or memory of this program, and the permission that
+# each of them needs.
 _REFUSED_EVENTS = {
     "gc.get_objects": "gc",
     "gc.get_referrers": "gc",
@@ -465,7 +466,7 @@ def _make_audit_hook(
     test_file: str,
     allowed: list[str],
 ) -> AuditHook:
-    """Return an audit hook that finds the test file's code, and guards this program.
+    """Return an audit hook that reports the test file's code at its import, and guards this program.
 
     It hides the recorder's frame, and refuses what the code under test may not do: reach this program's
     objects (`_REFUSED_EVENTS`, ctypes), change functions outside of the repository, or open the
@@ -476,8 +477,8 @@ def _make_audit_hook(
         send: takes events.
         folder: folder of the repository.
         test_file: path of the test file in the folder.
-        allowed: names of permissions in `_REFUSED_EVENTS` that the code under test has, because it
-            has used them before the patch.
+        allowed: permissions of the code under test: "ctypes", and values of `_REFUSED_EVENTS`. They
+            are those that the repository's code needs before the patch.
     """
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
