@@ -145,11 +145,11 @@ class _CodingTeacher:
     """Teacher of a coder and a reviewer, who know the formula of a task, and slip."""
 
     def __init__(self, task: Task, random: Random, slips: Mapping[str, float]) -> None:
-        _, right, _, example = task.id.split(":")
+        _, formula, _, example = task.id.split(":")  # as `_draw` writes it
         a, b = map(int, example.split(","))
-        self._right = right
-        self._call = f"f({a}, {b})"
-        self._example_value = str(FORMULAS[right].value(a, b))
+        self._task_formula = formula
+        self._example_call = f"f({a}, {b})"
+        self._example_value = str(FORMULAS[formula].value(a, b))
         self._random = random
         self._slips = slips
         self._formula = ""  # formula that the coder has tried last
@@ -159,30 +159,30 @@ class _CodingTeacher:
         """Return an agent's reply to its chat so far."""
         last = messages[-1]
         if agent == "reviewer":
-            formula = self._right_or_slip(agent, self._right)
+            formula = self._take_or_slip(agent, self._task_formula)
             return f"<reflection> print {formula} </reflection>"
 
         if last.role != "tool":
             has_review = len(messages) > 2
-            advice = last.content.rpartition("print ")[2] if has_review else self._right
-            return self._try(self._right_or_slip(agent, advice))
+            advice = last.content.rpartition("print ")[2] if has_review else self._task_formula
+            return self._try(self._take_or_slip(agent, advice))
 
         is_wrong = last.content != self._example_value
         if is_wrong and not self._has_noticed and self._random.random() < _NOTICED_SHARE:
             self._has_noticed = True
-            return self._try(self._right_or_slip(agent, self._right))
+            return self._try(self._take_or_slip(agent, self._task_formula))
         return fenced(f"a, b = map(int, input().split())\nprint({self._formula})")
 
-    def _right_or_slip(self, agent: str, right: str) -> str:
-        """Return the right formula, or another one if the agent slips."""
-        wrong = [formula for formula in FORMULAS if formula != right]
+    def _take_or_slip(self, agent: str, formula: str) -> str:
+        """Return this formula, or another one if the agent slips."""
+        others = [other for other in FORMULAS if other != formula]
         if self._random.random() < self._slips.get(agent, 0.0):
-            return self._random.choice(wrong)
-        return right
+            return self._random.choice(others)
+        return formula
 
     def _try(self, formula: str) -> str:
         """Return the tool calls that define a formula and print its value for the example's numbers."""
         self._formula = formula
         define = tool_call_text("python", code=f"f = lambda a, b: {formula}")
-        show = tool_call_text("python", code=f"print({self._call})")
+        show = tool_call_text("python", code=f"print({self._example_call})")
         return f"{define}\n{show}"

@@ -24,10 +24,10 @@ _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:[.,]\d+)*|[^\w\s]|_")
 # Environments whose prompts are sentences. In games every sign is part of a board.
 _PROSE_ENVS = frozenset({"math", "search", "code"})
 
-# Shingles in more than ten texts of the later split, and in more than every twentieth, are part of the
-# wording of all its tasks.
-_WORDING_TEXTS = 10
-_WORDING_EVERY = 20
+# A shingle is common if it is in more than ten texts of the later split, and in more than a twentieth
+# of its texts. Common shingles belong to the wording of all tasks, such as "find the value of".
+_COMMON_MIN_TEXTS = 10
+_COMMON_DIVISOR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,37 +226,43 @@ def _similar_texts(
     threshold: float,
     skip: set[int],
 ) -> _Matches:
-    """Match each text with the most similar text of an earlier split.
+    """Match each text with the most similar text of an earlier split; ignore common shingles.
 
     Args:
         earlier: tokens of the earlier split's texts.
         later: tokens of the later split's texts.
         words: number of tokens in a shingle.
         threshold: smallest similarity of a match.
-        skip: indices of texts that are not matched.
+        skip: indices of later texts that are not matched.
     """
-    rows = [shingles(tokens, words) for tokens in later]
-    counts = Counter(itertools.chain.from_iterable(rows))
-    max_count = max(_WORDING_TEXTS, len(rows) / _WORDING_EVERY)
-    wording = {shingle for shingle, count in counts.items() if count > max_count}
-    rows = [row - wording for row in rows]
-    texts_with: dict[int, list[int]] = defaultdict(list)  # indices of texts by shingle
-    for index, row in enumerate(rows):
+    later_shingles = [shingles(tokens, words) for tokens in later]
+    common = _common_shingles(later_shingles)
+    later_shingles = [text_shingles - common for text_shingles in later_shingles]
+    texts_with: dict[int, list[int]] = defaultdict(list)  # indices of later texts by shingle
+    for index, text_shingles in enumerate(later_shingles):
         if index not in skip:
-            for shingle in row:
+            for shingle in text_shingles:
                 texts_with[shingle].append(index)
 
     best: _Matches = {}
     for earlier_index, tokens in enumerate(earlier):
-        earlier_row = shingles(tokens, words) - wording
-        sharing_texts = (texts_with.get(shingle, ()) for shingle in earlier_row)
+        earlier_shingles = shingles(tokens, words) - common
+        sharing_texts = (texts_with.get(shingle, ()) for shingle in earlier_shingles)
         shared_counts = Counter(itertools.chain.from_iterable(sharing_texts))
         for index, shared in shared_counts.items():
-            similarity = shared / (len(earlier_row) + len(rows[index]) - shared)
+            # Jaccard index: size of the intersection by size of the union.
+            similarity = shared / (len(earlier_shingles) + len(later_shingles[index]) - shared)
             previous = best.get(index)
             if similarity >= threshold and (previous is None or similarity > previous.similarity):
                 best[index] = _IndexMatch(earlier_index, similarity)
     return best
+
+
+def _common_shingles(later_shingles: Sequence[set[int]]) -> set[int]:
+    """Return the shingles that are in so many texts that they say nothing about a single one."""
+    counts = Counter(itertools.chain.from_iterable(later_shingles))
+    max_count = max(_COMMON_MIN_TEXTS, len(later_shingles) / _COMMON_DIVISOR)
+    return {shingle for shingle, count in counts.items() if count > max_count}
 
 
 def shingles(tokens: Sequence[str], words: int) -> set[int]:

@@ -75,7 +75,7 @@ class TableModel:
         return "y" if self.kind == "regression" else "label"
 
     def signal(self, features: Sequence[float], level: int) -> float:
-        """Return y without its noise."""
+        """Return y without its noise, for numeric features and the index of a level."""
         weighted = sum(w * x for w, x in zip(self.weights, features, strict=True))
         return self.intercept + self.effects[level] + weighted
 
