@@ -84,8 +84,8 @@ class Chat:
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
-        # Scores of the next turn that say how room was made in a full chat.
-        self._changes: dict[str, float] = {}
+        # Scores of the next turn that say how room was made for it.
+        self._room_scores: dict[str, float] = {}
 
     async def say(self, text: str) -> AgentReply:
         """Send a message and return the agent's reply; open tool calls are answered as not made."""
@@ -225,6 +225,13 @@ class Chat:
             self._replying = False
 
     async def _take_turn(self) -> AgentReply:
+        """Add the agent's next reply to the chat and return it, after making room if needed.
+
+        If no room can be made, the chat becomes `full`, and the latest reply is returned again.
+
+        Raises:
+            PromptTooLong: no room can be made for the first reply.
+        """
         while True:
             try:
                 turn, reply = await self._host.take_turn(
@@ -232,8 +239,7 @@ class Chat:
                 )
                 break
             except PromptTooLong:
-                make_room = WHEN_FULL.get(self._agent.chats.when_full)
-                if make_room is not None and await make_room(self):
+                if await self._make_room():
                     continue
                 if self.latest is None:
                     raise
@@ -241,14 +247,19 @@ class Chat:
                 self._host.score(self.latest.turn, full=1.0)
                 return self.latest
 
-        if self._changes:
-            self._host.score(reply.turn, **self._changes)
-            self._changes = {}
+        if self._room_scores:
+            self._host.score(reply.turn, **self._room_scores)
+            self._room_scores = {}
         self._state = replace(self._state, before=turn)
         self.latest = reply
         self._open_calls = reply.calls
         self.messages.append(reply.message or Message(role="assistant", content=reply.text))
         return reply
+
+    async def _make_room(self) -> bool:
+        """Shorten the chat as the agent's `when_full` says; return False if that is not possible."""
+        make_room = WHEN_FULL.get(self._agent.chats.when_full)
+        return make_room is not None and await make_room(self)
 
     async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
         """Make the tool calls of a reply; return their results."""
@@ -308,12 +319,12 @@ class Chat:
         dropped = numbers[: (len(numbers) + 1) // 2]
         for number in dropped:
             self.messages[number] = replace(self.messages[number], content=_DROPPED)
-        earlier = self._changes.get("dropped_results", 0.0)
-        self._changes["dropped_results"] = earlier + len(dropped)
+        earlier = self._room_scores.get("dropped_results", 0.0)
+        self._room_scores["dropped_results"] = earlier + len(dropped)
         return bool(dropped)
 
     async def sum_up(self) -> bool:
-        """Fold the chat into a summary of the summariser; return False without any reply."""
+        """Replace the chat by the summariser's summary; return False if it has no reply to sum up."""
         if not any(message.role == "assistant" for message in self.messages):
             return False
         spoken = [message for message in self.messages if message.role != "system"]
@@ -328,7 +339,7 @@ class Chat:
                     raise
                 conversation = conversation[len(conversation) // 2 :]  # the newer half
         self.fold(reply.value or reply.text)
-        self._changes["folded"] = 1.0
+        self._room_scores["folded"] = 1.0
         return True
 
 

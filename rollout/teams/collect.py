@@ -198,6 +198,7 @@ class Collector:
         batch_left_s = self._batch_left_s()
         limits = [limit for limit in (batch_left_s, deadlines.trajectory_s) if limit is not None]
         timeout_s = min(limits, default=None)
+        batch_ends_first = timeout_s == batch_left_s
         playing = asyncio.create_task(play.play())
         try:
             awaited = {playing, quota.filled} if quota else {playing}
@@ -210,7 +211,7 @@ class Collector:
                 if quota and not play.error:
                     quota.count()
                 return _ending(play)
-            elif timeout_s == batch_left_s:
+            elif batch_ends_first:
                 ending = _late_ending("batch", Status.ABORTED, deadlines.batch_s, play)
             else:
                 ending = _late_ending("trajectory", Status.LATE, deadlines.trajectory_s, play)

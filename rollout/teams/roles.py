@@ -36,7 +36,8 @@ class ChatRules(Section):
     def _check_summariser(self) -> ChatRules:
         if (self.when_full == "fold") != (self.summariser is not None):
             raise ValueError(
-                "when_full: fold and summariser, the agent that sums up, come together"
+                "when_full: fold needs summariser, the agent that sums up, and summariser needs "
+                "when_full: fold; set both or neither"
             )
         return self
 

@@ -304,7 +304,7 @@ def _missing_await(
 
 
 def _definition(function: Callable[..., Any]) -> _FunctionNode | None:
-    """Return the syntax tree of a function; None without one, as of a lambda or an object."""
+    """Return the syntax tree of a function; None if it is not defined by `def` in a source file."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
         (definition,) = ast.parse(source).body

@@ -316,7 +316,7 @@ class TeamSession:
         self._stepped = True
 
     def waits_for(self, awaited: object) -> AbstractContextManager[asyncio.Task[Any]]:
-        """Return a context in which the running task, which it yields, waits for a call."""
+        """Return a context that records that the running task waits for a call, and yields the task."""
         return _Waiting(self, awaited)
 
     async def prompt_tokens(

@@ -67,9 +67,8 @@ class BranchedPlay:
 
     def __post_init__(self) -> None:
         self.error = ""  # why the play failed
-        self.replies: dict[
-            int, RecordedReply
-        ] = {}  # replies in all branches, by the seed of the call
+        # Replies in all branches, by the seed of the call.
+        self.replies: dict[int, RecordedReply] = {}
         self._branches = [self._new_branch()]  # branches that are played now
         self._dropped: Counter[str] = Counter()  # branches that failed, by metric
 
@@ -230,6 +229,7 @@ class BranchSession(TeamSession):
 
     @contextmanager
     def waits_for(self, awaited: object) -> Iterator[asyncio.Task[Any]]:
+        """Record the running task while it waits, and set `changed` when the wait has ended."""
         self.tasks.add(asyncio.current_task())
         try:
             with super().waits_for(awaited) as task:

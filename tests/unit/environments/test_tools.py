@@ -277,7 +277,7 @@ def test_unknown_tools_and_options_of_an_agent_are_refused() -> None:
         AgentConfig(policy="p", tools={"pythn": {}})
     with pytest.raises(ValueError, match="has no option 'seconds'"):
         AgentConfig(policy="p", tools={"python": {"seconds": 5}})
-    with pytest.raises(ValueError, match="when_full: fold and summariser"):
+    with pytest.raises(ValueError, match="when_full: fold needs summariser"):
         AgentConfig(policy="p", chats={"when_full": "fold"})  # type: ignore[arg-type]
 
 
