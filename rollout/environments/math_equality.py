@@ -424,7 +424,10 @@ def _rounding_tolerance(gold: Any) -> Any:
 
     if _significant_digits(gold) < _ROUNDED_DIGITS:
         return sympy.Integer(0)
-    last_place = Decimal(str(gold)).normalize().as_tuple().exponent
+    exponent = Decimal(str(gold)).normalize().as_tuple().exponent
+    assert isinstance(exponent, int), "the decimal is finite"
+    # 1234560.00 has a place after the point too: 1234563 does not round to it.
+    last_place = min(exponent, -1)
     return sympy.Rational(1, 2) * sympy.Integer(10) ** last_place
 
 

@@ -92,6 +92,11 @@ def test_answers_that_texts_decide_take_no_thread(monkeypatch, text, answers, ri
         ("x", "y", False),
         ("}{", "5", False),
         ("seven", "7", False),
+        # A truth of six digits or more may be rounded, but never to tens or units if it has a point.
+        ("3.14159265", "3.14159", True),
+        ("1234560", "1234560.00", True),
+        ("1234563", "1234560.00", False),
+        ("1234567.3", "1234567.0", False),
     ],
 )
 def test_equal_as_mathematics(answer, truth, equal):
