@@ -46,7 +46,7 @@ else
 endif
 	@touch $@
 
-setup-sglang: $(STAMP) .venv-sglang/.stamp ## make .venv-sglang, the environment of SGLang's servers: for GPUs, or for CPUs without any
+setup-sglang: $(STAMP) .venv-sglang/.stamp ## make .venv-sglang, the environment of SGLang's servers, for this machine's GPUs or else for its CPUs
 
 demo: $(STAMP) ## run the whole pipeline on two CPU cores, from data to report
 	$(BIN)/snakemake
@@ -107,10 +107,10 @@ package: .venv-package/.stamp ## build a wheel and an sdist in dist/, and check 
 test-package: $(STAMP) ## build the package, check it, and use it in an empty environment and folder
 	tests/package.sh $(BIN)/python
 
-first-curve: $(STAMP) ## time the first curve from pip install of the wheel, with all downloads (TORCH=torch==2.13.0+cpu)
+first-curve: $(STAMP) ## measure the time from pip install of the wheel to the first learning curve, with all downloads (TORCH=torch==2.13.0+cpu)
 	TORCH=$(TORCH) tests/package.sh $(BIN)/python timed
 
-test-container: $(STAMP) ## build containers/Dockerfile with buildah on Debian's packages, train in it, time the first curve in its base (as root)
+test-container: $(STAMP) ## build containers/Dockerfile with buildah on Debian's packages, train in it, and measure the time to the first learning curve in its base image (as root)
 	TORCH=$(TORCH) tests/package.sh $(BIN)/python container
 
 test-gateway: $(STAMP) ## run a thousand random agent programs; check that no sampled token is lost and no call gets a 5xx

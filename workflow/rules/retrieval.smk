@@ -111,7 +111,7 @@ rule share_index:
     message:
         "{wildcards.run}: link the tasks and the index of {input[0]}"
     shell:
-        # The links are symbolic for the same reason as those of tasks.
+        # The links are symbolic for the same reason as in the rule share_tasks.
         "mkdir -p {params.run:q}/index {params.run:q}/tasks; ( "
         "ln --symbolic --relative --force {params.owner:q}/retriever.json {params.run:q}; "
         "ln --symbolic --relative --force {params.owner:q}/index/* {params.run:q}/index; "
