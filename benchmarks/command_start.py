@@ -1,7 +1,7 @@
-"""CPU time of commands that print what is recorded, against `import torch` in a new process.
+"""CPU time of commands that print records of a run, against `import torch` in a new process.
 
-`explain` computes the credit of a file of 128 trajectories, which needs torch. `show` reads the
-credit that the training has recorded, and `ls` and `--help` need none. The result is that of the
+`explain` computes the credit of 128 trajectories, for which it imports torch. `show` reads recorded
+credit, and `ls` and `--help` read none, so these three need no torch. The result is that of the
 slowest command.
 """
 

@@ -65,7 +65,7 @@ def make_microbatches() -> list[Microbatch]:
 
 
 def run_rank(model: Path, address: str, rank: int, ranks: int) -> None:
-    """Take `UPDATES` updates as one rank after a first one; print this process's CPU seconds for each."""
+    """Run one rank: take a warm-up update, then `UPDATES` updates; print this process's CPU seconds per update."""
     spec = TrainerSpec(model=str(model), lr=LR, objective=Objective(), dp=ranks)
     store = TCPStore(address, PORT, ranks, is_master=rank == 0)
     init_process_groups(spec, rank=rank, threads=1, store=store)

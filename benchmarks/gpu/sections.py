@@ -267,8 +267,11 @@ def profile(tiny: bool) -> None:
 
 
 def meter(tiny: bool) -> None:
-    """Estimate the updates of `updates` with `tests.support.fake_gpu`, in a process without a GPU."""
-    # Adam's moments exist before the second update, which is the one that is estimated.
+    """Estimate time and memory of the updates that section `updates` measures, with a simulated GPU.
+
+    `tests.support.fake_gpu` estimates the last update of a case in a process of its own.
+    """
+    # Two updates, because Adam's moments are allocated in the first one.
     base_cases = TINY if tiny else CASES
     cases = [{**case, "updates": 2} for case in base_cases]
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu"]

@@ -130,7 +130,7 @@ def _choose(
     """
     names: list[str | None] = [*sorted(options)]
     if key == "generator":
-        names.append(None)
+        names.append(None)  # a run whose tasks come from files has no generator
     name_schema: EditorSchema = {"enum": names}
     if importable:
         name_schema = {"anyOf": [name_schema, {"type": "string", "pattern": ":"}]}

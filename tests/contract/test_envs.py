@@ -35,6 +35,6 @@ def test_a_shipped_team_plays_in_each_environment(name: str) -> None:
 )
 def test_a_generator_is_described(name: str) -> None:
     assert f"| `{name}` |" in DOCS
-    # Teachers demonstrate the tasks of these generators in the real team.
+    # Of the generators that are tested here, only these make demonstrations.
     has_demonstrations = name in ("encyclopedia_chats", "programs", *ZERO_SUM_GAMES)
     assert (GENERATORS[name].demonstration_options is not None) == has_demonstrations

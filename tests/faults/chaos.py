@@ -304,7 +304,8 @@ class Retriever:
         self._sidecar = sidecar
 
     def kill_and_revive(self) -> bool:
-        os.kill(self._sidecar.pid or 0, signal.SIGKILL)
+        assert self._sidecar.pid is not None
+        os.kill(self._sidecar.pid, signal.SIGKILL)
         time.sleep(1)
         self._sidecar.revive()
         return True

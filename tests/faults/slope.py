@@ -1,8 +1,8 @@
 """Memory of a long training does not grow: 300 steps with rank, engine and controller in one process.
 
-`python -m tests.faults.slope [STEPS]` fits a line through the resident memory. The first third of the
-steps is left out, and of every ten others the lowest counts. The slope, minus three standard errors,
-may be no larger than the few numbers that are kept of every step.
+`python -m tests.faults.slope [STEPS]` fits a line through the resident memory. It leaves out the first
+third of the steps, and takes the lowest value of every ten further steps. The slope minus three
+standard errors may be no larger than the few numbers that a run stores for each step.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _patch_cuda() -> None:
 
 
 def _patch_process_groups() -> None:
-    """Use torch's fake process groups. Megatron imports some of these functions by name."""
+    """Use torch's fake process groups; call this before Megatron imports some of these functions by name."""
     init_process_group = dist.init_process_group
     new_group = dist.new_group
     dist.init_process_group = lambda backend=None, rank=0, world_size=1, **_: init_process_group(

@@ -1,7 +1,7 @@
 """Simulated CUDA streams and events, which show whether work on one stream waits for another, and a clock.
 
-A stream counts the operations that it was given. For each other stream it knows how many of that
-stream's operations must end before its next operation begins.
+Each stream counts its operations. For every other stream, it records how many operations of that other
+stream must end before its own next operation begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def calling_function() -> str:
 
 
 class Clock:
-    """Time of an update, of the host and of the device's stream that computes.
+    """Clocks of the host and of the device's compute stream during an update.
 
     Attributes:
         host_s: seconds on the host's clock.
@@ -56,7 +56,7 @@ class Clock:
         self.device_s += gap_s + device_s
 
     def wait(self) -> None:
-        """Let the host wait for the device."""
+        """Advance the host's clock to the end of all work on the device."""
         ends = [stream.end_s for stream in list(_STREAMS)]
         self.host_s = max(self.host_s, self.device_s, *ends)
 

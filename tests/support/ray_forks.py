@@ -27,8 +27,8 @@ from tests.support.forked_program import close_descriptors, exit_fork, run_progr
 from tests.support.ray_worker import JOB_ID, VARIABLE
 
 SCRIPT = str(Path(__file__).with_name("ray_worker.py"))
-# With this variable an agent ends when its standard input does, which its raylet holds. It would otherwise end
-# because the raylet is not its parent.
+# With this variable an agent ends when its raylet closes the agent's standard input. Without it, the agent would end at
+# once, because its parent is not the raylet.
 _AGENTS_READ_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST = 1 << 20  # bytes
@@ -144,15 +144,17 @@ def _run_worker(request: dict[str, Any], streams: list[int], connection: socket.
         elif name != "--language":
             arguments.append(argument)
 
-    Config.initialize("")  # reads from the environment again what is not in `import_ray`
+    # Ray has read its settings in the parent. Read them again, from this worker's environment.
+    Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
-    random.seed()  # all forks have the same state
-    # Also Ray's generator of ids has: two workers that started at once used the same id, and one of them crashed.
+    # All forks start in the same random state, also that of Ray's generator of ids. Without this loop, two workers that
+    # started at once used the same id, and one of them crashed.
+    random.seed()
     for _ in range(os.getpid() % 1024 * 16):
         ObjectID.from_random()
     exit_fork(run_program([sys.executable, *arguments]))
