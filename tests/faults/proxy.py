@@ -46,13 +46,14 @@ class FaultProxy:
     """Proxy of the server `target`, some of whose answers have a fault.
 
     Attributes:
+        target: address of the server, which may change while the proxy runs.
         faulty: name of the fault, and number of further POST requests that get it.
         done: number of faults so far, by name.
         url: URL of the running proxy.
     """
 
     def __init__(self, target: str) -> None:
-        self._target = urlsplit(target)
+        self.target = urlsplit(target)
         self.faulty: tuple[str, int] = ("", 0)
         self.done = Counter[str]()
         self.url = ""
@@ -86,7 +87,7 @@ class FaultProxy:
             writer.close()
 
     async def _forward(self, request: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-        reader, writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+        reader, writer = await asyncio.open_connection(self.target.hostname, self.target.port)
         try:
             writer.writelines(request)
             answer = await read_message(reader)

@@ -97,7 +97,7 @@ def test_a_reply_that_a_gateways_client_asks_for_again_is_sampled_once(
 
     async def ask(proxy: FaultProxy) -> tuple[str | None, list[str]]:
         async with open_session(team) as (url, key, team_session, _):
-            proxy._target = urlsplit(url)
+            proxy.target = urlsplit(url)
             base_url = f"{proxy.url}{urlsplit(url).path}/v1"
             async with AsyncOpenAI(base_url=base_url, api_key=key, timeout=20) as client:
                 completion = await client.chat.completions.create(

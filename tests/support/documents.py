@@ -26,7 +26,7 @@ STORIES = {
     "quickstart.md": "workflow/test_quickstart.py",
     "own_team.md": "workflow/test_own_folder.py",
     "one_gpu.md": "workflow/test_one_gpu_page.py",
-    "own_reward.md": "unit/test_own_reward_page.py",
+    "own_reward.md": "unit/docs/test_own_reward_page.py",
 }
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _TABLE_ROW = re.compile(r"^\| `(mcore-mas [^`]+)`(?:, `(mcore-mas [^`]+)`)?", re.MULTILINE)

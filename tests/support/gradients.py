@@ -23,7 +23,7 @@ def full_gradients(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
 
     Every rank must iterate to the end.
     """
-    model = trainer._model
+    model = trainer.model
     local = {
         name: _whole_shard(trainer, parameter)
         for name, parameter in model.trained_parameters.items()

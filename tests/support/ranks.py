@@ -182,7 +182,7 @@ def export(rank: int, spec: TrainerSpec, routes: dict[str, SyncRoute]) -> None:
             Path(file).write_text(json.dumps(asdict(update)))
 
     weights = copy_weights(trainer)
-    parameters = trainer._parameters
+    parameters = trainer.model.trained_parameters
     architecture = trainer.model.architecture
     for bucket_bytes in (1, 20_000):
         plan = plan_export(parameters, architecture, bucket_bytes)
@@ -364,7 +364,9 @@ def train_with_sleep(rank: int, spec: TrainerSpec, out: Path, samples: list[Samp
         result["scores"] = trainer.score(batches)
         result["weights"] = copy_weights(trainer)
         results[kind] = result
-        results["parameters"] = sum(p.numel() for p in trainer._parameters.values())
+        results["parameters"] = sum(
+            parameter.numel() for parameter in trainer.model.trained_parameters.values()
+        )
     torch.save(results, out / f"{rank}.pt")
 
 

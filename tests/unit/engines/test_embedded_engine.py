@@ -451,7 +451,7 @@ def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await engine._loop
+        assert await engine.idle()
 
     asyncio.run(play())
     assert engine.core.stats.steps in (3, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rollout.sandbox import Sandbox
 from rollout.tasks.generators import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
-from tests.support.sandboxes import started
 
 ROLES = {"engineer": "data_engineer", "modeler": "modeler", "analyst": "analyst"}
 TARGET = Target(
@@ -74,13 +72,6 @@ slope, intercept = pickle.load(open("model.pkl", "rb"))
 lines = [f"{key},{slope * x + intercept}" for key, x in pickle.load(open("X_test.pkl", "rb"))]
 open("submission.csv", "w").write("\\n".join(["id,y", *lines]))"""
 )
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    sandbox = started("auto")
-    yield sandbox
-    sandbox.close()
 
 
 def run(

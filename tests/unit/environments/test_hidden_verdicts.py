@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,6 @@ from rollout.base.errors import EnvError
 from rollout.sandbox import Sandbox
 from tests.support.repositories import patch_of_add, play_patch, replace_block
 from tests.support.sandboxes import started
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    sandbox = started("auto")
-    yield sandbox
-    sandbox.close()
-
 
 LITERAL = "def test_new():\n    assert add(2, 3) == 5\n"
 # Tests that a repair makes pass, in one file. All but the first compute the expected value.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -24,7 +23,6 @@ from rollout.tasks.repositories import draw_checks, source_of
 from rollout.tasks.repository_functions import FUNCTIONS_WITH_BUGS
 from tests.support.casts import play, validity
 from tests.support.repositories import NO_PLUGINS
-from tests.support.sandboxes import started
 
 ROLES = {"player": "repairer"}
 SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n"
@@ -66,13 +64,6 @@ def block(old: str, new: str, path: str = "pkg/m.py") -> str:
 
 
 RIGHT = block("    return n + 2", "    return 2 * n")
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    sandbox = started("auto")
-    yield sandbox
-    sandbox.close()
 
 
 def steps(box: Sandbox, *actions: str, task: Task = TASK, **options: Any) -> tuple[str, list[Step]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -99,13 +100,12 @@ def test_a_cell_out_of_time_leaves_the_files_before_it() -> None:
     server = Answers(LATE, LATE)
 
     async def scenario() -> None:
-        async with SandboxFusion("http://127.0.0.1:1") as client:
-            session = FusionSession(server.send, LIMITS, client._slot)
-            await session.put("a", b"1")
-            result = await session.run("while True: pass")
-            assert (result.verdict, result.fresh, result.wall_s) == (Verdict.TLE, True, 30.1)
-            assert await session.files() == {"a": 1}
-            await session.run("1")
+        session = FusionSession(server.send, LIMITS, nullcontext)
+        await session.put("a", b"1")
+        result = await session.run("while True: pass")
+        assert (result.verdict, result.fresh, result.wall_s) == (Verdict.TLE, True, 30.1)
+        assert await session.files() == {"a": 1}
+        await session.run("1")
 
     asyncio.run(scenario())
     first, second = server.bodies
@@ -123,12 +123,9 @@ def test_a_cell_out_of_time_leaves_the_files_before_it() -> None:
     ],
 )
 def test_a_failure_of_the_server_is_no_verdict(answer: dict[str, Any], message: str) -> None:
-    async def scenario() -> None:
-        async with SandboxFusion("http://127.0.0.1:1") as client:
-            await FusionSession(Answers(answer).send, LIMITS, client._slot).run("1")
-
+    session = FusionSession(Answers(answer).send, LIMITS, nullcontext)
     with pytest.raises(SandboxError, match=message):
-        asyncio.run(scenario())
+        asyncio.run(session.run("1"))
 
 
 @pytest.mark.slow

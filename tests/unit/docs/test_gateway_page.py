@@ -7,7 +7,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from rollout.config.tasks import make_tasks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
 
 
 def form(prompt: str) -> str:

@@ -1,6 +1,6 @@
 """Files that the documentation names exist, and so do those of containers, forms and hooks.
 
-tests/unit/test_site.py checks the links.
+tests/unit/docs/test_site.py checks the links.
 """
 
 import re
@@ -14,7 +14,7 @@ import yaml
 from mcore_mas.pipeline.suite import Suite
 from tests.support.documents import GENERATED, PAGES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Paths may be relative to these folders.
 BASES = (ROOT, ROOT / "mcore_mas", ROOT / "mcore_mas/megatron")
 # Files of users and of ALFWorld

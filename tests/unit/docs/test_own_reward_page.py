@@ -29,7 +29,7 @@ from rollout.records.files import write_trajectories
 from tests.support.hub import FakeHub, running
 from tests.support.played import failed, group, rewards, trajectory, turn
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_reward.md"
+PAGE = Path(__file__).parents[3] / "docs" / "own_reward.md"
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
 CARD = """---
 configs:

@@ -19,7 +19,7 @@ from benchmarks.gpu.__main__ import SECTIONS
 from rollout.sync.cuda_ipc import serialize
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements" / "gpu-kit.txt"
 # The section `meter` is left out, because it uses the `meta` device in a process of its own.
 SECTION_NAMES = [name for name in SECTIONS if name != "meter"]

@@ -11,7 +11,7 @@ import yaml
 from tests.faults import proxy
 from tests.faults.page import PAGE, ROWS, pages, read
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_has_a_row_for_every_fault() -> None:

@@ -17,7 +17,7 @@ from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.tables import make_table
 from tests.workflow.test_tables import evaluation
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 HEAD = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,failed_tasks"
 TWO_SOURCES = """\

@@ -18,7 +18,7 @@ from rollout.records.trajectory import ToolUse
 from rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_team.md"
+PAGE = Path(__file__).parents[3] / "docs" / "own_team.md"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import yaml
 
 from tests.support.browser import Browser, needs_chromium
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.worker_groups import count_devices, gpus_per_engine, list_worker_groups
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def program(code: str, seconds: float = 20.0) -> Section:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 # lock file of the Python that runs the tests
 LOCK = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
