@@ -65,7 +65,10 @@ def make_microbatches() -> list[Microbatch]:
 
 
 def run_rank(model: Path, address: str, rank: int, ranks: int) -> None:
-    """Run one rank: take a warm-up update, then `UPDATES` updates; print this process's CPU seconds per update."""
+    """Take a warm-up update and then `UPDATES` updates as one rank; print its CPU seconds per update.
+
+    This ends the process.
+    """
     spec = TrainerSpec(model=str(model), lr=LR, objective=Objective(), dp=ranks)
     store = TCPStore(address, PORT, ranks, is_master=rank == 0)
     init_process_groups(spec, rank=rank, threads=1, store=store)

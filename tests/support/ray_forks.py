@@ -152,8 +152,8 @@ def _run_worker(request: dict[str, Any], streams: list[int], connection: socket.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
-    # All forks start in the same random state, also that of Ray's generator of ids. Without this loop, two workers that
-    # started at once used the same id, and one of them crashed.
+    # All forks start with the same random state, in Python and in Ray's generator of ids. Before this loop existed, two
+    # workers that started at once used the same id, and one of them crashed.
     random.seed()
     for _ in range(os.getpid() % 1024 * 16):
         ObjectID.from_random()

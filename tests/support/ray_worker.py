@@ -11,7 +11,7 @@ import sys
 
 # Variable of the environment with the name of the socket
 VARIABLE = "MCORE_MAS_RAY_FORKS"
-# Of the first driver of a Ray. The forks cannot work for other jobs; see `ray_forks.import_ray`.
+# Id of the job of a cluster's first driver. The forks cannot work for other jobs; see `ray_forks.import_ray`.
 JOB_ID = "01000000"
 
 
