@@ -2,16 +2,16 @@
 
     python benchmarks/retrieval_curves.py [--sizes 10000 100000] [--kinds flat sq8 ... bm25 hybrid]
 
-Each kind is written beside the figure as soon as it is measured, so that several calls, also at the
-same time, add up to one figure.
+The figures of a kind are written to a file beside the picture as soon as they are measured. So several
+calls, one after the other or at the same time, can measure the kinds of one picture.
 
-A passage has 24 words, half of them of one of 2000 subjects and half by Zipf's law; its vector is
-the normalised mean of MiniLM's word embeddings. A query has 5 words of a passage and another one.
-Everything runs on one thread. Times are CPU times, the best of three, so that another load of the
-machine matters little.
+A passage has 24 words: half are drawn from the words of one of 2000 subjects, and half by Zipf's law.
+Its vector is the normalised mean of MiniLM's word embeddings. A query has 5 words of a passage and one
+random word. Everything runs on one thread. Times are CPU times, the best of three, so that other load
+of the machine matters little.
 
-`recall` compares with an exact search by vectors; `own` is the share of queries that find the
-passage whose words they have.
+`recall` compares with an exact search by vectors. `own` is the share of queries that find the passage
+from which their words are.
 """
 
 import argparse

@@ -101,7 +101,7 @@ def models_problem(manifest: Mapping[str, Any], identity: Identity) -> str:
         as_json = json.loads(json.dumps(model))  # tuples become lists, as they are in the manifest
         for key, value in as_json.items():
             if models[name].get(key, value) != value:
-                return f"policy '{name}' has {key} {models[name][key]}, the run's model {value}"
+                return f"policy '{name}' has {key} {models[name][key]}, but the run's model has {value}"
     surplus = set(models) - set(identity.models)
     if surplus:
         return f"has policy '{min(surplus)}', which the run does not have"

@@ -437,7 +437,7 @@ def check_turns_can_be_sampled_again(folder: Path) -> None:
 
 
 def check_exports_of_a_finished_run(folder: Path) -> None:
-    """Check that an export copies the finished model, and without one gives the same from a checkpoint."""
+    """Check that an export copies a finished model, and otherwise exports equal files from a checkpoint."""
     results = folder.parent.parent
     notes = SourceNotes()
     export(folder.parent, "solver", results / "finished", notes.append)

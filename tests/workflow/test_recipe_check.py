@@ -249,7 +249,10 @@ def test_a_larger_model_is_refused_before_jobs_start(project: Project) -> None:
     reference.make_model("qwen2", project.folder / "model", layers=3)
     byte_tokenizer(project.folder / "model", ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
     _, line = project.check()
-    assert "policy 'solver' has layers 2, the run's model 3; name the run anew, or start it" in line
+    assert (
+        "policy 'solver' has layers 2, but the run's model has 3; name the run anew, or start it"
+        in line
+    )
 
 
 @pytest.mark.slow

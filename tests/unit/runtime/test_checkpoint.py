@@ -152,7 +152,7 @@ def test_unusable_checkpoints_are_renamed_and_an_older_one_is_used(tmp_path: Pat
         "policy/weights is missing",
         "of run 'other', not 'r'",
         "written in format 1, this version reads format 2",
-        "policy 'policy' has vocab 600, the run's model 512",
+        "policy 'policy' has vocab 600, but the run's model has 512",
         "has no policy 'policy' (it has verifier)",
     ]
     assert warnings[0].endswith("; kept as refused_step_000009, step_000001 is used")
