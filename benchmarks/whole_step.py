@@ -1,11 +1,11 @@
 """Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on the same model.
 
 A step generates 8 replies to each of 8 prompts of equal length, rewards them, and updates, in float32
-or in bfloat16 with float32 master weights (TRL's default). In each precision, this project's training
-takes turns of three steps with TRL's two trainings, one in each precision. The minimum of each phase
-is shown. Each side counts in its faster precision, and the result is the smaller ratio of two
-shapes. TRL has a separate environment (requirements/bench.txt), which is created on first use and
-sees the torch of this environment.
+or in bfloat16 with float32 master weights (TRL's default). For each precision of this project's
+training, its steps alternate with those of two trainings of TRL, one in float32 and one in bfloat16,
+three steps at a time. The minimum of each phase is shown. Each side is compared in its faster
+precision, and the result is the smaller ratio of two shapes. TRL has a separate environment
+(requirements/bench.txt), which is created on first use and sees the torch of this environment.
 
 TRL's single process has a thread per core. This project has a data-parallel rank and an engine
 replica per core, with one thread each; they wait for each other once per step instead of at every
