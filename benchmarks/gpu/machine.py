@@ -70,7 +70,7 @@ def start_trainer(
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
     init_process_groups(rank=0, threads=torch.get_num_threads())
-    draw_on_cpu = RandomTensors._draw
+    draw_on_cpu = RandomTensors.draw
 
     def draw_on_gpu(self: RandomTensors, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -82,7 +82,7 @@ def start_trainer(
     is_large = torch.cuda.is_available() and not model.startswith("tiny")
     torch.manual_seed(0)
     model_folder = write_model(model, folder / model)
-    with patch.object(RandomTensors, "_draw", draw_on_gpu) if is_large else nullcontext():
+    with patch.object(RandomTensors, "draw", draw_on_gpu) if is_large else nullcontext():
         trainer = MegatronTrainer(TrainerSpec(model=str(model_folder), init="random", **spec))
     vocab = int(MODELS[model]["vocab_size"])
     return trainer, [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(count)]

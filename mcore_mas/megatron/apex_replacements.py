@@ -33,7 +33,7 @@ def patch_fallbacks() -> None:
     clip_grads.l2_norm_impl = _multi_tensor_l2_norm
     clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
     optimizer.multi_tensor_scale_impl = _multi_tensor_scale
-    optimizer._multi_tensor_copy_this_to_that = _multi_tensor_copy
+    optimizer._multi_tensor_copy_this_to_that = multi_tensor_copy
 
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
@@ -57,7 +57,7 @@ def _multi_tensor_l2_norm(
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
-def _multi_tensor_copy(
+def multi_tensor_copy(
     this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None
 ) -> None:
     """Copy the tensors of one list to those of another, with the signature of Megatron's function."""

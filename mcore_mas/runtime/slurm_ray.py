@@ -48,7 +48,7 @@ def ray_over_machines(machines: int, cpus: int, log: Path) -> Iterator[str | Non
     except OSError as error:
         raise TrainingError(f"Ray's token cannot be made in ~/.ray: {error}") from error
 
-    head_ip = _address_in_slurm_network() or ray.util.get_node_ip_address()
+    head_ip = address_in_slurm_network() or ray.util.get_node_ip_address()
     port = free_port(head_ip)
     address = f"{head_ip}:{port}"
     start = [
@@ -89,7 +89,7 @@ def ray_over_machines(machines: int, cpus: int, log: Path) -> Iterator[str | Non
         yield address
 
 
-def _address_in_slurm_network() -> str | None:
+def address_in_slurm_network() -> str | None:
     """Return this machine's address in the network in which Slurm reaches the job's last machine.
 
     Ray would choose the network of the default route, or loopback if there is none. None: Slurm

@@ -98,8 +98,8 @@ class TrainerRank:
         with self._phase("join"):
             first_spec = next(iter(specs.values()))
             _set_network_environment(first_spec.cumem)
-            _set_launch_order(first_spec.tp)
-            _set_deterministic_kernels(deterministic=first_spec.deterministic)
+            set_launch_order(first_spec.tp)
+            set_deterministic_kernels(deterministic=first_spec.deterministic)
             store = self._store or TCPStore(*store_address, is_master=False)
             init_process_groups(
                 first_spec,
@@ -220,7 +220,7 @@ def _set_network_environment(cumem: str | None) -> None:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", cumem)
 
 
-def _set_launch_order(tp: int) -> None:
+def set_launch_order(tp: int) -> None:
     """Let a GPU start kernels in the order in which they are launched, if tensor-parallel ranks exchange data.
 
     Megatron launches an exchange before the product that hides it. With several hardware queues, the
@@ -231,7 +231,7 @@ def _set_launch_order(tp: int) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def _set_deterministic_kernels(*, deterministic: bool) -> None:
+def set_deterministic_kernels(*, deterministic: bool) -> None:
     """Make Transformer Engine choose deterministic attention; this package's kernels always are.
 
     A setting of the user is kept.

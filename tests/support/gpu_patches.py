@@ -134,7 +134,7 @@ def prepare() -> None:
     collectives.all_gather_json = lambda value, group=None: [value] * dist.get_world_size(group)
     from mcore_mas.megatron.state import tensor_sources
 
-    tensor_sources.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
+    tensor_sources.RandomTensors.draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
     for module, class_name, method, region in _REGIONS:
         owner = getattr(importlib.import_module(module), class_name)
         setattr(owner, method, METER.in_region(region, getattr(owner, method)))

@@ -32,7 +32,7 @@ def keep_moments_on_host(optimizer: Any) -> HostMoments:
         if adam is None:
             continue
         adam_moments = _allocate_moments(adam)
-        adam.step = partial(_step_by_weight, adam, adam.step, adam_moments)
+        adam.step = partial(step_by_weight, adam, adam.step, adam_moments)
         moments |= adam_moments
     return moments
 
@@ -52,7 +52,7 @@ def _allocate_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
     return moments
 
 
-def _step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMoments) -> None:
+def step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMoments) -> None:
     """Step one weight after the other; the moments of a weight are on its device while it is stepped.
 
     Adam steps every weight independently, so the result has the bits of a single call. An Adam

@@ -108,9 +108,10 @@ class RandomTensors:
 
     def __call__(self, name: str) -> LazyTensor:
         """Return the tensor of this name, which is drawn when it is read."""
-        return LazyTensor(shape=self.shapes[name], part=lambda index: self._draw(name)[index])
+        return LazyTensor(shape=self.shapes[name], part=lambda index: self.draw(name)[index])
 
-    def _draw(self, name: str) -> Tensor:
+    def draw(self, name: str) -> Tensor:
+        """Return the whole tensor of this name."""
         shape = self.shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)

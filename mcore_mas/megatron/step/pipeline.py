@@ -80,7 +80,7 @@ class Pipeline:
         self._run_schedule = get_forward_backward_func()
         self._device = rank_device()
         self._upload_stream = None if self._device.type == "cpu" else torch.cuda.Stream()
-        self._tiles = _tile_sizes(spec, architecture, self._device)
+        self._tiles = choose_tile_sizes(spec, architecture, self._device)
         # Context and sequence parallelism split a micro-batch's tokens into this many equal parts.
         self._token_parts = spec.cp * (spec.tp if spec.sp else 1)
 
@@ -425,7 +425,7 @@ def _gather_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
     return cast(Tensor, reduce_from_tensor_model_parallel_region(gathered, group))
 
 
-def _tile_sizes(
+def choose_tile_sizes(
     spec: TrainerSpec, architecture: Architecture, device: torch.device
 ) -> TileSizes | None:
     """Return the tile sizes of Triton's attention kernels; None if torch's kernels are used."""

@@ -436,7 +436,7 @@ def test_the_sum_of_agents_gradients_is_in_host_memory(
 def test_moments_cross_in_both_directions_at_once(metered: dict[str, Figures]) -> None:
     """The host waits once for them. Those of the embedding, a quarter of all, arrive alone."""
     figures = metered["host moments"]
-    assert figures["waits"] == HOST_WAITS | {"host_moments.py _step_by_weight": 1}
+    assert figures["waits"] == HOST_WAITS | {"host_moments.py step_by_weight": 1}
     assert figures["copies"] == {}
     moment_bytes = 2 * 4 * figures["trained"]
     assert figures["races"] == {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.apex_replacements import _multi_tensor_copy
+from mcore_mas.megatron.apex_replacements import multi_tensor_copy
 from mcore_mas.megatron.state import host_moments
 from mcore_mas.megatron.state.host_moments import MOMENTS, HostMoments
 from mcore_mas.megatron.state.optimizer import OptimizerState
@@ -53,7 +53,7 @@ def test_weights_are_stepped_one_by_one_with_their_moments_on_the_host() -> None
     groups = by_weight.param_groups
     for _ in range(2):
         whole.step()
-        host_moments._step_by_weight(by_weight, by_weight.step, on_host)
+        host_moments.step_by_weight(by_weight, by_weight.step, on_host)
 
     assert by_weight.param_groups is groups
     assert [group["step"] for group in groups] == [2, 2]
@@ -139,6 +139,6 @@ def test_lists_of_weights_are_copied_with_the_bits_of_single_copies() -> None:
     generator = torch.Generator().manual_seed(1)
     sources = [torch.randn(shape, generator=generator) for shape in ((3, 5), (7,), (64, 64))]
     targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
-    _multi_tensor_copy(sources, targets)
+    multi_tensor_copy(sources, targets)
     assert all(map(torch.equal, targets, [source.bfloat16() for source in sources]))
-    _multi_tensor_copy([], [])
+    multi_tensor_copy([], [])

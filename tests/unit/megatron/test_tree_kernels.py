@@ -217,7 +217,7 @@ def tile_sizes(head_dim: int, **settings: bool) -> TileSizes | None:
     """Return the tiles of a pipeline on a GPU; None if the kernels do not fit it."""
     architecture: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=head_dim)
     spec = TrainerSpec(model="", **settings)
-    return pipeline._tile_sizes(spec, architecture, torch.device("meta"))
+    return pipeline.choose_tile_sizes(spec, architecture, torch.device("meta"))
 
 
 @pytest.mark.parametrize(

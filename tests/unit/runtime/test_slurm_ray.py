@@ -103,5 +103,5 @@ def test_ray_uses_the_network_of_the_addresses_in_slurm(
     connected: list[object] = []
     monkeypatch.setattr(socket.socket, "connect", lambda _, address: connected.append(address))
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (route, 4))
-    assert slurm_ray._address_in_slurm_network() == chosen
+    assert slurm_ray.address_in_slurm_network() == chosen
     assert connected == ([("10.0.0.2", 9)] if addresses else [])

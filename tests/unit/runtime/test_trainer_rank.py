@@ -56,7 +56,7 @@ def test_a_deterministic_run_has_deterministic_attention(
     value: str | None,
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(environment))
-    trainer_rank._set_deterministic_kernels(deterministic=deterministic)
+    trainer_rank.set_deterministic_kernels(deterministic=deterministic)
     assert os.environ.get(NONDETERMINISTIC) == value
 
 
@@ -68,7 +68,7 @@ def test_tensor_parallel_ranks_start_kernels_in_order_unless_the_user_says_other
     monkeypatch: pytest.MonkeyPatch, tp: int, environment: dict[str, str], value: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(environment))
-    trainer_rank._set_launch_order(tp)
+    trainer_rank.set_launch_order(tp)
     assert os.environ.get(CONNECTIONS) == value
 
 
