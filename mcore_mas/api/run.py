@@ -164,7 +164,11 @@ class Run:
         return self
 
     async def arun(self) -> Run:
-        """Train to the last step, while the running event loop goes on; errors are those of `train`."""
+        """Train to the last step as `train` does, without blocking the running event loop.
+
+        Raises:
+            Exception: the error that ended the training, such as a TrainingError.
+        """
         async for _ in self:
             pass
         return self
@@ -219,8 +223,9 @@ class Run:
             ArgumentError: an agent's prompt leaves no room for its reply.
         """
         tasks = prepared_tasks(self.folder / "tasks", "train")
-        for problem in _call_in_thread(lambda: list(prompt_problems(self.config, tasks))):
-            raise ArgumentError(problem)
+        problems = _call_in_thread(lambda: list(prompt_problems(self.config, tasks)))
+        if problems:
+            raise ArgumentError(problems[0])
 
     @property
     def metrics(self) -> list[StepRow]:
@@ -412,8 +417,9 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
         raise ArgumentError("; ".join(problems))
 
     if train:
-        for problem in answer_problems(config.env.name, train):
-            raise ArgumentError(problem)
+        problems = list(answer_problems(config.env.name, train))
+        if problems:
+            raise ArgumentError(problems[0])
         try:
             config.env.check_task(train[0])
         except ValueError as error:
@@ -452,8 +458,8 @@ def _converse_in_thread(
 ) -> list[Conversation]:
     """Have a team play prompts one by one, in a thread; return the conversations.
 
-    Without `prompts`, the terminal is read, in the caller's thread, because Ctrl-C interrupts that
-    thread.
+    Without `prompts`, they are read from the terminal in the caller's thread, because Ctrl-C
+    interrupts that thread, and each conversation is printed.
 
     Args:
         trajectories: yields the trajectory of each queued prompt.
@@ -462,9 +468,9 @@ def _converse_in_thread(
     """
     conversations: list[Conversation] = []
     is_interactive = not prompts
-    with ThreadPoolExecutor(1) as pool, suppress(EOFError):
+    with ThreadPoolExecutor(1) as pool:
         try:
-            for prompt in prompts or iter(lambda: input("you: "), ""):
+            for prompt in prompts or _typed_prompts():
                 queued.put(prompt)
                 trajectory = pool.submit(next, trajectories).result()
                 conversations.append(Conversation.of(trajectory, {}))
@@ -473,3 +479,9 @@ def _converse_in_thread(
         finally:
             pool.submit(trajectories.close).result()
     return conversations
+
+
+def _typed_prompts() -> Iterator[str]:
+    """Yield lines from the terminal until one is empty or Ctrl-D ends the input."""
+    with suppress(EOFError):
+        yield from iter(lambda: input("you: "), "")

@@ -55,7 +55,8 @@ def options(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
-    debug: Annotated[  # `main` reads it, at any place of the command
+    # `main` takes --debug out of the arguments, wherever it stands; it is here only to be in --help.
+    debug: Annotated[
         bool, typer.Option("--debug", help="Add the traceback to the line of an error.")
     ] = False,
 ) -> None:
@@ -91,7 +92,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        line = resolve_page_paths(describe_error(error))
+        # Typer replaces an EOFError, such as that of a pipe whose process has ended, by its Abort.
+        cause = error.__cause__ if isinstance(error, typer.Abort) else None
+        line = resolve_page_paths(describe_error(cause or error))
         print(f"error: {line}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)
     if status == _INTERRUPTED:

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -277,10 +277,14 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     # The first Ctrl-C also interrupts code of the team that blocks, and the second one waits for nothing.
     end_at_second_interrupt("stopped by Ctrl-C")
     console = Console(highlight=False)
-    prompt = "you: " if sys.stdin.isatty() else ""
-    lines = iter(lambda: input(prompt).strip(), "")
+    config = RunConfig.load(run / "config.yaml")
+    tools = {name: list(agent.tools) for name, agent in config.agents.items()}
+    for trajectory in converse(config, state, _typed_prompts()):
+        print_trajectory(trajectory, console, {}, head=False, tools=tools)
+
+
+def _typed_prompts() -> Iterator[str]:
+    """Yield lines from the standard input until one is empty or Ctrl-D ends the input."""
+    question = "you: " if sys.stdin.isatty() else ""
     with suppress(EOFError):
-        config = RunConfig.load(run / "config.yaml")
-        tools = {name: list(agent.tools) for name, agent in config.agents.items()}
-        for trajectory in converse(config, state, lines):
-            print_trajectory(trajectory, console, {}, head=False, tools=tools)
+        yield from iter(lambda: input(question).strip(), "")

@@ -461,6 +461,17 @@ def test_ctrl_c_ends_a_chat(team: FakeTeam, tmp_path: Path) -> None:
     assert team.played == ["a?", "closed"]
 
 
+def test_an_end_of_file_in_the_team_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lose_engine(prompt: str) -> Trajectory:
+        raise EOFError(f"the engine's pipe ended at {prompt}")
+
+    monkeypatch.setattr(chats, "converse", lambda *args: (lose_engine(p) for p in args[2]))
+    with pytest.raises(EOFError, match="pipe ended at a"):
+        make_run(tmp_path).chat("a?")
+
+
 def test_a_chat_of_given_prompts(team: FakeTeam, tmp_path: Path) -> None:
     assert len(make_run(tmp_path).chat("a?", "b?", "c?")) == 3
     assert team.played == ["a?", "b?", "c?", "closed"]
