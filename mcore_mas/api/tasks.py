@@ -42,7 +42,7 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
 
     Raises:
         ArgumentError: an item is not a task, an id is given twice or is not valid, a split has an
-            unknown name, there is no train, a task of train is also in a split that is taken from
+            unknown name, there is no train, a task of train is also in a split that is held out from
             train, or train has fewer than three tasks and a split would be taken from it.
     """
     items = _items_by_split(tasks)
@@ -53,9 +53,9 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             "tenth for the test"
         )
 
-    missing_splits = [split for split in ("test", "validation") if split not in items]
+    held_out_splits = [split for split in ("test", "validation") if split not in items]
     size = max(1, len(train) // _HELD_OUT)
-    for split in missing_splits:
+    for split in held_out_splits:
         items[split] = train[-size:]
         train = train[:-size]
     items["train"] = train
@@ -64,14 +64,14 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
     for split in SPLITS:
         result[split] = [_to_task(item, split, number) for number, item in enumerate(items[split])]
     for split in items:
-        if split in missing_splits:
+        if split in held_out_splits:
             continue
         user_tasks = list(result[split])
-        if split == "train":  # the user gave the tasks of the missing splits as tasks of train
-            for missing in missing_splits:
-                user_tasks += result[missing]
+        if split == "train":  # the user gave the held-out tasks as tasks of train
+            for held_out_split in held_out_splits:
+                user_tasks += result[held_out_split]
         _check_ids(split, user_tasks)
-    _check_disjoint(result, missing_splits)
+    _check_disjoint(result, held_out_splits)
     return result
 
 
@@ -118,10 +118,10 @@ def _as_rows(items: Iterable[Any]) -> Iterable[Any]:
     return items
 
 
-def _check_disjoint(tasks: Mapping[str, Sequence[Task]], missing_splits: Sequence[str]) -> None:
-    """Raise ArgumentError if a task is in train and in a split that was taken from train."""
+def _check_disjoint(tasks: Mapping[str, Sequence[Task]], held_out_splits: Sequence[str]) -> None:
+    """Raise ArgumentError if a task is in train and in a split that was held out from train."""
     in_train = {(task.prompt, task.answers) for task in tasks["train"]}
-    for split in missing_splits:
+    for split in held_out_splits:
         for task in tasks[split]:
             if (task.prompt, task.answers) in in_train:
                 raise ArgumentError(

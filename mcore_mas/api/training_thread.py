@@ -28,14 +28,14 @@ class TrainingThread:
         self._stop = StopSignal(signals=False)
         # Rows of metrics; then the error that ended the training, or None if there was none.
         self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
-        # For each row: True to take another step, False to stop.
+        # Answers for which the training waits after each row: True to take another step, False to stop.
         self._continue: queue.Queue[bool] = queue.Queue()
-        self._awaits_answer = False  # True while the training waits for the answer to a row
+        self._awaits_answer = False  # True if the row that `next` returned last has no answer yet
         # A daemon, so that a second Ctrl-C ends the program without waiting for it.
         self._thread = threading.Thread(
             target=self._train, args=(config,), name="training", daemon=True
         )
-        self._interrupted = False  # True once the thread is not waited for
+        self._interrupted = False  # True once Ctrl-C was pressed: `close` does not wait then
         self._has_reported_stop = False
         self._thread.start()
         # A program may end in the middle of its loop. Then the checkpoint must be saved before
@@ -61,12 +61,13 @@ class TrainingThread:
         """Stop the training and wait until it has saved a checkpoint.
 
         A rollout under way is cancelled, and an update is finished. Ctrl-C ends the wait, and the
-        program then ends without the checkpoint. An error that kept it from saving is printed.
+        program then ends without the checkpoint. An error that kept the training from saving it is
+        printed.
         """
         if self._interrupted:
             return
         self._stop.request_threadsafe()
-        self._continue.put(False)  # the answer to the last row, or to that of a step under way
+        self._continue.put(False)  # so that the training does not wait for an answer
         try:
             self._thread.join()
         except KeyboardInterrupt:
@@ -77,8 +78,8 @@ class TrainingThread:
     def interrupt(self) -> None:
         """Stop the training at Ctrl-C, and wait until it has saved a checkpoint.
 
-        An update that takes long is broken off, and code of the team that blocks the training is left
-        behind. Another Ctrl-C ends the wait.
+        An update that takes long is broken off. If code of the team blocks the training, the wait ends
+        without a checkpoint, while that code goes on in the thread. Another Ctrl-C also ends the wait.
         """
         self._interrupted = True
         self._stop.request_threadsafe(urgent=True)
@@ -94,7 +95,7 @@ class TrainingThread:
         self._print_errors()
 
     def join(self) -> None:
-        """Wait for the end of a training that was left behind."""
+        """Wait for the end of the thread, also if `close` or `interrupt` has stopped waiting for it."""
         self._thread.join()
 
     def _report_stop(self, line: str) -> None:

@@ -59,7 +59,12 @@ def show_leaks(
         int, typer.Option(min=1, help="Tokens of the n-grams by which texts are compared.")
     ] = 8,
     threshold: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of common n-grams that is similar.")
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Texts whose n-grams have at least this Jaccard index are similar.",
+        ),
     ] = 0.5,
     examples: Annotated[
         int, typer.Option(min=0, help="Maximum number of examples of each leak.")
@@ -68,10 +73,10 @@ def show_leaks(
         bool, typer.Option("--report-only", help="Exit with status 0 even if there are leaks.")
     ] = False,
 ) -> None:
-    """Find tasks that are in several splits, and programs that are scored on tests they are shown.
+    """Find tasks that are in several splits, and programming tasks whose prompt shows their tests.
 
-    The exit status is 1 if a task is in two splits by its id or text, or a test is shown. Similar
-    texts are for you to judge.
+    The exit status is 1 if tasks of two splits have the same id or text, or if a prompt shows a test
+    that scores the reply. Tasks with similar texts are listed for you to judge.
     """
     from mcore_mas.config.run import RunConfig
     from rollout.config.tasks import make_tasks

@@ -51,18 +51,19 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     overrides, snakemake_arguments = split_overrides(arguments)
     _check_arguments(snakemake_arguments)
     values = suite_values(suite, config_dir)
-    is_file = Path(suite).is_file()
 
-    settings: dict[str, Any] = {} if is_file else dict(values)
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
+    settings: dict[str, Any] = {}  # for Snakemake's option --config
+    is_file = Path(suite).is_file()
+    if is_file:
+        command.append(f"--configfile={suite}")
+    else:
+        settings.update(values)  # an experiment has no suite file that Snakemake could read
     if overrides:
-        # This replaces the overrides of the suite file, so they are repeated.
+        # --config replaces the overrides in a suite file, so they are given again.
         settings["overrides"] = [*values.get("overrides", []), *overrides]
     if is_file and config_dir is not None:
         settings["config_dir"] = str(config_dir.resolve())
-
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
-    if is_file:
-        command.append(f"--configfile={suite}")
     return [*command, *_add_settings(snakemake_arguments, settings)]
 
 
