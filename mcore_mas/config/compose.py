@@ -95,30 +95,20 @@ def resolve(
 
 def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[str, Any]:
     """Compose plain values of all sections; interpolations are resolved."""
-    choices: dict[str, Any] = {}
-    changes: list[Override] = []
-    for override in overrides:
-        is_choice = override.key_or_group in (*GROUPS, "experiment", "recipe")
-        if is_choice and not isinstance(override.value(), dict):
-            choices[override.key_or_group] = None if override.is_delete() else override.value()
-        else:
-            changes.append(override)
-
+    choices, changes = _split_overrides(overrides)
     expansion = Expansion()
     for name in _names(choices.pop("experiment", DEFAULT_EXPERIMENT)):
         expansion = expansion.then(expand_experiment(name, folders))
     for name in _names(choices.pop("recipe", None)):
         expansion = expansion.then(expand_recipe(name, folders))
     choices = {**expansion.choices, **choices}
-    for group, chosen in choices.items():
-        for name in _names(chosen):
-            find_config(group, name, folders)
+    _check_choices(choices, folders)
 
     group_overrides = [_group_override(group, choices[group]) for group in sorted(choices)]
     groups = _compose_groups(
         overrides=tuple(group_overrides),
         folder=folders[0],
-        version=_version(folders),
+        files_hash=_files_hash(folders),
     )
     config = OmegaConf.create(merged(groups, expansion.settings))
     for override in changes:
@@ -126,19 +116,49 @@ def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[s
     return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
+def _split_overrides(overrides: Sequence[Override]) -> tuple[dict[str, Any], list[Override]]:
+    """Split overrides into those that choose a config and those that change settings.
+
+    `engine=sglang` chooses a config of the group `engine`. `engine.slots=4` and `engine={slots: 4}` change settings.
+
+    Returns:
+        The chosen name or names by group, None for no config of the group; and the overrides that change settings.
+    """
+    choices: dict[str, Any] = {}
+    changes: list[Override] = []
+    for override in overrides:
+        is_group = override.key_or_group in (*GROUPS, "experiment", "recipe")
+        if is_group and not isinstance(override.value(), dict):
+            choices[override.key_or_group] = None if override.is_delete() else override.value()
+        else:
+            changes.append(override)
+    return choices, changes
+
+
+def _check_choices(choices: Mapping[str, Any], folders: Sequence[Path]) -> None:
+    """Check that the chosen configs exist.
+
+    Raises:
+        ConfigError: one of them does not; the nearest names are listed.
+    """
+    for group, chosen in choices.items():
+        for name in _names(chosen):
+            find_config(group, name, folders)
+
+
 @lru_cache(maxsize=256)
-def _compose_groups(*, overrides: tuple[str, ...], folder: Path, version: int) -> dict[str, Any]:
+def _compose_groups(*, overrides: tuple[str, ...], folder: Path, files_hash: int) -> dict[str, Any]:
     """Let Hydra compose config.yaml and its groups from `folder` and, where that lacks a file, the shipped configs.
 
     A composition takes Hydra a tenth of a second, and most runs of a suite choose the same groups. Results are
-    therefore cached until a file changes.
+    therefore cached until a file, and with it `files_hash`, changes.
     """
     with hydra.initialize_config_dir(str(folder), version_base="1.3"):
         config = hydra.compose("config", overrides=list(overrides))
     return OmegaConf.to_container(config)  # type: ignore[return-value]
 
 
-def _version(folders: Sequence[Path]) -> int:
+def _files_hash(folders: Sequence[Path]) -> int:
     """Return a hash that changes with the names and the modification times of the groups' files in these folders.
 
     Raises:
@@ -218,6 +238,7 @@ def _merge_sections(values: dict[str, Any], sections: Mapping[str, Any]) -> dict
         before = composed.get(key)
         if not isinstance(before, dict) or not isinstance(section, Mapping):
             continue
-        if section.get("name", before.get("name")) != before.get("name"):
+        name_before = before.get("name")
+        if section.get("name", name_before) != name_before:
             composed[key] = {name: value for name, value in before.items() if name != "options"}
     return merged(composed, sections)

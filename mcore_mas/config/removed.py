@@ -38,7 +38,7 @@ def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = RE
     """Return a line about the first removed key or value in a nested config, or "" if there is none."""
     for removed_setting, replacement in removed.items():
         pattern, _, removed_value = removed_setting.partition("=")
-        for keys, value in _find(values, pattern.split(".")):
+        for keys, value in _find_settings(values, pattern.split(".")):
             if not removed_value:
                 return f"{'.'.join(keys)} was removed: {replacement}"
             entries = value if isinstance(value, list | tuple) else [value]
@@ -47,7 +47,7 @@ def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = RE
     return ""
 
 
-def _find(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
+def _find_settings(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
     """Yield the keys and the value of each setting that the pattern names, also below `policies.*.overrides`."""
     yield from _matches(values, pattern)
     if pattern[0] in ("engine", "loss", "trainer"):

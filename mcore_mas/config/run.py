@@ -298,8 +298,8 @@ class RunConfig(Section):
         is_sglang = engine.name == "sglang"
         if config.fp8 is not None or (is_sglang and engine.options.get("quantization") == "fp8"):
             return "float8"
-        engine_rounds = is_sglang and engine.options.get("dtype") != "float32"
-        return "bfloat16" if engine_rounds or config.bf16 else "float32"
+        is_engine_bf16 = is_sglang and engine.options.get("dtype") != "float32"
+        return "bfloat16" if is_engine_bf16 or config.bf16 else "float32"
 
     def holder(self, policy: str) -> str:
         """Return the policy on whose ranks this one is trained: the first of those that share its base model."""
@@ -313,7 +313,7 @@ class RunConfig(Section):
         return (alternate.order[step // alternate.steps % len(alternate.order)],)
 
     def staleness_of(self, policy: str) -> int:
-        """Return the number of weight syncs by which the turns of a policy may be behind when they train."""
+        """Return the largest allowed number of weight syncs between sampling and training the turns of a policy."""
         staleness = self.policies[policy].staleness
         return self.trainer.staleness if staleness is None else staleness
 
@@ -399,8 +399,8 @@ def schedule_length(config: RunConfig, policy: str) -> int:
 
 def _with_default_correction(config: RunConfig) -> RunConfig:
     """Choose the correction `tis` if none is named and a trained policy's log-probabilities are not in float32."""
-    rounds = any(config.precision_of(policy) != "float32" for policy in config.trained)
-    if "correction" in config.loss.model_fields_set or not rounds:
+    all_float32 = all(config.precision_of(policy) == "float32" for policy in config.trained)
+    if "correction" in config.loss.model_fields_set or all_float32:
         return config
     loss = config.loss.model_copy(update={"correction": CorrectionConfig(name="tis")})
     return config.model_copy(update={"loss": loss})
@@ -415,15 +415,15 @@ def _check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         return
     if not all(isinstance(agent, Mapping) for agent in agents.values()):
         return
-    played = {
+    policy_of_agent = {
         name: agent["policy"]
         for name, agent in agents.items()
         if isinstance(agent.get("policy"), str)
     }
-    for name, policy in played.items():
+    for name, policy in policy_of_agent.items():
         if policy not in policies:
             nearest_policies = nearest_hint(policy, policies)
-            playable = [agent for agent, its_policy in played.items() if its_policy in policies]
+            playable = [agent for agent in policy_of_agent if policy_of_agent[agent] in policies]
             nearest_agents = nearest_hint(name, playable).replace("nearest", "nearest agents")
             raise ValueError(
                 f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
@@ -433,9 +433,9 @@ def _check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
             )
     opponent_names = set(opponents) if isinstance(opponents, Mapping) else set()
     unplayed = sorted(
-        policies.keys() - set(played.values()) - opponent_names - _teacher_names(policies)
+        policies.keys() - set(policy_of_agent.values()) - opponent_names - _teacher_names(policies)
     )
-    if unplayed and len(played) == len(agents):
+    if unplayed and len(policy_of_agent) == len(agents):
         nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
             f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
@@ -593,7 +593,7 @@ def _check_replays(config: RunConfig) -> None:
 
 
 def _check_credit(config: RunConfig) -> None:
-    """Refuse estimators that lack a column, estimators and filters whose groups have one vote, and `alpha` twice."""
+    """Check the columns of estimators, the votes in groups of estimators and filters, and that `alpha` counts once."""
     for name, agent in config.agents.items():
         advantage = config.advantage_of(name)
         label = f"agent '{name}': advantage '{advantage.name}'"

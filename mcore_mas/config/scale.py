@@ -121,7 +121,7 @@ def _scaled_files(files: Any, default_format: str | None, results: Path) -> Any:
     file = files if isinstance(files, Mapping) else {"path": files}
     path = str(results / file["path"])
     if file.get("format", default_format) == "search":
-        # The file has several sources, each of which is a row of a table.
+        # Scores are reported for each source of a search file, so a task of every source is kept.
         return {**file, "limit": None, "limit_per_source": 1, "path": path}
     limit = min(file.get("limit") or _TASKS_PER_FILE, _TASKS_PER_FILE)
     return {**file, "limit": limit, "path": path}
