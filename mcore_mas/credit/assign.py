@@ -39,7 +39,7 @@ _COLUMN_SOURCES = {
 
 
 def _key_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Return the key columns of `Turns`, [n] int64 by name, with texts, nodes and parents replaced by ids."""
+    """Return the key columns of `Turns`, [n] int64 by name, with texts and nodes replaced by ids."""
     keys = {
         "turn": torch.tensor([sample.turn for sample in samples]),
         "round": torch.tensor([sample.round for sample in samples]),
@@ -48,24 +48,32 @@ def _key_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
         ids: dict[str, int] = {}
         texts = [getattr(sample, column) for sample in samples]
         keys[column] = torch.tensor([ids.setdefault(text, len(ids)) for text in texts])
+    nodes, parents = _node_columns(samples)
+    return {**keys, "node": nodes, "parent": parents}
 
-    node_ids: dict[tuple[str, str], int] = {}  # by trajectory and node
+
+def _node_columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Return the columns `node` and `parent` of `Turns`, [n] int64 each.
+
+    A parent without samples, because its turns are filtered or masked, gets an id too, so that only
+    its own children are siblings. A root without samples is the exception: its id is -1.
+    """
+    ids: dict[tuple[str, str], int] = {}  # by trajectory and node
     nodes = []
     for sample in samples:
-        nodes.append(node_ids.setdefault((sample.trajectory, sample.node), len(node_ids)))
+        nodes.append(ids.setdefault((sample.trajectory, sample.node), len(ids)))
 
     parents = []
     for sample in samples:
+        is_root = sample.node == ""
         parent = sample.node.rpartition(".")[0]
-        if parent:
-            # A parent whose turns are filtered or masked gets an id too, so that only its own
-            # children are siblings.
-            parents.append(node_ids.setdefault((sample.trajectory, parent), len(node_ids)))
-        elif sample.node:
-            parents.append(node_ids.get((sample.trajectory, ""), -1))  # a child of the root
-        else:
+        if is_root:
             parents.append(-1)
-    return keys | {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
+        elif parent == "":  # the root
+            parents.append(ids.get((sample.trajectory, ""), -1))
+        else:
+            parents.append(ids.setdefault((sample.trajectory, parent), len(ids)))
+    return torch.tensor(nodes), torch.tensor(parents)
 
 
 def columns(samples: Sequence[Sample]) -> Turns:

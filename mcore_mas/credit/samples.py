@@ -105,7 +105,7 @@ class Sample:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Spans of tokens that one version of the weights sampled."""
+        """Spans of the completion, each sampled by one version of the weights."""
         whole = VersionSpan(version=self.version, start=0, end=len(self.completion_ids))
         return self.versions or (whole,)
 
@@ -190,12 +190,13 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
 
 
 def with_proximal(sample: Sample, version: int, logprobs: Sequence[float] | None) -> Sample:
-    """Set `proximal` of the tokens that a version of the weights sampled; None leaves the sample as it is.
+    """Set `proximal` of the tokens that one version of the weights sampled.
 
     Args:
         sample: sample whose `proximal` may be set already for tokens of other versions.
-        version: the version.
-        logprobs: [C] log-probabilities of all tokens.
+        version: version of the weights.
+        logprobs: [C] log-probabilities of all tokens under these weights; None: the sample is returned
+            unchanged.
     """
     if logprobs is None:
         return sample

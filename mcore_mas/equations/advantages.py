@@ -380,6 +380,10 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Compute GAE before whitening, and the targets of the critic.
 
+    Args:
+        turns: turns with the values of a critic.
+        gamma, lam, across: options of `gae`.
+
     Returns:
         A_t [T], and the targets A_t + V_t [T].
 

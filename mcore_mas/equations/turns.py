@@ -53,12 +53,13 @@ class Turns:
 
         Two turns get equal ids if they agree in all `columns`.
         """
+        # The ids of the columns are the digits of one number, each in its own base `width`.
         joint = torch.zeros_like(self.lengths)
-        size = 1
+        size = 1  # all joint ids are below it
         for column in columns:
-            values = self.keys[column] + 1
+            values = self.keys[column] + 1  # counted from 0: a parent may be -1
             width = int(values.max()) + 1
-            if size > _INT64_MAX // width:
+            if size > _INT64_MAX // width:  # the next joint ids would overflow
                 joint = dense_ids(joint)
                 size = int(joint.max()) + 1
             joint = joint * width + values
@@ -176,6 +177,7 @@ class Grouping:
         voters = int(voter.max()) + 1
 
         score = mean_by_group(turns.rewards, voter, voters)[voter]
+        # A voter has one vote in each group in which it has turns.
         vote_index = dense_ids(group * voters + voter)
         vote_scores = torch.empty(int(vote_index.max()) + 1, dtype=score.dtype)
         vote_scores[vote_index] = score
@@ -216,12 +218,12 @@ def grouping(peers: Peers, vote: Vote) -> Grouping:
         vote: "trajectory": a trajectory votes once, with the mean of its turns among these peers;
             "turn": every turn votes.
     """
-    columns = _PEER_COLUMNS[peers]
-    vote_columns = {
-        "turn": ("trajectory", "node", "turn"),
-        "trajectory": ("trajectory", *columns[1:]),
-    }
-    return Grouping(peer_columns=columns, vote_columns=vote_columns[vote])
+    peer_columns = _PEER_COLUMNS[peers]
+    if vote == "turn":
+        return Grouping(peer_columns=peer_columns, vote_columns=("trajectory", "node", "turn"))
+    # A trajectory has one task, so "trajectory" takes the place of "task".
+    columns_within_task = [column for column in peer_columns if column != "task"]
+    return Grouping(peer_columns=peer_columns, vote_columns=("trajectory", *columns_within_task))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
