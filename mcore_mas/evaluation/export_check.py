@@ -80,7 +80,7 @@ def check_export(
     )
     texts = _texts_of(turns) or list(_DEFAULT_TEXTS)
     prompts = [turn.prompt_ids for turn in turns[:2]] or [renderer.encode(_DEFAULT_TEXTS[0])]
-    # The engine samples before the folder may be rewritten as a Llama, from the model as the run had it.
+    # Sample from the model that the run had, before it may be rewritten as a Llama.
     replies = sample_replies(folder, prompts) if _can_compare_replies(folder) else []
 
     if not _has_same_ids(folder, renderer, texts):
@@ -112,7 +112,7 @@ def _texts_of(turns: Sequence[Turn]) -> list[str]:
 
 
 def _can_compare_replies(folder: Path) -> bool:
-    """Return True if replies can be compared: unless the model is large or a mixture of experts."""
+    """Return True unless the model is too large to compare replies, or a mixture of experts."""
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return weight_bytes <= _MAX_REPLY_CHECK_BYTES and read_architecture(folder).experts is None
 

@@ -48,8 +48,7 @@ def running_team(
 
     Args:
         config: config of the run.
-        path_prefix: text with which all paths begin that remote models, engines and the retriever write
-            to.
+        path_prefix: prefix of the paths to which remote models, engines and the retriever write.
         step: number that is part of the seeds of the trajectories.
         address: address of a running Ray; "local": this machine.
 
@@ -115,7 +114,9 @@ def _requests_on_nodes(
 
 
 def _server_count(request: EngineRequest) -> int:
-    """Return the number of servers or replicas of an engine."""
-    if request.gpus is not None:
+    """Return the number of servers or replicas of an engine in an evaluation."""
+    if request.gpus is not None:  # on this machine
         return len(request.gpus)
-    return len(request.placements or ()) // request.config.tp or 1
+    # On the nodes of a Ray cluster, where a server has `tp` placements.
+    assert request.placements is not None
+    return len(request.placements) // request.config.tp
