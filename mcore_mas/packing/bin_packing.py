@@ -82,7 +82,11 @@ def _makespan(bins: Sequence[_Bin], cost: CostModel) -> float:
 
 
 class _WorkEstimator:
-    """Estimator of the tokens and the work of a range of consecutive sequences, by prefix sums over the forest."""
+    """Estimator of the tokens and the work of a range of consecutive sequences, by prefix sums over the forest.
+
+    Work depends on stored tokens, (query, key) pairs of the attention, and rows: trained tokens, for
+    which logits are computed.
+    """
 
     def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
         self._shared = [*forest.shared, 0]  # the 0 ends the last tree
@@ -120,7 +124,7 @@ class _WorkEstimator:
                 yield self.item(first, end)
                 first = end
 
-    def halves(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
+    def split(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
         """Split an item in two such that the part with more work has as little work as possible."""
         splits = (
             (self.item(item.first, i), self.item(i, item.end))
@@ -151,14 +155,15 @@ def _balance(
 ) -> list[_Bin]:
     """Pack into about `count` bins of similar work; split the largest item of the fullest bin while that helps."""
     best = _least_loaded(items, count, max_tokens)
-    while best[0].items and best[0].work * len(best) > _BALANCE_FACTOR * _total_work(best):
-        largest = max(best[0].items, key=lambda item: item.work)
-        if largest.end - largest.first == 1:
+    while _is_unbalanced(best):
+        fullest = best[0]
+        largest = max(fullest.items, key=lambda item: item.work)
+        if largest.end - largest.first == 1:  # a single sequence cannot be split
             break
         others = [item for item in items if item is not largest]
-        finer = [*others, *estimator.halves(largest)]
+        finer = [*others, *estimator.split(largest)]
         candidate = _least_loaded(finer, count, max_tokens)
-        # The fullest bins are compared first.
+        # The bins are sorted by work, so the fullest of both are compared first.
         if [packed.work for packed in candidate] >= [packed.work for packed in best]:
             break
         items = finer
@@ -166,8 +171,10 @@ def _balance(
     return [packed for packed in best if packed.items]
 
 
-def _total_work(bins: Sequence[_Bin]) -> float:
-    return sum(packed.work for packed in bins)
+def _is_unbalanced(bins: Sequence[_Bin]) -> bool:
+    """Return True if the first bin, which has the most work, exceeds the mean work by `_BALANCE_FACTOR`."""
+    total = sum(packed.work for packed in bins)
+    return bins[0].work * len(bins) > _BALANCE_FACTOR * total
 
 
 def _least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:

@@ -68,7 +68,7 @@ def _trained_indices(sample: Sample) -> list[int]:
 
 
 def _computed_tokens(sample: Sample) -> int:
-    """Return the number of tokens before the last trained token."""
+    """Return the number of tokens before the last trained token, which is predicted and never read."""
     trained = _trained_indices(sample)
     return len(sample.prompt_ids) + trained[-1] if trained else 0
 
