@@ -212,7 +212,7 @@ def _peak_of_split_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemo
 
 
 def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMemory:
-    trainers = _trainer_ranks(config, models)
+    trainers = _trainer_memory(config, models)
     engines = _engine_memory(config, models, gpu)
     kept_while_idle = len(trainers) * PROCESS_BYTES + sum(engine.resting for engine in engines)
     working = sum(engine.working for engine in engines)
@@ -241,7 +241,7 @@ def _peak_of_shared_pool(config: RunConfig, models: Models, gpu: GPU) -> PeakMem
     )
 
 
-def _trainer_ranks(config: RunConfig, models: Models) -> list[TrainerMemory]:
+def _trainer_memory(config: RunConfig, models: Models) -> list[TrainerMemory]:
     """Return the memory of one rank of each set of trainers that share their ranks."""
     trainers = estimate_trainers(config, models)
     return [combine_on_rank([trainers[key] for key in keys]) for keys in trainers_by_ranks(config)]
@@ -253,7 +253,9 @@ def _trainer_peaks(config: RunConfig, models: Models) -> list[float]:
     It is reached in the backward pass, or while full tensors are pushed to servers.
     """
     peaks = []
-    for keys, memory in zip(trainers_by_ranks(config), _trainer_ranks(config, models), strict=True):
+    for keys, memory in zip(
+        trainers_by_ranks(config), _trainer_memory(config, models), strict=True
+    ):
         pushed = [
             _pushed_bytes(config, models, policy) for policy, part in keys if part == "trainer"
         ]
@@ -306,10 +308,7 @@ def _engine_memory(config: RunConfig, models: Models, gpu: GPU) -> list[_EngineM
 
 
 def filled_kv_cache(config: RunConfig, models: Models) -> float:
-    """Return the bytes of an engine's KV cache with a sequence of the maximum length in every slot.
-
-    It is that of the engine for which it is largest.
-    """
+    """Return the bytes of the largest KV cache of an engine if every slot has a sequence of the maximum length."""
     sizes = [
         for_policy(config, policy).engine.slots * sequence
         for policy, sequence in _sequence_bytes(config, models).items()

@@ -1,6 +1,6 @@
 """Kinds of GPUs, and clusters made of them.
 
-`Cluster` is what `mcore-mas plan --gpus 8xH100` and `cluster.gpus` name.
+The option `--gpus 8xH100` of `mcore-mas plan` and the setting `cluster.gpus` are read as a `Cluster`.
 """
 
 import re

@@ -59,6 +59,7 @@ def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
 
 
 def _adding_seconds(kind: str, passages: int, dim: int) -> float:
+    """Estimate the seconds of one core to train an index and to add all vectors to it."""
     from retrieval.build import MAX_TRAINING_ROWS, cells_of  # imports FAISS
 
     scale = dim / 768

@@ -427,7 +427,8 @@ def kv_bytes_per_token(architecture: Architecture, tp: int) -> int:
     each head is on several of them.
     """
     heads = max(1, architecture.kv_heads // tp)
-    return 2 * 2 * architecture.layers * heads * architecture.head_dim
+    elements = 2 * architecture.layers * heads * architecture.head_dim  # keys and values
+    return 2 * elements
 
 
 def embedded_weight_bytes(architecture: Architecture, *, bf16: bool) -> float:

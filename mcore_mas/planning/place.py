@@ -187,12 +187,11 @@ def _shrinks_caches(config: RunConfig, placed: RunConfig, models: Models, cluste
         models: architecture of every policy.
         cluster: the GPUs.
     """
-    chosen = {
-        placed.policies[policy].recompute
+    can_recompute_more = any(
+        config.policies[policy].recompute is None and placed.policies[policy].recompute != "full"
         for policy in config.trained
-        if config.policies[policy].recompute is None
-    }
-    if not config.collects_ahead or chosen <= {"full"}:
+    )
+    if not config.collects_ahead or not can_recompute_more:
         return False
     if placed.engine.slots < config.engine.slots:
         return True
@@ -270,14 +269,18 @@ def _with_slots_that_fit(config: RunConfig, models: Models, cluster: Cluster) ->
             update={"engine": config.engine.model_copy(update={"slots": slots})}
         )
 
-    def phase_with_caches(slots: int) -> float:
+    def peak_with_caches(slots: int) -> float:
+        """Return the peak memory of the phases in which engines have their KV caches."""
         peak = estimate_peak_memory(with_slots(slots), models, cluster.gpu)
-        return peak.rollout if config.engine.sleep else max(peak.update, peak.rollout)
+        if config.engine.sleep:  # engines that sleep have none during the update
+            return peak.rollout
+        return max(peak.update, peak.rollout)
 
-    one_slot = phase_with_caches(1)
-    slot_bytes = phase_with_caches(2) - one_slot  # keys, values and logits in each engine
+    one_slot = peak_with_caches(1)
+    slot_bytes = peak_with_caches(2) - one_slot  # keys, values and logits in each engine
     free = USABLE_SHARE * cluster.gpu.memory_bytes - one_slot
-    return with_slots(min(config.engine.slots, max(1, 1 + int(free // slot_bytes))))
+    slots_that_fit = max(1, 1 + int(free // slot_bytes))
+    return with_slots(min(config.engine.slots, slots_that_fit))
 
 
 def _describe_shortfall(
