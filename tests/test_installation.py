@@ -97,8 +97,8 @@ def test_torch_and_nccl_match_the_drivers_cuda(
 ) -> None:
     if driver_cuda:
         write_nvidia_smi(pip_arguments.parent, driver_cuda)
-    done = run_post_deploy(pip_arguments.parent, CUDA=variable)
-    assert done.returncode == 0, done.stderr
+    result = run_post_deploy(pip_arguments.parent, CUDA=variable)
+    assert result.returncode == 0, result.stderr
     torch = f"torch=={pins(LOCK)['torch']}"
     assert pip_arguments.read_text().splitlines()[:4] == [
         f"install {index} {torch}" if index else f"install {torch}",
@@ -107,21 +107,21 @@ def test_torch_and_nccl_match_the_drivers_cuda(
         "install --no-deps --no-build-isolation --editable .",
     ]
     # What only some runs need may fail, with a line.
-    assert "continuing without Transformer Engine, which only layers: te needs" in done.stderr
+    assert "continuing without Transformer Engine, which only layers: te needs" in result.stderr
     made_sglang = "venv .venv-sglang" in pip_arguments.read_text()
     assert made_sglang is nccl.endswith("cu13")
     if made_sglang:
-        assert "make it later with: bash requirements/sglang.sh" in done.stderr
+        assert "make it later with: bash requirements/sglang.sh" in result.stderr
     else:
-        assert "SGLang needs CUDA 13: here the embedded engine samples" in done.stderr
+        assert "SGLang needs CUDA 13: here the embedded engine samples" in result.stderr
 
 
 def test_a_driver_that_no_torch_is_built_for_is_refused(pip_arguments: Path) -> None:
     write_nvidia_smi(pip_arguments.parent, "11.8")
-    done = run_post_deploy(pip_arguments.parent)
-    assert done.returncode == 1
+    result = run_post_deploy(pip_arguments.parent)
+    assert result.returncode == 1
     assert not pip_arguments.exists()
-    assert done.stderr.startswith(
+    assert result.stderr.startswith(
         "error: CUDA 11: torch is built for 12 and 13; update the driver, or set CUDA"
     )
 
@@ -172,15 +172,15 @@ def test_the_script_of_transformer_engine_reports_its_result(
     for tool in (python, tmp_path / "c++"):
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "requirements/transformer_engine.sh"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == (last.startswith("error"))
-    assert (done.stdout + done.stderr).splitlines()[-1].startswith(last)
+    assert result.returncode == (last.startswith("error"))
+    assert (result.stdout + result.stderr).splitlines()[-1].startswith(last)
     if cuda:
         headers, engine = record.read_text().splitlines()
         # the headers are of the CUDA that torch was built with
@@ -203,8 +203,8 @@ def test_setup_installs_the_lock_of_its_python(
         python, f'exec {sys.executable} -c "import sys; sys.version_info = {version}; $2"'
     )
     command = ["make", "--dry-run", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.findall(r"requirements/[\w.-]+", done.stdout) == [f"requirements/{lock}"] * 2
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"requirements/[\w.-]+", result.stdout) == [f"requirements/{lock}"] * 2
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def dry_run_setup(venv: Path, **variables: str) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")
     }
-    done = subprocess.run(
+    result = subprocess.run(
         ["make", "--dry-run", "setup", f"VENV={venv}"],
         cwd=ROOT,
         env=environment | variables,
@@ -240,7 +240,7 @@ def dry_run_setup(venv: Path, **variables: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout
+    return result.stdout
 
 
 def test_setup_on_a_machine_with_gpus_is_the_second_stage_of_the_conda_environment(
@@ -305,8 +305,8 @@ def test_sglangs_environment_has_a_toolkit_that_a_linker_finds(
     """With a driver of CUDA 13, or in the build of an image, which has none."""
     if not image:
         write_nvidia_smi(tmp_path / "programs", "13.0")
-    done = make_sglang(checkout, **({"CUDA": "13"} if image else {}))
-    assert done.returncode == 0, done.stderr
+    result = make_sglang(checkout, **({"CUDA": "13"} if image else {}))
+    assert result.returncode == 0, result.stderr
     assert "--requirement requirements/sglang.txt" in (tmp_path / "record").read_text()
     home = checkout / ".venv-sglang"
     assert (home / ".stamp").is_file()
@@ -322,22 +322,22 @@ def test_a_machine_that_cannot_run_sglangs_wheels_is_told_before_they_are_downlo
     checkout: Path, tmp_path: Path
 ) -> None:
     write_nvidia_smi(tmp_path / "programs", "12.8")
-    done = make_sglang(checkout)
-    assert done.returncode == 1
-    assert "SGLang's wheels need CUDA 13, and the driver has CUDA 12" in done.stderr
+    result = make_sglang(checkout)
+    assert result.returncode == 1
+    assert "SGLang's wheels need CUDA 13, and the driver has CUDA 12" in result.stderr
 
     write_program(tmp_path / "programs" / "getconf", "echo glibc 2.31")
-    done = make_sglang(checkout, CUDA="13")
-    assert done.returncode == 1
-    assert "SGLang's wheels need glibc 2.34, and this system has glibc 2.31" in done.stderr
+    result = make_sglang(checkout, CUDA="13")
+    assert result.returncode == 1
+    assert "SGLang's wheels need glibc 2.34, and this system has glibc 2.31" in result.stderr
     assert not (checkout / ".venv-sglang").exists()
 
 
 def test_without_gpus_sglangs_packages_for_cpus_are_installed(
     checkout: Path, tmp_path: Path
 ) -> None:
-    done = make_sglang(checkout)
-    assert done.returncode == 0, done.stderr
+    result = make_sglang(checkout)
+    assert result.returncode == 0, result.stderr
     assert "--requirement requirements/sglang-cpu.txt" in (tmp_path / "record").read_text()
     assert not (checkout / ".venv-sglang" / "cuda").exists()
 

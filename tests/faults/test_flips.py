@@ -226,8 +226,8 @@ def test_flipped_bits_of_a_finished_model_are_refused(tmp_path: Path, name: str)
     model = config.folder / "train" / "models" / "solver"
     make_tiny_model(model)
     (config.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    done = {"policies": {"solver": str(model)}, "sha256": {"solver": tree_sha256(model)}}
-    write_json(config.folder / "train" / "done.json", done)
+    record = {"policies": {"solver": str(model)}, "sha256": {"solver": tree_sha256(model)}}
+    write_json(config.folder / "train" / "done.json", record)
 
     def read() -> Any:
         return config_with_seats(config, "trained", {"verifier": "base"}).policies

@@ -21,9 +21,9 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, str
     digests = []
     for ways in WAYS:
         command = [sys.executable, "-W", "ignore", "-m", "tests.faults.same", str(folder), *ways]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        digests.append([json.loads(line) for line in done.stdout.splitlines()])
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        digests.append([json.loads(line) for line in result.stdout.splitlines()])
     return digests
 
 

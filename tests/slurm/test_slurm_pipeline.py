@@ -266,8 +266,8 @@ def test_a_job_of_two_nodes_gives_the_same_bits(
     job = cluster.train(run, "--gres=gpu:1", nodes=2)
     assert cluster.wait_for_end(job) == "COMPLETED", (run / "logs/train.log").read_text()[-3000:]
     assert cluster.job(job)["NodeList"] == "n[0-1]"
-    done = json.loads((run / "train" / "done.json").read_text())
-    assert done["devices"]["count"] == 8  # four of each node
+    record = json.loads((run / "train" / "done.json").read_text())
+    assert record["devices"]["count"] == 8  # four of each node
     assert_same(run, unbroken)
 
 

@@ -40,11 +40,11 @@ def browse(url: str, profile: Path, *options: str, seconds: float = 8) -> str:
         f"--virtual-time-budget={1000 * seconds:.0f}",
         *options,
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--dump-dom", url], capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
 
 
 class Browser:
@@ -131,9 +131,11 @@ class Browser:
 
     def value(self, code: str) -> Any:
         """Return the value of JavaScript code in the page; wait if the value is a promise."""
-        done = self.send("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in done, done["exceptionDetails"]
-        return done["result"].get("value")
+        answer = self.send(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def until(self, code: str, seconds: float = 60) -> Any:
         """Wait until the value of `code` is true; return the value."""

@@ -21,7 +21,7 @@ def called(
         AssertionError: a command failed; later ones were not called.
     """
     command = [sys.executable, "-P", "-m", __name__, *lines]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=folder,
         env=env,
@@ -30,8 +30,8 @@ def called(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    outputs = done.stdout.split(_SEPARATOR)[1:]
-    assert done.returncode == 0, f"{lines[len(outputs) - 1]}\n{outputs[-1:] or done.stdout}"
+    outputs = result.stdout.split(_SEPARATOR)[1:]
+    assert result.returncode == 0, f"{lines[len(outputs) - 1]}\n{outputs[-1:] or result.stdout}"
     return outputs
 
 

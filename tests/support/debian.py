@@ -66,15 +66,15 @@ def _fetch(folder: Path, *words: str) -> Path:
         raise NoPackages("packages come from Debian or Ubuntu, and there is no apt-get here")
     cache = folder / "cache"
     (cache / "archives/partial").mkdir(parents=True)
-    done = _apt(cache, *words)
-    if done.returncode:  # a fresh container has no package lists
+    result = _apt(cache, *words)
+    if result.returncode:  # a fresh container has no package lists
         (cache / "lists/partial").mkdir(parents=True)
         lists_option = ["-o", f"Dir::State::lists={cache}/lists"]
         _apt(cache, *lists_option, "update")
-        done = _apt(cache, *lists_option, *words)
-    if done.returncode:
+        result = _apt(cache, *lists_option, *words)
+    if result.returncode:
         raise NoPackages(
-            f"apt-get cannot fetch {words[-1]}: {(done.stderr.splitlines() or ['?'])[-1]}"
+            f"apt-get cannot fetch {words[-1]}: {(result.stderr.splitlines() or ['?'])[-1]}"
         )
     for deb in cache.rglob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", deb, folder / "root"], check=True)

@@ -25,10 +25,10 @@ def required_pin(pinned: str, name: str) -> str:
         "--ignore-installed",
         "--no-deps",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--report", "-", pinned], capture_output=True, text=True, check=True
     )
-    (package,) = json.loads(done.stdout)["install"]
+    (package,) = json.loads(result.stdout)["install"]
     (pin,) = {
         requirement.partition(";")[0].strip()
         for requirement in package["metadata"]["requires_dist"]

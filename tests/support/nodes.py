@@ -57,9 +57,9 @@ def missing() -> str:
         if shutil.which(tool) is None:
             return f"needs {tool} (util-linux)"
     probe = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
-    done = subprocess.run(probe, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return f"namespaces are not allowed here ({done.stderr.strip()})"
+    result = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        return f"namespaces are not allowed here ({result.stderr.strip()})"
     return ""
 
 

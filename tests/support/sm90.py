@@ -89,10 +89,12 @@ def _figures(kernel: Any, gpu: str) -> dict[str, int]:
             "-o",
             str(path.with_suffix(".cubin")),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return {
-        "registers": int(re.findall(r"Used (\d+) registers", done.stderr)[0]),
-        "spilled": sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", done.stderr)),
+        "registers": int(re.findall(r"Used (\d+) registers", result.stderr)[0]),
+        "spilled": sum(
+            int(size) for size in re.findall(r"(\d+) bytes spill stores", result.stderr)
+        ),
         "shared": -(-kernel.metadata.shared // 1024),
         "wgmma": ptx.count("wgmma.mma_async"),
         "multiplications": sum(64 * int(columns) * 16 for columns in _WGMMA_COLUMNS.findall(ptx))

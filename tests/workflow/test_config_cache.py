@@ -109,7 +109,7 @@ assert all(config["cluster"]["gpus"] == "8xH100" for config in suite.runs.values
 print(len(composed), sorted({"torch", "megatron", "transformers", "ray", "pandas"} & set(sys.modules)))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env=environment,
@@ -117,4 +117,4 @@ print(len(composed), sorted({"torch", "megatron", "transformers", "ray", "pandas
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "92 []\n"), done.stderr
+    assert (result.returncode, result.stdout) == (0, "92 []\n"), result.stderr

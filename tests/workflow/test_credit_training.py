@@ -390,9 +390,9 @@ def check_best_step(folder: Path, accuracies: list[float]) -> None:
     Exports of the checkpoints stay in the folder of results.
     """
     assert accuracies == BEST_ACCURACIES
-    done = read_json(folder / "done.json")
-    assert done["steps"] == 2
-    assert done["policies_of_step"] == 1
+    record = read_json(folder / "done.json")
+    assert record["steps"] == 2
+    assert record["policies_of_step"] == 1
     config = config_with_seats(RunConfig.load(folder.parent / "config.yaml"), "trained", {})
     models = {policy: Path(model) for policy, model in config.models.items()}
     assert models == {policy: folder / "models" / policy for policy in ("solver", "verifier")}

@@ -47,9 +47,9 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(
             TRAIN,
             *(str(run / "config.yaml") for run in runs),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         gone = time.time()
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     for run in runs:
         rows = metrics_of(run)
         assert [row["step"] for row in rows] == [-1, 0, 1]
@@ -57,5 +57,5 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(
         assert ended - rows[-1][STEP_TIME] < 120  # models are written, and MLflow has 30 s
         assert (run / "train" / "done.json").is_file()
         warning = rf"MLflow does not (take metrics|answer).*{re.escape(str(run))}"
-        assert re.search(warning, done.stdout + done.stderr)
+        assert re.search(warning, result.stdout + result.stderr)
     assert gone - ended < 60

@@ -202,7 +202,7 @@ def test_a_run_of_own_team_without_a_plan_shares_the_gpu(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs", "node")
 def test_the_dry_run_lists_the_jobs() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mcore_mas", "run", "one_gpu.yaml", "-n"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -210,6 +210,6 @@ def test_the_dry_run_lists_the_jobs() -> None:
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     for rule in ("train", "evaluate", "make_table"):
-        assert re.search(rf"^(rule )?{rule}\b", done.stdout + done.stderr, re.MULTILINE), rule
+        assert re.search(rf"^(rule )?{rule}\b", result.stdout + result.stderr, re.MULTILINE), rule

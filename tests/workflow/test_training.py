@@ -86,10 +86,10 @@ def unbroken_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def last_files(run: Path) -> dict[str, Any]:
     """Return size and digest of every file in the last checkpoint of a run that has ended."""
-    done = json.loads((run / "train" / "done.json").read_text())
-    checkpoint = run / "train" / "checkpoints" / f"step_{done['steps']:06d}"
+    record = json.loads((run / "train" / "done.json").read_text())
+    checkpoint = run / "train" / "checkpoints" / f"step_{record['steps']:06d}"
     trainer_state = json.loads((checkpoint / "solver" / "trainer.json").read_text())
-    assert trainer_state["updates"] == done["steps"]
+    assert trainer_state["updates"] == record["steps"]
     files: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return files
 
@@ -173,10 +173,10 @@ def kill_in_training(run: Path) -> None:
 def assert_ended(run: Path, unbroken: Path) -> None:
     """Assert that a run has ended, with the same results as the unbroken run."""
     assert finished_steps(run) == [-1, *range(8)]  # every step once; -1 is the first validation
-    done = json.loads((run / "train" / "done.json").read_text())
-    assert done["steps"] == 8
-    assert list(done["policies"]) == ["solver"]
-    for folder in done["policies"].values():
+    record = json.loads((run / "train" / "done.json").read_text())
+    assert record["steps"] == 8
+    assert list(record["policies"]) == ["solver"]
+    for folder in record["policies"].values():
         files = {path.name for path in Path(folder).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     last = read_trajectories(run / "train" / "trajectories" / "step_000007.parquet")

@@ -154,27 +154,27 @@ def test_new_weights_of_an_adapter_concern_its_own_rows(model: Path) -> None:
     assert engine.step() == []
     assert engine.step() == []  # three tokens are sampled now
     put_adapter(engine, 1, random_tensors(read_architecture(model), SHAPES[0], 1), version=7)
-    done = drain(engine)
-    assert done[1].versions == (
+    completions = drain(engine)
+    assert completions[1].versions == (
         VersionSpan(version=0, start=0, end=3),
         VersionSpan(version=7, start=3, end=6),
     )
-    assert done[2].versions == (VersionSpan(version=0, start=0, end=6),)
+    assert completions[2].versions == (VersionSpan(version=0, start=0, end=6),)
 
     # Only the keys of adapter 2 are still valid.
     for adapter in (1, 2):
         engine.submit(adapter, [*prompt, 4], sampling, adapter=adapter)
-    done = drain(engine)
-    assert done[1].cached_tokens == 0
-    assert done[2].cached_tokens == len(prompt)
+    completions = drain(engine)
+    assert completions[1].cached_tokens == 0
+    assert completions[2].cached_tokens == len(prompt)
 
     # Requests that are aborted before they have rows name the version of their adapter.
     for adapter in (1, 2):
         engine.submit(adapter, prompt, sampling, adapter=adapter)
     engine.abort([1, 2])
-    done = drain(engine)
-    assert done[1].versions[0].version == 7
-    assert done[2].versions[0].version == 0
+    completions = drain(engine)
+    assert completions[1].versions[0].version == 7
+    assert completions[2].versions[0].version == 0
 
 
 def test_broken_weights_of_an_adapter_do_not_reach_others(model: Path) -> None:
@@ -199,10 +199,10 @@ def test_broken_weights_of_an_adapter_do_not_reach_others(model: Path) -> None:
         put_adapter(engine, 1, not_finite, version=4)
     for adapter in (1, 2):
         engine.submit(adapter, prompt, sampling, adapter=adapter)
-    done = drain(engine)
+    completions = drain(engine)
     with pytest.raises(EngineError, match="weights version 3 give logits that are not finite"):
-        raise done[1]
-    assert_close(done[2], expected)
+        raise completions[1]
+    assert_close(completions[2], expected)
 
 
 class HostedAdapters:
@@ -231,8 +231,8 @@ class HostedAdapters:
         merged.load_weights(weights, engine.version)
         for seed in range(3):
             merged.submit(seed, [5, 6, 7], Sampling(max_tokens=9, seed=seed))
-        done = drain(merged)
-        return [done[seed] for seed in range(3)]
+        completions = drain(merged)
+        return [completions[seed] for seed in range(3)]
 
     async def check(self, engine: AdapterEngine, tensors: AdapterTensors) -> None:
         """Compare the replies of an adapter with those of the merged model."""

@@ -20,10 +20,10 @@ def test_sixteen_turns_prefill_each_token_once(tmp_path: Path) -> None:
     prompt = TASK
     for turn in range(TURNS):
         engine.submit(turn, prompt, Sampling(max_tokens=SAMPLED, seed=turn))
-        done: list[tuple[int, object]] = []
-        while not done:
-            done = engine.step()
-        [(_, completion)] = done
+        completions: list[tuple[int, object]] = []
+        while not completions:
+            completions = engine.step()
+        [(_, completion)] = completions
         assert isinstance(completion, Completion)
         if turn:
             # All tokens but the result of the tool and the last sampled token, which has no keys yet.

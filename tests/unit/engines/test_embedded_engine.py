@@ -47,8 +47,8 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     # The first token of a reply is sampled with its prompt, the second by a decoding pass.
     assert engine.step() == []
     assert engine.stats.decode_tokens == 4
-    done = drain(engine)
-    assert sorted(done) == [0, 1, 2, 3, 4]
+    completions = drain(engine)
+    assert sorted(completions) == [0, 1, 2, 3, 4]
     assert engine.stats.steps == 9  # three waves of three passes
     assert not engine.has_work
 
@@ -174,13 +174,13 @@ def test_running_and_waiting_requests_can_be_aborted(qwen2: Path) -> None:
     engine.submit(later, [1, 2], Sampling(max_tokens=2))
     run_steps(engine, 2)
     engine.abort({running, waiting, unknown})
-    done = drain(engine)
-    assert reasons_and_sizes(done) == {
+    completions = drain(engine)
+    assert reasons_and_sizes(completions) == {
         running: ("abort", 3),
         waiting: ("abort", 0),
         later: ("length", 2),
     }
-    assert done[waiting].versions[-1].version == 0
+    assert completions[waiting].versions[-1].version == 0
 
 
 def test_waiting_requests_get_the_rows_of_aborted_ones_in_their_order(qwen2: Path) -> None:
@@ -190,8 +190,8 @@ def test_waiting_requests_get_the_rows_of_aborted_ones_in_their_order(qwen2: Pat
         engine.submit(number, [number] * prompt_size, Sampling(max_tokens=14))
     run_steps(engine, 3)
     engine.abort({0, 1, 3})
-    done = dict(engine.step())
-    assert reasons_and_sizes(done) == {
+    completions = dict(engine.step())
+    assert reasons_and_sizes(completions) == {
         0: ("abort", 4),
         1: ("abort", 4),
         3: ("abort", 0),
@@ -230,9 +230,9 @@ def test_keys_that_are_not_finite_do_not_reach_later_requests(qwen2: Path) -> No
     prompts = {1: [1, 2], 2: list(range(40, 60))}
     for key, prompt in prompts.items():
         engine.submit(key, prompt, Sampling(max_tokens=4))
-    done = drain(engine)
+    completions = drain(engine)
     for key, prompt in prompts.items():
-        assert largest_logprob_error(model, prompt, done[key]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, prompt, completions[key]) < LOGPROB_TOLERANCE
 
 
 def test_replicas_share_weights_and_equal_prompts_go_to_one_replica(qwen2: Path) -> None:
@@ -325,12 +325,12 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_batch(qwen2: Path) ->
 
     def play(*batches: list[int], rows: int = 8) -> dict[int, Completion]:
         engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=rows, deterministic=True)
-        done: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         for batch in batches:
             for number in batch:
                 engine.submit(number, prompts[number], Sampling(max_tokens=20, seed=number))
-            done |= drain(engine)
-        return done
+            completions |= drain(engine)
+        return completions
 
     alone = play(*([number] for number in range(len(prompts))))
     together = play([0, 1, 2, 3, 4, 5, 6])
@@ -411,9 +411,9 @@ def test_each_request_has_its_own_stop_tokens(qwen2: Path) -> None:
     engine.submit(5, [8], Sampling(max_tokens=4))
     run_steps(engine, 1)
     engine.submit(6, [9], replace(sampling, stop=(70, 71, 72, 73)))
-    done = drain(engine)
-    assert done[4].token_ids == tokens
-    assert done[6].token_ids == tokens
+    completions = drain(engine)
+    assert completions[4].token_ids == tokens
+    assert completions[6].token_ids == tokens
 
 
 def test_sleep_frees_keys_and_keeps_weights(qwen2: Path) -> None:

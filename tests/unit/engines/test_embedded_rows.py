@@ -111,10 +111,10 @@ def test_a_copied_prompt_is_no_source_before_it_has_its_keys(qwen2: Path) -> Non
     }
     for number, prompt in prompts.items():
         engine.submit(number, prompt, Sampling(max_tokens=4))
-    done = drain(engine)
-    assert [done[number].cached_tokens for number in prompts] == [0, 20, 15]
+    completions = drain(engine)
+    assert [completions[number].cached_tokens for number in prompts] == [0, 20, 15]
     for number, prompt in prompts.items():
-        assert largest_logprob_error(model, prompt, done[number]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, prompt, completions[number]) < LOGPROB_TOLERANCE
 
 
 def test_a_sampled_token_is_not_reused_before_it_has_keys(qwen2: Path) -> None:

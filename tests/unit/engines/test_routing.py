@@ -62,12 +62,12 @@ def test_completions_have_the_experts_that_transformers_chooses(
     def check(prompts: dict[int, list[int]]) -> dict[int, Completion]:
         for number, prompt in prompts.items():
             engine.submit(number, prompt, Sampling(max_tokens=7 + number, seed=number))
-        done: dict[int, Completion] = drain(engine)
+        completions: dict[int, Completion] = drain(engine)
         for number, prompt in prompts.items():
-            ids = prompt + list(done[number].token_ids)
-            experts = np.frombuffer(done[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
+            ids = prompt + list(completions[number].token_ids)
+            experts = np.frombuffer(completions[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
             assert (np.sort(experts) == reference_experts(model, ids)).all()
-        return done
+        return completions
 
     prompt = np.random.default_rng(0).integers(0, 64, 40).tolist()
     # Equal prompts, one that shares 30 tokens with them, and one that shares none.

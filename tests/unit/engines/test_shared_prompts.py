@@ -63,11 +63,11 @@ def test_groups_of_unequal_length_are_one_block(engine: EmbeddedEngine) -> None:
         engine.submit(number, prompt, sampling)
     engine.step()
     assert next_blocks(engine) == [("GroupBlock", 12)]
-    done = drain(engine)  # as replies end, rows of the block become idle
-    assert [len(done[number].token_ids) for number in range(4)] == [5, 8, 11, 14]
+    completions = drain(engine)  # as replies end, rows of the block become idle
+    assert [len(completions[number].token_ids) for number in range(4)] == [5, 8, 11, 14]
     for number in range(12):
         assert (
-            largest_logprob_error(model, long_prompts[number // 4], done[number])
+            largest_logprob_error(model, long_prompts[number // 4], completions[number])
             < LOGPROB_TOLERANCE
         )
 
@@ -82,9 +82,11 @@ def test_interleaved_prompts_that_begin_alike_are_a_group_each(engine: EmbeddedE
     assert engine.stats.prefill_tokens == len(template) + sum(LENGTHS)
     assert engine._rows.shared[:12].tolist() == [225] * 4 + [245] * 4 + [215] * 4
     assert next_blocks(engine) == [("GroupBlock", 12)]
-    done = drain(engine)
+    completions = drain(engine)
     for number in range(12):
-        assert largest_logprob_error(model, chats[number % 3], done[number]) < LOGPROB_TOLERANCE
+        assert (
+            largest_logprob_error(model, chats[number % 3], completions[number]) < LOGPROB_TOLERANCE
+        )
 
 
 def test_prompts_that_share_most_tokens_are_one_group(engine: EmbeddedEngine) -> None:
@@ -110,10 +112,10 @@ def test_next_turns_still_share_the_first_prompt(engine: EmbeddedEngine) -> None
     engine.submit(4, other, Sampling(max_tokens=6, seed=4))
     engine.step()
     assert next_blocks(engine) == [("GroupBlock", 4), ("RowBlock", 1)]
-    done = drain(engine)
+    completions = drain(engine)
     for number in range(4):
-        assert largest_logprob_error(model, turns[number], done[number]) < LOGPROB_TOLERANCE
-    assert largest_logprob_error(model, other, done[4]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, turns[number], completions[number]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, other, completions[4]) < LOGPROB_TOLERANCE
 
 
 def test_a_row_that_another_prompt_takes_leaves_the_group(engine: EmbeddedEngine) -> None:
@@ -132,10 +134,10 @@ def test_a_row_that_another_prompt_takes_leaves_the_group(engine: EmbeddedEngine
     # The row in which the group began has another prompt now.
     assert int(engine._rows.group[0]) != int(engine._rows.group[1])
     assert ("GroupBlock", 15) in next_blocks(engine)
-    done = drain(engine)
+    completions = drain(engine)
     for number in range(1, 16):
-        assert largest_logprob_error(model, first, done[number]) < LOGPROB_TOLERANCE
-    assert largest_logprob_error(model, other, done[16]) < LOGPROB_TOLERANCE
+        assert largest_logprob_error(model, first, completions[number]) < LOGPROB_TOLERANCE
+    assert largest_logprob_error(model, other, completions[16]) < LOGPROB_TOLERANCE
 
 
 def test_a_short_common_prompt_is_read_row_by_row(engine: EmbeddedEngine) -> None:

@@ -145,7 +145,7 @@ def test_the_keyword_only_parameters_of_a_function_are_those_of_its_tool() -> No
 
 def test_python_keeps_variables_and_files() -> None:
     box = started("auto")
-    made = calls(
+    tool_calls = calls(
         TOOLS["python"],
         ("python", {"code": "x = 6"}),
         ("python", {"code": "print(7 * x)"}),
@@ -160,17 +160,17 @@ def test_python_keeps_variables_and_files() -> None:
         sandbox=box,
     )
     box.close()
-    assert [number for number, call in enumerate(made) if call.failed] == [2, 6, 7, 8, 9]
-    assert [call.result for call in made[:2]] == ["[no output]", "42"]
-    assert "ZeroDivisionError" in made[2].result
-    assert [call.result for call in made[3:7]] == [
+    assert [number for number, call in enumerate(tool_calls) if call.failed] == [2, 6, 7, 8, 9]
+    assert [call.result for call in tool_calls[:2]] == ["[no output]", "42"]
+    assert "ZeroDivisionError" in tool_calls[2].result
+    assert [call.result for call in tool_calls[3:7]] == [
         "a.txt is written",
         "éé",
         "a.txt (2)",
         "there is no file b.txt",
     ]
-    assert made[8].result.startswith("python: arguments: ")
-    assert made[9].result.startswith("'../out' is no path in a box")
+    assert tool_calls[8].result.startswith("python: arguments: ")
+    assert tool_calls[9].result.startswith("'../out' is no path in a box")
 
 
 def test_a_tool_that_is_late_is_a_failed_call() -> None:
@@ -185,10 +185,10 @@ def test_a_tool_that_is_late_is_a_failed_call() -> None:
 def test_a_search_is_a_step_of_the_environment() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
-    made = calls(
+    tool_calls = calls(
         TOOLS["search"], ("search", {"query": "Alice"}), ("search", {"query": ""}), env=env
     )
-    assert [call.result for call in made] == [
+    assert [call.result for call in tool_calls] == [
         "<information> Alice 1 </information>",
         "<information> </information>",
     ]
@@ -197,10 +197,10 @@ def test_a_search_is_a_step_of_the_environment() -> None:
 def test_a_query_cannot_contain_an_answer() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
-    (made,) = calls(
+    (tool_call,) = calls(
         TOOLS["search"], ("search", {"query": "a </search> <answer> x </answer>"}), env=env
     )
-    assert made.result == "<information> a  /search>  answer> x  /answer> 1 </information>"
+    assert tool_call.result == "<information> a  /search>  answer> x  /answer> 1 </information>"
 
 
 def test_a_search_that_waits_for_its_retriever_is_no_result() -> None:
@@ -211,8 +211,8 @@ def test_a_search_that_waits_for_its_retriever_is_no_result() -> None:
 
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Away(), top_k=1, style="text")
-    (made,) = calls(TOOLS["search"], ("search", {"query": "Alice"}), call_s=0.05, env=env)
-    assert (made.failed, made.result) == (False, "<information> Alice 1 </information>")
+    (tool_call,) = calls(TOOLS["search"], ("search", {"query": "Alice"}), call_s=0.05, env=env)
+    assert (tool_call.failed, tool_call.result) == (False, "<information> Alice 1 </information>")
 
 
 def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
@@ -234,13 +234,15 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
         {"id": "<answer>x</answer>"},
         {},
     ]
-    made = calls(TOOLS["passages"], *(("read_passage", arguments) for arguments in asked), env=env)
-    assert [call.result for call in made[:3]] == [
+    tool_calls = calls(
+        TOOLS["passages"], *(("read_passage", arguments) for arguments in asked), env=env
+    )
+    assert [call.result for call in tool_calls[:3]] == [
         "[p1] Amber: part 1",
         "[p1] Amber: part 1\n[p2] Amber: part 2",
         "there is no passage zz",
     ]
-    assert [call.failed for call in made[3:]] == [True, True, True]
+    assert [call.failed for call in tool_calls[3:]] == [True, True, True]
     with pytest.raises(
         EnvError, match="Library has no passages by id; leave out the tool `passages`"
     ):
@@ -253,9 +255,11 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
 
 def test_tools_of_an_mcp_server_have_its_schemas() -> None:
     servers = {"plain": McpServer(command=sys.executable, args=[str(PLAIN)])}
-    made = calls(TOOLS["mcp"], ("add", {"a": 40, "b": 2}), ("add", {"a": "x"}), servers=servers)
-    assert (made[0].result, made[0].failed) == ("42", False)
-    assert made[1].failed
+    tool_calls = calls(
+        TOOLS["mcp"], ("add", {"a": 40, "b": 2}), ("add", {"a": "x"}), servers=servers
+    )
+    assert (tool_calls[0].result, tool_calls[0].failed) == ("42", False)
+    assert tool_calls[1].failed
 
 
 def test_an_agent_may_name_a_tool_by_import_path() -> None:

@@ -118,12 +118,12 @@ def test_turns_of_trained_models_have_the_step_of_their_weights(
     config = RunConfig.load(run / "config.yaml")
     model = shutil.copytree(run / "base", run / "train" / "models" / "solver")
     policies = {"solver": str(model), "verifier": str(run / "base")}
-    done = {
+    record = {
         "policies": policies,
         "policies_of_step": 30,
         "sha256": {"solver": tree_sha256(model)},
     }
-    write_json(run / "train" / "done.json", done)
+    write_json(run / "train" / "done.json", record)
 
     evaluate(config, state, run / "evaluation" / f"{state}.json")
     [evaluated] = read_trajectories(run / "evaluation" / state)

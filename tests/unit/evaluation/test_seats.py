@@ -24,8 +24,8 @@ def write_trained_run(results: Path, run: str) -> None:
     config = resolve(["experiment=demo_math", *settings])
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     trained = {policy: f"elsewhere/train/models/{policy}" for policy in AGENTS}
-    done = {"policies": trained, "sha256": {policy: {} for policy in AGENTS}}
-    (folder / "train" / "done.json").write_text(json.dumps(done))
+    record = {"policies": trained, "sha256": {policy: {} for policy in AGENTS}}
+    (folder / "train" / "done.json").write_text(json.dumps(record))
 
 
 def models_of(config: RunConfig) -> dict[str, str]:

@@ -37,9 +37,9 @@ import os, torch.distributed as dist
 os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1 and done.stderr.rstrip().endswith("unsupported gloo device")
+    assert result.returncode == 1 and result.stderr.rstrip().endswith("unsupported gloo device")
     page = (Path(__file__).parents[3] / "docs/cluster.md").read_text()
     assert f"torch {version('torch').partition('+')[0]})" in page

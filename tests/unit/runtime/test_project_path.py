@@ -42,7 +42,7 @@ def test_the_check_runs_as_a_script_before_there_is_an_environment(tmp_path: Pat
     folder = tmp_path / "a$b"
     folder.mkdir()
     command = [sys.executable, "-I", project_path.__file__]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: the path of the current folder, ")
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: the path of the current folder, ")

@@ -75,9 +75,9 @@ def test_a_remote_policy_plays_in_a_training(
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == [-1, 0, 1]
     assert sum(row.get("policy/verifier/calls", 0) for row in rows) >= 1
-    done = json.loads((run / "train" / "done.json").read_text())
-    assert list(done["policies"]) == ["solver"]
-    assert done["commit"] == code_commit()
+    record = json.loads((run / "train" / "done.json").read_text())
+    assert list(record["policies"]) == ["solver"]
+    assert record["commit"] == code_commit()
 
 
 @pytest.mark.parametrize(
