@@ -53,7 +53,7 @@ class Browser:
     Commands of the DevTools protocol are sent through a pipe, so that no port is opened.
 
     Attributes:
-        asked: URLs of all requests of the page and its frames.
+        requests: URLs of all requests of the page and its frames.
     """
 
     def __init__(self, url: str, profile: Path) -> None:
@@ -98,7 +98,7 @@ class Browser:
         self._unread = b""  # answers that were received and not parsed
         self._command_number = 0
         self._session = ""
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -124,7 +124,7 @@ class Browser:
             text, _, self._unread = self._unread.partition(b"\0")
             answer = json.loads(text)
             if answer.get("method") == "Network.requestWillBeSent":
-                self.asked.append(answer["params"]["request"]["url"])
+                self.requests.append(answer["params"]["request"]["url"])
             if answer.get("id") == self._command_number:
                 assert "result" in answer, answer
                 return answer["result"]

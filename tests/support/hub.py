@@ -27,7 +27,7 @@ class FakeHub:
         cut: bytes of a file that arrive in the first download. The second one gets status 503, and
             later ones get the whole file.
         swapped: files whose last byte differs from the digest in the listing.
-        asked: path and Range header of every request.
+        requests: path and Range header of every request.
         tokens_elsewhere: Authorization headers that were sent to other hosts than the hub.
         raw: content of GitHub's files, by owner/name/revision/path.
         loops: paths, by their beginnings, that redirect to themselves.
@@ -39,7 +39,7 @@ class FakeHub:
     gated: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
     tokens_elsewhere: set[str] = field(default_factory=set)
     raw: dict[str, bytes] = field(default_factory=dict)
     loops: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(name, file)
             return
 
-        self.hub.asked.append((path, self.headers.get("Range")))
+        self.hub.requests.append((path, self.headers.get("Range")))
         if path.startswith(self.hub.loops):
             self._send(302, headers={"Location": f"{self.hub.url}{self.path}"})
             return

@@ -43,14 +43,14 @@ class Library:
     """Retriever that finds `k` passages for any query except "nothing".
 
     Attributes:
-        asked: query and `k` of each search.
+        searches: query and `k` of each search.
     """
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
+        self.searches: list[tuple[str, int]] = []
 
     async def search(self, query: str, k: int) -> list[Passage]:
-        self.asked.append((query, k))
+        self.searches.append((query, k))
         ranks = () if query == "nothing" else range(1, k + 1)
         return [Passage.compose(str(rank), query, f"{query} {rank}") for rank in ranks]
 

@@ -72,7 +72,7 @@ def test_downloaded_models_and_data_sets_are_used_by_id_without_a_request(tmp_pa
         python(*download, "me/qwen_tiny")
         python(*download, "me/sums", "--repo-type", "dataset")
     # From here on the hub does not run.
-    request_count = len(hub.asked)
+    request_count = len(hub.requests)
     (snapshot,) = (tmp_path / "hf/hub/models--me--qwen_tiny/snapshots").iterdir()
     assert (snapshot / "model.safetensors").is_symlink()
     head = "defaults: [{override /team: solver_verifier}]\nrun: own\n"
@@ -98,4 +98,4 @@ def test_downloaded_models_and_data_sets_are_used_by_id_without_a_request(tmp_pa
         "print(len(Renderer(Path(downloaded_model('me/qwen_tiny'))).stop))"
     )
     assert int(python("-c", code)) > 0
-    assert len(hub.asked) == request_count
+    assert len(hub.requests) == request_count

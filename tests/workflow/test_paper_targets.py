@@ -139,7 +139,7 @@ def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         completed = snakemake(folder, "acquire_marti_ttrl", "-n")
         assert completed.returncode == 0, completed.stderr
-        assert hub.asked == []
+        assert hub.requests == []
         completed = snakemake(folder, "acquire_marti_ttrl", "--cores", "1")
         assert completed.returncode == 0, completed.stderr
     page = (folder / "data" / "acquired" / "table_marti_ttrl.md").read_text()

@@ -231,7 +231,7 @@ def trained(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Watched
             Browser(f"{url}/#demo_math", tmp_path_factory.mktemp("profile")) as page,
         ):
             watched = watch(folder, page)
-            assert all(request.startswith(f"{url}/") for request in page.asked), page.asked
+            assert all(request.startswith(f"{url}/") for request in page.requests), page.requests
     folder.run("mcore-mas evaluate results/demo_math --state trained")
     # two copies with different seeds, for `compare`
     for run, seed in (("a", "seed: 1"), ("b", "seed: 2")):

@@ -71,27 +71,27 @@ FREE = {("env gymnasium", "make")}  # options that another library checks
 UNBOUNDED = {("tasks sudoku", "givens")}  # options whose bound is the size of the puzzle
 
 
-@pytest.mark.parametrize("whose", MODELS)
-def test_every_option_is_typed_and_bounded(whose: str) -> None:
-    schema = json_schema(MODELS[whose])
+@pytest.mark.parametrize("label", MODELS)
+def test_every_option_is_typed_and_bounded(label: str) -> None:
+    schema = json_schema(MODELS[label])
     for name, option in schema.get("properties", {}).items():
         assert {"type", "anyOf", "$ref", "enum"} & set(option), (
-            f"{whose}: option {name} has no type"
+            f"{label}: option {name} has no type"
         )
-        if (whose, name) in FREE | UNBOUNDED:
+        if (label, name) in FREE | UNBOUNDED:
             continue
         for part in leaves(option):
             if part["type"] == "integer" and "enum" not in part:
                 bounds = {"minimum", "exclusiveMinimum"} & set(part)
-                assert bounds, f"{whose}: option {name} is an integer without a lower bound"
+                assert bounds, f"{label}: option {name} is an integer without a lower bound"
             assert part["type"] != "object" or part.get("additionalProperties") is not True, (
-                f"{whose}: {name}"
+                f"{label}: {name}"
             )
 
 
-@pytest.mark.parametrize("whose", MODELS)
-def test_defaults_are_values_that_could_be_given(whose: str) -> None:
-    model = MODELS[whose]
+@pytest.mark.parametrize("label", MODELS)
+def test_defaults_are_values_that_could_be_given(label: str) -> None:
+    model = MODELS[label]
     defaults = {
         name: field.default for name, field in model.model_fields.items() if not field.is_required()
     }

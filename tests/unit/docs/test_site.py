@@ -100,7 +100,7 @@ def test_the_search_works_when_a_page_is_opened_as_a_file(tmp_path: Path) -> Non
             )
             link = browser.until("document.querySelector('.md-search-result__link')?.href")
             assert link.partition("?")[0] == (tmp_path / "site" / result).as_uri()
-            assert not [url for url in browser.asked if url.startswith("http")]
+            assert not [url for url in browser.requests if url.startswith("http")]
 
 
 @pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])

@@ -162,11 +162,11 @@ def test_the_device_samples_the_tokens_of_the_host() -> None:
 def test_an_engine_keeps_its_graphs_over_an_update_and_makes_new_ones_after_sleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[Graphs] = []
+    all_graphs: list[Graphs] = []
 
     def make_graphs() -> Graphs:
-        made.append(Graphs())
-        return made[-1]
+        all_graphs.append(Graphs())
+        return all_graphs[-1]
 
     def make_captured_steps(decoder: Any, cache: Any) -> GpuSteps:
         return GpuSteps(decoder, cache, capture=make_graphs().capture)
@@ -187,5 +187,5 @@ def test_an_engine_keeps_its_graphs_over_an_update_and_makes_new_ones_after_slee
         if sleeps:
             engine.sleep()
             engine.wake()
-    assert [graphs.sizes for graphs in made] == [[2, 1], [2, 1]]
-    assert [graphs.replays for graphs in made] == [4, 2]
+    assert [graphs.sizes for graphs in all_graphs] == [[2, 1], [2, 1]]
+    assert [graphs.replays for graphs in all_graphs] == [4, 2]

@@ -50,7 +50,7 @@ def adapter_tensors(targets: tuple[str, ...] = TARGETS) -> list[tuple[str, torch
 
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
-    made: list[AdapterEngine] = []
+    all_engines: list[AdapterEngine] = []
 
     def make_adapter_engines(
         *shapes: AdapterShape, tell: Callable[[str], None] = say, **changed: Any
@@ -66,11 +66,11 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
         }
         settings = SGLangSettings(**(defaults | changed), adapters=shapes)
         engines = adapter_engines(AdapterServers(settings, tell=tell), len(shapes))
-        made.extend(engines)
+        all_engines.extend(engines)
         return engines
 
     yield make_adapter_engines
-    for engine in made:
+    for engine in all_engines:
         engine.close()
 
 

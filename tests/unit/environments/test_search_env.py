@@ -22,10 +22,10 @@ class Shelf:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
-        self.asked: list[tuple[str, int]] = []
+        self.searches: list[tuple[str, int]] = []
 
     async def search(self, query: str, k: int) -> list[Passage]:
-        self.asked.append((query, k))
+        self.searches.append((query, k))
         if self.error:
             raise self.error
         return [Passage.compose("0", "A", "Alpha."), Passage.compose("1", "B", "Beta.")][:k]
@@ -52,7 +52,7 @@ def test_search_shows_the_passages(style: str, shown: str) -> None:
     (step,) = play(
         SearchEnv(TASK, retriever=shelf, top_k=2, style=style), "I wonder. <search> alpha </search>"
     )
-    assert shelf.asked == [("alpha", 2)]
+    assert shelf.searches == [("alpha", 2)]
     assert step.observation == f"<information> {shown} </information>"
     assert (step.reward, step.done) == (0.0, False)
     assert [(call.tool, call.query, call.result) for call in step.tools] == [
@@ -67,7 +67,7 @@ def test_search_shows_the_passages(style: str, shown: str) -> None:
 def test_malformed_search_finds_nothing_and_is_counted(action: str) -> None:
     shelf = Shelf()
     (step,) = play(SearchEnv(TASK, retriever=shelf), action)
-    assert shelf.asked == []
+    assert shelf.searches == []
     assert step.observation == "<information> </information>"
     assert step.tools == ()
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
@@ -103,7 +103,7 @@ def test_failed_retriever_is_an_error() -> None:
 def test_a_query_that_holds_another_tag_is_a_query() -> None:
     shelf = Shelf()
     play(SearchEnv(TASK, retriever=shelf), "<search> a <read>1</read> </search>")
-    assert shelf.asked == [("a <read>1</read>", 3)]
+    assert shelf.searches == [("a <read>1</read>", 3)]
 
 
 def test_a_run_ends_if_no_retriever_answers() -> None:

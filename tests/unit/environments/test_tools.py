@@ -26,7 +26,7 @@ PLAIN = Path(__file__).parents[2] / "support" / "plain_mcp_server.py"
 
 
 def calls(
-    maker: ToolMaker, *asked: tuple[str, Any], call_s: float = 20.0, **supplied: Any
+    maker: ToolMaker, *requests: tuple[str, Any], call_s: float = 20.0, **supplied: Any
 ) -> list[ToolCall]:
     """Return the results of one trajectory's calls, each given as (tool, arguments)."""
 
@@ -35,7 +35,7 @@ def calls(
             tools = {tool.schema.name: tool for tool in opened}
             uses = [
                 ToolUse(id="", name=name, arguments=json.dumps(arguments))
-                for name, arguments in asked
+                for name, arguments in requests
             ]
             return [await call_tool(tools, use, call_s=call_s, max_chars=300) for use in uses]
 
@@ -226,7 +226,7 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
 
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Pages(), top_k=1, style="id")
-    asked = [
+    requests = [
         {"id": "p1"},
         {"id": "p1", "around": 1},
         {"id": "zz"},
@@ -235,7 +235,7 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
         {},
     ]
     tool_calls = calls(
-        TOOLS["passages"], *(("read_passage", arguments) for arguments in asked), env=env
+        TOOLS["passages"], *(("read_passage", arguments) for arguments in requests), env=env
     )
     assert [call.result for call in tool_calls[:3]] == [
         "[p1] Amber: part 1",

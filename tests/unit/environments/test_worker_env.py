@@ -67,7 +67,7 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 
 def test_a_game_in_a_worker_is_the_same_game() -> None:
     replies = [f"<action>{name}</action>" for name in ("down", "jump", "down", "right", "right")]
-    [here, there] = [
+    [local, in_worker] = [
         play(
             "single",
             {"player": "world_player"},
@@ -78,9 +78,9 @@ def test_a_game_in_a_worker_is_the_same_game() -> None:
         )
         for number in (0, 2)
     ]
-    assert here[0].status is Status.COMPLETED
-    assert plain(there[0]) == plain(here[0])
-    assert there[1] == here[1]  # the prompts
+    assert local[0].status is Status.COMPLETED
+    assert plain(in_worker[0]) == plain(local[0])
+    assert in_worker[1] == local[1]  # the prompts
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_tree_in_workers_is_the_same_tree() -> None:
         ("player", 1, "0.1"): "<action>left</action>",
         ("player", 2, "0.0.1"): "<action>left</action>",
     }
-    [here, there] = [
+    [local, in_worker] = [
         grow(
             "single",
             {"player": "world_player"},
@@ -104,8 +104,8 @@ def test_a_tree_in_workers_is_the_same_tree() -> None:
         )
         for number in (0, 2)
     ]
-    assert plain(there) == plain(here)
-    assert there.leaf == here.leaf == "0.0.0"
+    assert plain(in_worker) == plain(local)
+    assert in_worker.leaf == local.leaf == "0.0.0"
 
 
 def test_optional_methods_are_those_of_the_environment() -> None:

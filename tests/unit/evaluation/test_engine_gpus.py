@@ -197,16 +197,16 @@ class TestSharedMemory:
         weight_bytes = engine_weight_bytes(read_architecture(model), 1)
         properties = SimpleNamespace(total_memory=10 * weight_bytes)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
-        made: list[dict[str, Any]] = []
+        engines: list[dict[str, Any]] = []
 
         def recording_make_engines(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            made.append(make_engines(*args, **kwargs))
-            return made[-1]
+            engines.append(make_engines(*args, **kwargs))
+            return engines[-1]
 
         monkeypatch.setattr(running, "make_engines", recording_make_engines)
         config = self.make_config(model, f"engine.python={sys.executable}")
         with running_team(config, f"{tmp_path}/", -2):
-            for engine in made[0].values():
+            for engine in engines[0].values():
                 [replica] = engine.fleet.replicas
                 assert replica.shared_gpus == ["8"]
                 assert replica.host.memory_share == 0.4

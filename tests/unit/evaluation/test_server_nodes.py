@@ -86,9 +86,9 @@ def test_the_servers_of_a_team_are_placed_on_all_nodes(
         joined.append(address)
         yield nodes
 
-    def record_requests(made: list[EngineRequest]) -> dict[str, object]:
-        requests.extend(made)
-        return {policy: object() for request in made for policy in request.policies}
+    def record_requests(new_requests: list[EngineRequest]) -> dict[str, object]:
+        requests.extend(new_requests)
+        return {policy: object() for request in new_requests for policy in request.policies}
 
     monkeypatch.setattr(running, "joined_ray", joined_ray)
     monkeypatch.setattr(running, "make_engines", record_requests)

@@ -370,10 +370,10 @@ def test_an_unread_reply_is_returned_to_an_equal_call(
     generate = engine.generate
     abandon = GatewaySession.abandon
 
-    async def generate_later(*asked: Any) -> Any:
+    async def generate_later(*arguments: Any) -> Any:
         begun.release()
         await may_reply.wait()
-        return await generate(*asked)
+        return await generate(*arguments)
 
     def abandon_and_release(session: GatewaySession, call: GatewayCall) -> None:
         abandon(session, call)
@@ -435,9 +435,9 @@ def test_a_retry_of_a_refused_call_is_a_new_sample(tmp_path: Path) -> None:
     may_reply = asyncio.Event()
     generate = engine.generate
 
-    async def generate_later(*asked: Any) -> Any:
+    async def generate_later(*arguments: Any) -> Any:
         await may_reply.wait()
-        return await generate(*asked)
+        return await generate(*arguments)
 
     engine.generate = generate_later  # type: ignore[method-assign]
 

@@ -80,11 +80,11 @@ def test_a_required_call_is_made_with_the_option_and_counted_without(
     if not constrain:
         return
     calls = [body["choices"][0]["message"]["tool_calls"] for body in bodies]
-    assert [len(made) for made in calls] == [1, 1]
+    assert [len(tool_calls) for tool_calls in calls] == [1, 1]
     assert calls[0][0]["function"]["name"] in ("look", "move")
     assert calls[1][0]["function"]["name"] == "move"
-    for (made,) in calls:
-        assert json.loads(made["function"]["arguments"])["side"] in ("left", "right")
+    for (tool_call,) in calls:
+        assert json.loads(tool_call["function"]["arguments"])["side"] in ("left", "right")
 
 
 def test_a_reply_that_is_cut_off_is_counted(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_lead_and_scout_remember_their_chats() -> None:
         retriever=library,
     )
     assert speakers(trajectory) == ["lead", "scout", "scout", "lead", "scout", "lead"]
-    assert [query for query, _ in library.asked] == ["author"]
+    assert [query for query, _ in library.searches] == ["author"]
     assert [event.tool for event in trajectory.tools] == ["search"]
     assert trajectory.outcome == 1.0
     assert trajectory.metrics["searches"] == 1.0

@@ -39,7 +39,7 @@ def rewards(trajectory: Trajectory) -> list[float | None]:
 def test_a_question_is_split_searched_and_answered() -> None:
     trajectory, library = play("qa_decompose", SPLIT, ANSWER)
     assert speakers(trajectory) == ["decomposer", "answerer"]
-    assert library.asked == [("a", 2), ("b", 2)]
+    assert library.searches == [("a", 2), ("b", 2)]
     assert "# Question\nWho?\n" in last_message(trajectory, 0)
     history = f"<search> a </search>\n{passages('a')}<search> b </search>\n{passages('b')}"
     assert f"# Searches so far\n{history}" in last_message(trajectory, 1)
@@ -57,7 +57,7 @@ def test_a_question_is_split_searched_and_answered() -> None:
 
 def test_a_malformed_decomposition_finds_nothing_and_is_penalized() -> None:
     trajectory, library = play("qa_decompose", "I would ask who.", ANSWER)
-    assert library.asked == []
+    assert library.searches == []
     history = "<search>  </search>\n<information> </information>\n"
     assert f"# Searches so far\n{history}" in last_message(trajectory, 1)
     assert trajectory.metrics["invalid_searches"] == 1
@@ -77,7 +77,7 @@ def test_the_answerer_reads_the_evidence_of_each_query_in_place_of_its_passages(
     replies = [SPLIT, "<evidence>of a</evidence>", "no tag", "<answer>Alice Walker</answer>"]
     trajectory, library = play("qa_evidence", *replies)
     assert speakers(trajectory) == ["decomposer", "extractor", "extractor", "answerer"]
-    assert library.asked == [("a", 2), ("b", 2)]
+    assert library.searches == [("a", 2), ("b", 2)]
     for turn, query in ((1, "a"), (2, "b")):
         assert f"# One of the searches made for it\n{query}\n" in last_message(trajectory, turn)
         assert f"found\n{passages(query)}" in last_message(trajectory, turn)
@@ -115,7 +115,7 @@ def test_the_extractor_is_not_asked_after_a_malformed_decomposition() -> None:
 def test_a_rewritten_question_is_answered_from_the_selected_passages() -> None:
     trajectory, library = play("qa_rewrite", REWRITTEN, "<select> 2 </select>", ANSWER)
     assert speakers(trajectory) == ["rewriter", "selector", "answerer"]
-    assert library.asked == [("w", 2)]
+    assert library.searches == [("w", 2)]
     assert 'a search for "w" found\n1. w 1\n2. w 2\n' in last_message(trajectory, 1)
     assert "<search> w </search>\n<information> w 2 </information>\n" in last_message(trajectory, 2)
     assert rewards(trajectory) == [F1, F1, F1]

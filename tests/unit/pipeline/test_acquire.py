@@ -87,14 +87,14 @@ def test_a_data_set_is_fetched_converted_and_recorded(
             "files": {"test.jsonl": {"bytes": len(LINES), "sha256": digest}},
         }
     }
-    requests = [path for path, _ in hub.asked]
+    requests = [path for path, _ in hub.requests]
     assert requests[0] == f"api/datasets/some/math/revision/{COMMIT}"
     assert set(requests[1:]) == {f"datasets/some/math/resolve/{COMMIT}/test.jsonl"}
 
     # It is converted again from the downloaded file, without a request.
     Path(DATA).unlink()
     acquire(DATA, Path("r.json"), client(hub, offline=True))
-    assert [path for path, _ in hub.asked] == requests
+    assert [path for path, _ in hub.requests] == requests
 
 
 def test_later_downloads_must_equal_the_first_one(
@@ -112,7 +112,7 @@ def test_later_downloads_must_equal_the_first_one(
         match=rf"sha256 is \w+, but data/sources.lock says {digest}; the file is removed",
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    revisions = {path for path, _ in hub.asked if path.startswith("api/")}
+    revisions = {path for path, _ in hub.requests if path.startswith("api/")}
     assert f"api/datasets/some/math/revision/{COMMIT}" in revisions  # the lock file's revision
     assert not Path(DATA).exists()
 
@@ -129,9 +129,9 @@ def test_files_that_are_complete_are_not_downloaded_again(
     assert not Path("data/sources.lock").exists()
     assert [path.name for path in Path("data/raw/some--math").glob("*.jsonl")] == ["a.jsonl"]
 
-    interrupted = len(hub.asked)
+    interrupted = len(hub.requests)
     acquire(DATA, Path("r.json"), client(hub))
-    assert not [path for path, _ in hub.asked[interrupted:] if path.endswith("a.jsonl")]
+    assert not [path for path, _ in hub.requests[interrupted:] if path.endswith("a.jsonl")]
     assert pq.read_table(DATA).to_pylist() == [ROWS[0], ROWS[5]]
     assert not Path("data/raw/some--math/.cache").exists()
 
@@ -327,7 +327,7 @@ def test_an_existing_file_is_checked_and_used(
     set_source(monkeypatch)
     acquire(DATA, Path("r.json"), client(hub))
     assert json.loads(Path("r.json").read_text())["origin"] == "was there"
-    assert hub.asked == []
+    assert hub.requests == []
     Path(DATA).write_bytes(b"PAR1")
     with pytest.raises(
         AcquireError, match=r"math_500.parquet: cannot be read .*; remove it to have it fetched"

@@ -21,19 +21,19 @@ def test_results_are_read_back_and_failed_calls_are_repeated(tmp_path: Path) -> 
         dict[str, bool]: {"a": False},
         list[str]: [],
     }
-    made: list[Any] = []
+    calls: list[Any] = []
 
     async def play() -> list[Any]:
         async def call(kind: Any) -> Any:
-            made.append(kind)
+            calls.append(kind)
             return results[kind]
 
         async def broken() -> str:
-            made.append("broken")
+            calls.append("broken")
             raise ValueError
 
         async def no_text() -> bytes:
-            made.append("no text")
+            calls.append("no text")
             return b"\xff"
 
         record = CallRecord(CollectionLog(tmp_path / "log"), "3/t/0")
@@ -44,16 +44,16 @@ def test_results_are_read_back_and_failed_calls_are_repeated(tmp_path: Path) -> 
         return recorded
 
     assert asyncio.run(play()) == list(results.values()) == asyncio.run(play())
-    assert made == [*results, "broken", "no text", "broken", "no text"]
+    assert calls == [*results, "broken", "no text", "broken", "no text"]
 
 
 def test_equal_calls_differ_by_order_trajectory_and_branch(tmp_path: Path) -> None:
-    made = 0
+    call_count = 0
 
     async def count() -> int:
-        nonlocal made
-        made += 1
-        return made
+        nonlocal call_count
+        call_count += 1
+        return call_count
 
     async def play() -> list[int]:
         log = CollectionLog(tmp_path / "log")
@@ -67,11 +67,11 @@ def test_equal_calls_differ_by_order_trajectory_and_branch(tmp_path: Path) -> No
 
 def test_without_a_log_every_call_is_made() -> None:
     async def play() -> list[int]:
-        made: list[int] = []
+        calls: list[int] = []
 
         async def call() -> int:
-            made.append(1)
-            return len(made)
+            calls.append(1)
+            return len(calls)
 
         record = CallRecord()
         return [await record.once(int, call, "send") for _ in range(2)]

@@ -56,9 +56,9 @@ def page(tmp_path: Path) -> Iterator[Browser]:
     ):
         page.until(f"{LISTED} === 't1,t2,t3,lost'")
         yield page
-        assert len(page.asked) > 8 and all(asked.startswith(f"{url}/") for asked in page.asked), (
-            page.asked
-        )
+        assert len(page.requests) > 8 and all(
+            request.startswith(f"{url}/") for request in page.requests
+        ), page.requests
 
 
 def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(

@@ -26,27 +26,27 @@ def start(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_port_in_use_is_one_line_and_code_2(index_dir: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = start("--index", index_dir, "--port", port)
-    assert done.returncode == 2
-    assert done.stderr == (
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        result = start("--index", index_dir, "--port", port)
+    assert result.returncode == 2
+    assert result.stderr == (
         f"retrieval server: cannot listen on 127.0.0.1:{port} (Address already in use); "
         "choose another --port\n"
     )
 
 
 def test_a_host_that_is_not_loopback_needs_a_token(index_dir: Path, tmp_path: Path) -> None:
-    done = start("--index", index_dir, "--host", "0.0.0.0")
-    assert done.returncode == 2
-    assert done.stderr == (
+    result = start("--index", index_dir, "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert result.stderr == (
         "retrieval server: host 0.0.0.0 is not a loopback address; "
         "listen on 127.0.0.1, or set --token-file\n"
     )
     (tmp_path / "token").write_text("short")
-    done = start("--index", index_dir, "--token-file", tmp_path / "token")
-    assert done.returncode == 2
-    assert "5 characters, expected at least 16" in done.stderr
+    result = start("--index", index_dir, "--token-file", tmp_path / "token")
+    assert result.returncode == 2
+    assert "5 characters, expected at least 16" in result.stderr
 
 
 @contextmanager

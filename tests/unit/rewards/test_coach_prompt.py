@@ -137,14 +137,14 @@ def test_cut_and_empty_outputs_are_said_to_be() -> None:
 
 
 def test_repair_goes_on_with_the_conversation() -> None:
-    asked = (Message(role="system", content="s"), Message(role="user", content="u"))
-    again = repair_messages(asked, "", "no line PROCESS_SCORE", answer_first=False)
-    assert again[:2] == asked
+    messages = (Message(role="system", content="s"), Message(role="user", content="u"))
+    again = repair_messages(messages, "", "no line PROCESS_SCORE", answer_first=False)
+    assert again[:2] == messages
     assert [m.role for m in again[2:]] == ["assistant", "user"]
     assert again[2].content == "(nothing)"
     assert "cannot be read: no line PROCESS_SCORE." in again[3].content
     assert again[3].content.endswith("nothing else:\nPROCESS_SCORE: <0 to 10>")
-    again = repair_messages(asked, "", "no line PROCESS_SCORE", answer_first=True)
+    again = repair_messages(messages, "", "no line PROCESS_SCORE", answer_first=True)
     lines = again[3].content.splitlines()
     assert lines[1:] == ["OWN_ANSWER: <your result>", "PROCESS_SCORE: <0 to 10>"]
 

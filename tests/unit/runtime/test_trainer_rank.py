@@ -74,8 +74,8 @@ def test_tensor_parallel_ranks_start_kernels_in_order_unless_the_user_says_other
 
 def test_a_sender_is_closed_when_its_route_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     senders = [MagicMock(), MagicMock()]
-    made = iter(senders)
-    monkeypatch.setattr(trainer_rank, "make_sender", lambda *_, **__: next(made))
+    unused_senders = iter(senders)
+    monkeypatch.setattr(trainer_rank, "make_sender", lambda *_, **__: next(unused_senders))
     rank = TrainerRank(1, None)
     monkeypatch.setattr(rank, "_trainers", {"p": MagicMock()})
     route = SyncRoute(transport="distributed", target="http://a", model="m")

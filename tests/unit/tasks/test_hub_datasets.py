@@ -88,7 +88,7 @@ def test_a_data_set_that_the_hubs_client_downloaded_is_read_without_the_hub(
     hub = FakeHub(repositories={"datasets/me/sums": files})
     with running(hub):
         snapshot_download("me/sums", repo_type="dataset", endpoint=hub.url, cache_dir=cache)
-    requests = len(hub.asked)
+    requests = len(hub.requests)
     [folder] = (cache / "datasets--me--sums" / "snapshots").iterdir()
     assert (folder / "main" / "train-0.parquet").is_symlink()
 
@@ -96,7 +96,7 @@ def test_a_data_set_that_the_hubs_client_downloaded_is_read_without_the_hub(
     assert questions(tasks) == [("1+1?", ("2",)), ("3+1?", ("4",))]
     with pytest.raises(ValueError, match="hf download --repo-type dataset me/other"):
         mm.load_tasks("me/other", split="train")
-    assert len(hub.asked) == requests
+    assert len(hub.requests) == requests
 
 
 def test_a_card_names_the_files_of_a_subset_and_split(hub_folder: Path) -> None:

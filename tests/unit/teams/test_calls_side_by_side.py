@@ -46,8 +46,8 @@ def meeting(parallel: bool, *, fails: str = "") -> tuple[Any, list[str]]:
     return tools, log
 
 
-def calls(*made: tuple[str, str]) -> str:
-    return "\n".join(call(name, f'{{"who":"{who}"}}') for name, who in made)
+def calls(*arguments: tuple[str, str]) -> str:
+    return "\n".join(call(name, f'{{"who":"{who}"}}') for name, who in arguments)
 
 
 def meet(renderer: Renderer, tools: Any, *replies: str, **rules: Any) -> Trajectory:

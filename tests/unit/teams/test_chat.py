@@ -177,9 +177,9 @@ def test_concurrent_messages_of_one_chat_are_refused(
     """Otherwise the tokens of one reply would be taken for those of another."""
     generate = ScriptedEngine.generate
 
-    async def busy(*asked: Any) -> Any:
+    async def busy(*arguments: Any) -> Any:
         await asyncio.sleep(0)
-        return await generate(*asked)
+        return await generate(*arguments)
 
     monkeypatch.setattr(ScriptedEngine, "generate", busy)
 

@@ -284,9 +284,9 @@ def test_an_orchestra_without_a_step_fails():
 
 def test_seeds_follow_agent_and_turn():
     replies = {("a", 0, ""): "1", ("b", 1, ""): "2", ("a", 2, ""): "3"}
-    engine, asked = seeded(replies)
+    engine, requested = seeded(replies)
     [trajectory] = play(relay, engine)
-    assert asked() == list(replies)
+    assert requested() == list(replies)
     assert len({turn.seed for turn in trajectory.turns}) == 3
 
 

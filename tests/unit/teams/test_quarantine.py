@@ -66,13 +66,13 @@ def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> No
         routing=bytes(range(256)),
     )
     reply = PolicyReply(text="t", prompt_ids=(5, 6, 7), completion=completion)
-    asked = (Message(role="user", content="u"),)
+    messages = (Message(role="user", content="u"),)
     path = write_quarantined(
         tmp_path,
         replace(played.trajectory(played.turn(0)), status=Status.FAILED),
         task=TASK,
         seed=1,
-        replies={7: RecordedReply(messages=asked, reply=reply)},
+        replies={7: RecordedReply(messages=messages, reply=reply)},
         error=ValueError("x"),
     )
     assert Quarantined.read(path).replies == {7: reply}

@@ -17,7 +17,7 @@ from tests.support.trees import DUET, duet, grow, rows
 
 
 def test_the_best_branch_continues_and_every_turn_is_recorded_once():
-    engine, asked = seeded(DUET)
+    engine, requested = seeded(DUET)
     trajectory = grow(duet, engine, Branching(width=3))
     assert rows(trajectory) == [
         ("0", 0, "a", "1", 1.0),
@@ -34,7 +34,7 @@ def test_the_best_branch_continues_and_every_turn_is_recorded_once():
     )  # the first of two equal branches
     assert trajectory.status is Status.COMPLETED
     assert [turn.node for turn in trajectory.path] == ["1", "1.1"]
-    assert sorted(asked()) == sorted(DUET)  # replays ask no engine
+    assert sorted(requested()) == sorted(DUET)  # replays ask no engine
 
 
 def test_siblings_have_equal_states_and_scores_of_their_own_steps():
@@ -144,7 +144,7 @@ async def pair(task, team, env):
 
 
 def test_simultaneous_turns_are_one_round_and_the_team_counts_once():
-    engine, asked = seeded(SIMULTANEOUS)
+    engine, requested = seeded(SIMULTANEOUS)
     trajectory = grow(pair, engine, Branching(width=2))
     assert rows(trajectory) == [
         ("0", 0, "a", "1", 3.5),  # 0.25 + 0.25 + 1 + 2
@@ -156,7 +156,7 @@ def test_simultaneous_turns_are_one_round_and_the_team_counts_once():
     ]
     assert trajectory.leaf == "1.0"
     assert trajectory.outcome == 12.0
-    assert sorted(asked()) == sorted(SIMULTANEOUS)
+    assert sorted(requested()) == sorted(SIMULTANEOUS)
 
 
 def test_replies_are_handed_over_in_the_order_of_the_calls():

@@ -414,12 +414,12 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
 
 def test_a_validation_has_the_rules_of_an_evaluation(tmp_path: Path) -> None:
     """Task 0 is right, task 1 fails once and is then wrong, and the prompt of task 2 is too long."""
-    asked: list[int] = []
+    attempts: list[int] = []
 
     def answer_zero(prompt: tuple[int, ...], call: int) -> bytes:
         task = task_of(prompt)
-        asked.append(task)
-        if task == 1 and asked.count(1) == 1:
+        attempts.append(task)
+        if task == 1 and attempts.count(1) == 1:
             raise EngineError("gone")
         if task == 2:
             raise PromptTooLong("prompt of 600 tokens, and there is room for 500")
@@ -445,6 +445,6 @@ def test_a_validation_has_the_rules_of_an_evaluation(tmp_path: Path) -> None:
         "accuracy": pytest.approx(1 / 3),
         "valid_ratio": 1.0,
     }
-    assert sorted(asked) == [0, 1, 1, 2]
+    assert sorted(attempts) == [0, 1, 1, 2]
     samplings = [sampling for _, sampling in engine_of(session).calls]
     assert {(s.temperature, s.top_p, s.top_k) for s in samplings} == {(0.6, 0.95, 20)}
