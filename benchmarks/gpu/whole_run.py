@@ -123,7 +123,9 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
         if not line["section"]:
             continue
         row = rows.setdefault(line["section"], {"result": "ok", "seconds": 0.0})
-        row["seconds"] = line.get("seconds", row["seconds"]) if len(line) == 3 else row["seconds"]
+        # The last line of a section has only its seconds; the seconds of other lines are parts of them.
+        if line.keys() == {"date", "section", "seconds"}:
+            row["seconds"] = line["seconds"]
         problem = line.get("failed") or line.get("skipped")
         if line.get("ok") is False:
             problem = f"wrong: {line.get('what', 'see results.jsonl')}"

@@ -34,7 +34,7 @@ from rollout.base.json_files import write_json
 from rollout.sandbox.cgroup import PREFIX
 from rollout.sync.memory import MEMORY
 from tests.faults import proxy
-from tests.faults.forked import PASSAGES, bare_folder, fingerprint
+from tests.faults.forked import PASSAGES, fingerprint, preparation_folder
 from tests.support.run_folder import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -326,7 +326,7 @@ def prepared_run(
     base: Path, settings: Sequence[str]
 ) -> Iterator[tuple[Path, Retriever, proxy.FaultProxy]]:
     """Yield the folder of a run that can start, its running retriever, and the proxy in front of it."""
-    bert = bare_folder(base) / "bert"
+    bert = preparation_folder(base) / "bert"
     write_corpus(base / "passages.jsonl", PASSAGES)
     build_index(base / "passages.jsonl", base / "index", Encoder.of("bge", bert))
     sidecar = RetrieverSidecar(

@@ -90,8 +90,8 @@ def run_folder(results: Path, *settings: str) -> Path:
     return make_run(results, *SETTINGS, *settings)
 
 
-def bare_folder(results: Path) -> Path:
-    """Make a folder with an encoder for `preparation`; return it."""
+def preparation_folder(results: Path) -> Path:
+    """Make a folder with only an encoder, for `preparation`; return it."""
     write_bert(results / "bare" / "bert", [passage.contents for passage in PASSAGES], seed=1)
     return results / "bare"
 

@@ -15,7 +15,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.forked import bare_folder, fingerprint, forked, pipeline, preparation, run_folder
+from tests.faults.forked import (
+    fingerprint,
+    forked,
+    pipeline,
+    preparation,
+    preparation_folder,
+    run_folder,
+)
 
 _VARIABLE_PARTS = r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html"
 # Write boundaries at which `sample` fills the disk
@@ -91,5 +98,5 @@ if __name__ == "__main__":
     selection = sys.argv[1] if sys.argv[1:] else "1/1"
     is_sample = selection == "sample"
     first, stride = (1, 1) if is_sample else map(int, selection.split("/"))
-    for make, work in ((bare_folder, preparation), (run_folder, pipeline)):
+    for make, work in ((preparation_folder, preparation), (run_folder, pipeline)):
         main(sample=is_sample, first=first, stride=stride, make=make, work=work)

@@ -38,7 +38,7 @@ from rollout.records.files import (
 )
 from rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
 from rollout.tasks.arithmetic import arithmetic_tasks
-from tests.faults.forked import PASSAGES, bare_folder
+from tests.faults.forked import PASSAGES, preparation_folder
 
 FLIPS = 60
 
@@ -191,7 +191,7 @@ def column_pages(path: Path) -> Iterator[range]:
 
 @pytest.mark.parametrize("name", ["index/vectors.faiss", "index/index.json", "passages.jsonl"])
 def test_flipped_bits_of_an_index_or_its_corpus_are_refused(tmp_path: Path, name: str) -> None:
-    bert = bare_folder(tmp_path) / "bert"
+    bert = preparation_folder(tmp_path) / "bert"
     write_corpus(tmp_path / "passages.jsonl", PASSAGES)
     build_index(tmp_path / "passages.jsonl", tmp_path / "index", Encoder.of("bge", bert))
 
