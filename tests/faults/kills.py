@@ -1,8 +1,9 @@
 """SIGKILL at every write boundary of a pipeline, which must give the same bits after a restart.
 
 `python -m tests.faults.kills [sample | K/N]` kills at every boundary; with `sample` at one boundary of
-every kind, and with K/N at the K-th of every N boundaries. It also fills the disk where a write
-begins. At the end it slows all writes down.
+every action, such as `chunks.written`, and of the files that complete others; with K/N at the
+K-th of every N boundaries. It also fills the disk where a write begins. At the end it slows all
+writes down.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from tests.faults.forked import (
     run_folder,
 )
 
-_VARIABLE_PARTS = r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html"
-# Write boundaries at which `sample` fills the disk
-_SAMPLED_FULL = r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:(step|part|manifest)"
+# A sample disturbs the writes of these files too: each completes a checkpoint, a run or a step.
+_COMPLETING_FILES = r"manifest\.json|done\.json|step_\d+\.parquet"
+# Actions in which `sample` fills the disk
+_SAMPLED_FULL = r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:step"
 
 
 def main(
@@ -40,7 +42,7 @@ def main(
     """Disturb `work` and run it again; assert that its files are those of undisturbed work.
 
     Args:
-        sample: disturb one boundary of every kind only.
+        sample: disturb one boundary of every kind only: of every action, and of the files that complete others.
         first, stride: disturb the boundaries first, first + stride, ...; counted from 1.
         make: makes the folder of the work in another folder.
         work: does the work in its folder.
@@ -79,7 +81,9 @@ def main(
 
         seen_kinds: set[str] = set()
         for number, boundary in enumerate(boundaries, 1):
-            kind = re.sub(_VARIABLE_PARTS, "N", boundary)
+            action, _, name = boundary.partition(":")
+            is_completing = re.fullmatch(_COMPLETING_FILES, name)
+            kind = re.sub(r"\d+", "N", boundary) if is_completing else action
             is_first = kind not in seen_kinds
             seen_kinds.add(kind)
             if number % stride != first % stride:
