@@ -92,7 +92,7 @@ class RankMonitor:
     def _describe(self, ranks: Sequence[int]) -> str:
         """Describe ranks, those in the same state together.
 
-        Ranks that do not respond come first, because their descriptions do so alphabetically.
+        The descriptions are sorted by their text, so that "does not respond" precedes "in phase".
         """
         ranks_by_state: dict[str, list[int]] = {}
         for rank in ranks:
@@ -111,17 +111,20 @@ class RankMonitor:
         phase, _, stacks = status.partition("\n")
         if _TRACEBACK_HEADER in stacks:
             return f"in phase {phase} at {_call_stack(stacks)}"
-        # A process that can run would have written its stacks.
         if phase:
+            # A process that can run would have written its stacks.
             return f"does not respond in phase {phase} (is it stopped?)"
-        return "does not respond before its first phase (is it stopped?)"
+        return "does not respond outside a phase (is it stopped?)"
 
 
 def _call_stack(stacks: str) -> str:
     """Format the innermost frames of the thread that runs the calls of a rank."""
-    threads = [_FRAME.findall(thread) for thread in stacks.split("\nThread ")]
-    calls = [frames for frames in threads if any(_ACTOR_FILE in file for file, _, _ in frames)]
-    frames = calls[0] if calls else threads[0]
+    stacks_by_thread = [_FRAME.findall(thread) for thread in stacks.split("\nThread ")]
+    frames = stacks_by_thread[0]
+    for thread_frames in stacks_by_thread:
+        if any(_ACTOR_FILE in file for file, _, _ in thread_frames):
+            frames = thread_frames
+            break
     return " > ".join(
         f"{Path(file).name}:{line} {function}"
         for file, line, function in reversed(frames[:_FRAMES])

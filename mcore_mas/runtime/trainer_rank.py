@@ -163,10 +163,10 @@ class TrainerRank:
 
     def send_weights(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
         """Gather all weights, or the adapter, with the other ranks, and send them along a route."""
-        sender = self._sender(policy, route)
-        model = self._trainers[policy].model
-        weights = model.weights() if route.adapter is None else model.adapter()
         with self._phase("send_weights"):
+            sender = self._sender(policy, route)
+            model = self._trainers[policy].model
+            weights = model.weights() if route.adapter is None else model.adapter()
             return sender.send(weights, version, route.half)
 
     def _sender(self, policy: str, route: SyncRoute) -> WeightSender:

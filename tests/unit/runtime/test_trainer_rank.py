@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.runtime import trainer_rank
 from mcore_mas.runtime.trainer_rank import TrainerRank
 from rollout.sync.transport import SyncRoute
@@ -85,3 +86,27 @@ def test_a_sender_is_closed_when_its_route_changes(monkeypatch: pytest.MonkeyPat
     first, second = senders
     assert (first.send.call_count, first.close.call_count) == (2, 1)
     assert (second.send.call_count, second.close.call_count) == (1, 0)
+
+
+def test_ranks_that_wait_for_each_other_before_weights_are_sent_are_in_a_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make_sender` and `model` communicate with the other ranks, and may hang."""
+    monitor = RankMonitor(folder=tmp_path, policy="p", hang_s=60)
+    status_file = monitor.status_file(0)
+    phases = []
+
+    def record_phase(*_: object, **__: object) -> MagicMock:
+        phases.append(status_file.read_text())
+        return MagicMock()
+
+    class Trainer:
+        model = property(record_phase)
+
+    monkeypatch.setattr(trainer_rank, "make_sender", record_phase)
+    rank = TrainerRank(1, monitor)
+    monkeypatch.setattr(rank, "_watchdog", RankWatchdog(status_file, monitor.hang_s))
+    monkeypatch.setattr(rank, "_trainers", {"p": Trainer()})
+    route = SyncRoute(transport="distributed", target="http://a", model="m")
+    rank.send_weights("p", route, 1)
+    assert phases == ["send_weights\n", "send_weights\n"]
