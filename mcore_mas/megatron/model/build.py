@@ -71,7 +71,12 @@ def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def _local_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Return the spec of a layer with Megatron's linear layers, and `GroupedExperts` if it is sparse."""
+    """Return the spec of a layer that needs no Transformer Engine, with our norms, linear layers and experts.
+
+    Args:
+        config: config of the model.
+        experts: number of experts; None for a dense layer.
+    """
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )

@@ -50,7 +50,7 @@ class ResidualNorm(RMSNorm):
     forward hooks of the distributed optimizer wait for the weight.
 
     Attributes:
-        frees_output: `free_output` is called after each forward pass, and frees the output.
+        frees_output: `free_output_read_by` is called after each forward pass, and frees the output.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +77,8 @@ class ResidualNorm(RMSNorm):
             self._last_call = x.detach(), out
         return out
 
-    def free_output(self, reader: Tensor) -> None:
-        """Free the last output until the backward pass of the attention or MLP that has read it.
+    def free_output_read_by(self, reader: Tensor) -> None:
+        """Free this norm's last output until the backward pass of the attention or MLP that has read it.
 
         Args:
             reader: output of the attention or MLP.
@@ -113,8 +113,12 @@ class ResidualAddition:
         return self._add
 
     def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
+        """Return the sum of the residual and the output of the attention or MLP.
+
+        The normed input of the attention or MLP is freed, because it has been read.
+        """
         output, _bias = output_and_bias
-        self._previous.free_output(output)
+        self._previous.free_output_read_by(output)
         if self._following is None:
             return output + residual
         total: Tensor = self._following(output, residual)

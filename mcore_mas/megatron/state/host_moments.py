@@ -73,7 +73,7 @@ def step_by_weight(adam: Any, step: Callable[[], object], host_moments: HostMome
             for weight in group["params"]:
                 single_group = {**group, "params": [weight]}
                 adam.param_groups = [single_group]
-                visits.await_arrival()
+                visits.await_fetched()
                 visits.fetch(next(weights, None))
                 step()
                 visits.send_back(weight)
@@ -106,10 +106,12 @@ class _Visits:
         self._state = state
         self._host_moments = host_moments
         has_gpu = torch.cuda.is_available()
-        self._arrivals = torch.cuda.Stream() if has_gpu else None
-        self._departures = torch.cuda.Stream() if has_gpu else None
-        self._leaving: list[Tensor] = []  # of the weight that was stepped last
-        self._departure: torch.cuda.Event | None = None  # these are on the host
+        self._to_device_stream = torch.cuda.Stream() if has_gpu else None
+        self._to_host_stream = torch.cuda.Stream() if has_gpu else None
+        # Moments on the GPU of the weight that was stepped last, and the end of their copies to the
+        # host.
+        self._sent_moments: list[Tensor] = []
+        self._sent_event: torch.cuda.Event | None = None
 
     def fetch(self, weight: Tensor | None) -> None:
         """Start to copy the moments of a weight to its device.
@@ -125,31 +127,32 @@ class _Visits:
             for moment, host_tensor in self._host_moments.get(weight, {}).items()
             if moment in state
         }
-        with _after_current(self._arrivals):
-            for moment, arriving in on_device.items():
-                arriving.copy_(state[moment], non_blocking=True)
+        with _after_current(self._to_device_stream):
+            for moment, device_tensor in on_device.items():
+                device_tensor.copy_(state[moment], non_blocking=True)
         state.update(on_device)
 
-    def await_arrival(self) -> None:
+    def await_fetched(self) -> None:
         """Make the current stream wait for the moments that were fetched."""
-        if self._arrivals is not None:
-            torch.cuda.current_stream().wait_stream(self._arrivals)
+        if self._to_device_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._to_device_stream)
 
     def send_back(self, weight: Tensor) -> None:
         """Start to copy the moments of a weight to the host, and free those of the previous weight."""
         state = self._state.get(weight, {})
-        leaving = []
-        with _after_current(self._departures):
+        moments = []
+        with _after_current(self._to_host_stream):
             for moment, host_tensor in self._host_moments.get(weight, {}).items():
                 if moment in state:
-                    leaving.append(state[moment])
+                    moments.append(state[moment])
                     state[moment] = host_tensor.copy_(state[moment], non_blocking=True)
 
-        if self._departure is not None:
-            torch.cuda.current_stream().wait_event(self._departure)
-        self._leaving = leaving
-        if self._departures is not None:
-            self._departure = self._departures.record_event()
+        # The moments of the previous weight are freed here, once they have been copied.
+        if self._sent_event is not None:
+            torch.cuda.current_stream().wait_event(self._sent_event)
+        self._sent_moments = moments
+        if self._to_host_stream is not None:
+            self._sent_event = self._to_host_stream.record_event()
 
 
 @contextlib.contextmanager

@@ -20,8 +20,12 @@ _WEIGHT = "weight"
 def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
     """Return torch's AdamW in Megatron's optimizer, for this rank's pipeline stages.
 
-    The stages are wrapped for training. Megatron would take the Adam of Transformer Engine or Apex
-    if one of them is installed, which rounds differently.
+    Megatron would take the Adam of Transformer Engine or Apex if one of them is installed, which
+    rounds differently.
+
+    Args:
+        stages: pipeline stages, each in Megatron's `DistributedDataParallel`.
+        spec: specification of the trainer.
     """
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     config = OptimizerConfig(

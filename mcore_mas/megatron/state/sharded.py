@@ -138,7 +138,7 @@ class ShardedCheckpoint:
         for name, shard in self._state.parts().items():
             for kind, tensor in shard.tensors.items():
                 for block in self._written_blocks[name]:
-                    blocks[f"{kind}/{block.key}"] = block.of(tensor, shard.first)
+                    blocks[f"{kind}/{block.key}"] = block.view_in(tensor, shard.first)
 
         copies = [
             slot.copy_(part, non_blocking=True)
@@ -212,13 +212,19 @@ class _SavedBlocks:
                 self._blocks.setdefault(block.tensor, []).append(file_and_block)
 
     def read(self, blocks: Sequence[TensorBlock], *, kind: str, flat: Tensor, first: int) -> None:
-        """Read blocks into `flat`, which holds a shard's elements from `first` on.
+        """Read blocks of weights or of one of their moments.
+
+        Args:
+            blocks: blocks of a shard.
+            kind: key of the tensors in the files: "weight" or the name of a moment.
+            flat: elements of the shard from `first` on, which are overwritten.
+            first: index in the shard of the first element of `flat`.
 
         Raises:
             ModelError: elements are missing, or a tensor has another shape.
         """
         for block in blocks:
-            target = block.of(flat, first)
+            target = block.view_in(flat, first)
             filled = 0
             for path, saved_block in self._blocks.get(block.tensor, ()):
                 if saved_block.shape != block.shape:
@@ -226,10 +232,10 @@ class _SavedBlocks:
                         f"{self._folder}: {block.tensor} has shape {saved_block.shape}, "
                         f"expected {block.shape}"
                     )
-                common = block.common(saved_block)
-                if common is None:
+                intersection = block.intersection(saved_block)
+                if intersection is None:
                     continue
-                in_target, in_saved = common
+                in_target, in_saved = intersection
                 part = self._open(path).get_slice(f"{kind}/{saved_block.key}")[in_saved]
                 target[in_target] = part
                 filled += part.numel()

@@ -47,12 +47,14 @@ class TensorBlock:
         """Number of elements."""
         return math.prod(self.size)
 
-    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+    def view_in(self, flat: Tensor, first: int = 0) -> Tensor:
         """Return the rectangle as a view of `flat`, the shard's elements from `first` on."""
         begin = self.offset - first
         return flat[begin : begin + self.numel].view(self.size)
 
-    def common(self, other: TensorBlock) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    def intersection(
+        self, other: TensorBlock
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Return the intersection with another rectangle of the same tensor, or None if it is empty.
 
         The intersection is a pair: its index into this rectangle, and its index into the other one.

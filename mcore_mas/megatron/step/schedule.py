@@ -37,12 +37,12 @@ class LearningRateSchedule:
         )
 
     def set(self, updates: int, scale: float = 1.0) -> float:
-        """Set and return the learning rate of the update that follows `updates` others.
+        """Set the learning rate and weight decay of one update; return its learning rate.
 
         During the warm-up the rate rises by lr / warmup_steps with each update. The first update
         has lr / warmup_steps, so that no update has a rate of 0; the last one of the warm-up and
         the first one after it have lr. Then the rate follows `schedule` to min_lr at `decay_steps`.
-        Weight decay is 0 for parameters with one dimension.
+        The weight decay is constant; Megatron multiplies it by 0 for parameters with one dimension.
 
         Args:
             updates: number of updates before this one.

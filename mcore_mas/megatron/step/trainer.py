@@ -77,9 +77,9 @@ class MegatronTrainer:
         ]
         self._optimizer = make_optimizer(self._stages, spec)
         host_moments = keep_moments_on_host(self._optimizer) if spec.host_moments else None
-        self._connect_schedule()
+        self._configure_pipeline_schedule()
 
-        self._schedule = LearningRateSchedule(self._optimizer, spec)
+        self._lr_schedule = LearningRateSchedule(self._optimizer, spec)
         self._spikes: dict[str, SpikeMonitor] = {}
         self._state = OptimizerState(self._optimizer, self._parameters, host_moments)
         self._checkpoint = ShardedCheckpoint(
@@ -98,7 +98,7 @@ class MegatronTrainer:
         self._gathers_late = gathers_late(spec)
         self._has_old_parts = False
 
-    def _connect_schedule(self) -> None:
+    def _configure_pipeline_schedule(self) -> None:
         """Tell Megatron's pipeline schedule how to scale the loss and reduce the gradients."""
         for stage in self._model.stages:
             stage.config.finalize_model_grads_func = _finalize_gradients
@@ -267,7 +267,7 @@ class MegatronTrainer:
 
     def _step(self, at: int, norm: float, lr_scale: float) -> dict[str, float]:
         """Step the optimizer, unless the gradient is to be skipped; return the metrics of the step."""
-        lr = self._schedule.set(at, lr_scale)
+        lr = self._lr_schedule.set(at, lr_scale)
         is_spike = self._observe_norm(_WHOLE_GRADIENT, norm)
         is_skipped = not math.isfinite(norm) or (is_spike and self.spec.skip_spikes)
         if not is_skipped:

@@ -94,7 +94,7 @@ def step_without_gradient(rank: int, spec: TrainerSpec, out: str) -> None:
     """Step with gradients of 0, so that weight decay makes all of the change."""
     trainer = MegatronTrainer(spec)
     before = ranks.copy_weights(trainer)
-    trainer._schedule.set(0)
+    trainer._lr_schedule.set(0)
     for parameter in trainer.model.trained_parameters.values():
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
     trainer._optimizer.step()

@@ -104,7 +104,7 @@ def test_blocks_of_all_ranks_cover_the_tensors(
                     slice(start, start + size)
                     for start, size in zip(block.start, block.size, strict=True)
                 )
-                assembled[block.tensor][index] = block.of(flat[first:end], first)
+                assembled[block.tensor][index] = block.view_in(flat[first:end], first)
                 times_covered[block.tensor][index] += 1
 
     copies = tp if parameter.endswith("layernorm.weight") else 1
@@ -134,11 +134,11 @@ def make_block(start: tuple[int, int], size: tuple[int, int]) -> TensorBlock:
     return TensorBlock(tensor="t", shape=(9, 9), start=start, size=size, offset=0)
 
 
-def test_the_common_part_of_two_blocks() -> None:
+def test_the_intersection_of_two_blocks() -> None:
     block = make_block(start=(2, 3), size=(4, 5))
     overlapping = make_block(start=(4, 0), size=(5, 5))
-    assert block.common(overlapping) == (
+    assert block.intersection(overlapping) == (
         (slice(2, 4), slice(0, 2)),
         (slice(0, 2), slice(3, 5)),
     )
-    assert block.common(make_block(start=(6, 3), size=(1, 1))) is None
+    assert block.intersection(make_block(start=(6, 3), size=(1, 1))) is None
