@@ -42,10 +42,10 @@ _COMMON_EMBEDDING = 0.1
 _STOP_FACTOR = 2.1
 
 
-def run_demonstrations(
+def generate_demonstrations(
     config: RunConfig, cold_start: ColdStartConfig, n: int
 ) -> Iterator[Demonstration]:
-    """Yield `n` demonstrations of the run's task generator, in the words of the run's agents."""
+    """Yield `n` demonstrations that the run's task generator makes, in the words of the run's agents."""
     generator = lookup("task generator", config.data.generator or "", GENERATORS)
     demonstrations = generator.demonstrations
     assert demonstrations is not None  # RunConfig has checked it
@@ -111,7 +111,7 @@ def _vocabulary_texts(
     config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path
 ) -> Iterator[str]:
     """Yield the texts that a run's tokenizer is trained on, as the chat template writes them."""
-    for demonstration in run_demonstrations(config, cold_start, _VOCABULARY_DEMONSTRATIONS):
+    for demonstration in generate_demonstrations(config, cold_start, _VOCABULARY_DEMONSTRATIONS):
         for message in demonstration.messages:
             if message.role == "assistant":  # replies are tokenized without their header
                 yield f"{message.role}\n"

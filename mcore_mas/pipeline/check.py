@@ -331,7 +331,8 @@ def task_count_problems(config: RunConfig, train_tasks: int) -> Iterator[str]:
 def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[str]:
     """Yield a problem for each policy whose evaluation needs more GPUs than one machine has.
 
-    This machine counts, unless it submits jobs to others or has no GPU; then `node_gpus` does.
+    The limit is the number of this machine's GPUs. It is `node_gpus` if this machine submits jobs
+    to others or has no GPU.
     """
     if config.cluster.device == "cpu":
         return

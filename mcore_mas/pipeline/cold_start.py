@@ -19,7 +19,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.pipeline.base_model import run_demonstrations
+from mcore_mas.pipeline.base_model import generate_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoints, WaitWritten
@@ -213,7 +213,7 @@ def _batches(
 
     Samples are weighted so that the loss of a batch is a mean over its tokens.
     """
-    stream = run_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
+    stream = generate_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
     stream = islice(stream, start_step * cold_start.batch, None)
     while True:
         demonstrations = list(islice(stream, cold_start.batch))

@@ -176,14 +176,16 @@ def describe(team: TeamCost, student: TeamCost) -> list[str]:
     sampled = student.sampled / team.sampled
     total = (student.sampled + student.read) / (team.sampled + team.read)
     lines.append(
-        f"one model of the team: {accuracy:.0%} of the accuracy, {sampled:.0%} of the tokens sampled, "
+        f"one model compared with the team: {accuracy:.0%} of the accuracy, {sampled:.0%} of the tokens sampled, "
         f"{total:.0%} of all tokens"
     )
     return lines
 
 
 def _read_successes(run: Path, newest: int | None) -> list[Trajectory]:
-    """Return the recorded training trajectories with success 1.
+    """Return the recorded training trajectories that completed with success 1.
+
+    Those without a turn that led to the outcome are left out.
 
     Args:
         run: folder of the run.

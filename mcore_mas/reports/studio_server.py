@@ -59,7 +59,7 @@ def run_studio(results: Path, *, host: str, port: int, token_file: Path | None) 
         ListenError: the token cannot be used, or the port cannot be listened on.
         FolderError: there is no such folder.
     """
-    run_folders(results)
+    run_folders(results)  # raises an error if there is no such folder
     listener, token = listen(host, port, token_file)
     app = studio_app(Studio(results), token)
     server = uvicorn.Server(server_config(app, drain_s=1, lifespan=False))

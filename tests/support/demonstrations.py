@@ -2,7 +2,7 @@
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.base_model import run_demonstrations
+from mcore_mas.pipeline.base_model import generate_demonstrations
 from rollout.records.trajectory import Demonstration
 
 
@@ -12,4 +12,4 @@ def make_demonstrations(experiment: str, n: int, **options: object) -> list[Demo
     assert config.cold_start is not None
     changed = config.cold_start.options | options
     cold_start = config.cold_start.model_copy(update={"options": changed})
-    return list(run_demonstrations(config, cold_start, n))
+    return list(generate_demonstrations(config, cold_start, n))

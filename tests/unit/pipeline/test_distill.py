@@ -41,7 +41,7 @@ def test_the_comparison_is_in_shares_of_the_team() -> None:
         "team: 80.0 % right, 50.0 tokens sampled and 150.0 read per task",
         "one model: 76.0 % right, 20.0 tokens sampled and 40.0 read per task",
         # 0.76 / 0.8, 20 / 50 and 60 / 200
-        "one model of the team: 95% of the accuracy, 40% of the tokens sampled, 30% of all tokens",
+        "one model compared with the team: 95% of the accuracy, 40% of the tokens sampled, 30% of all tokens",
     ]
 
 
