@@ -215,17 +215,15 @@ class DevicePlacement:
         bundle_size: int,
         fraction: float,
     ) -> None:
-        """Give the processes of a worker group their slots, so that neighbouring ranks are on one node."""
-        # The devices' nodes are in order of address, and so are the ranks of trainers (`RankPool`). In
-        # the run's private Ray, the only node has no id here.
-        order = {node: number for number, node in enumerate(self.devices.nodes)}
-        slots = []
-        for placement in placements:
-            node_of = placement_group_table(placement)["bundles_to_node_id"]
-            for bundle in sorted(
-                node_of, key=lambda bundle: (order.get(node_of[bundle], 0), bundle)
-            ):
-                slots += [_Slot(node_of[bundle], placement, bundle)] * bundle_size
+        """Give the processes of a worker group their slots, so that neighbouring ranks are on one node.
+
+        Args:
+            group: the worker group.
+            placements: placement groups with the group's devices.
+            bundle_size: number of processes in each bundle.
+            fraction: fraction of a device that each process gets.
+        """
+        slots = self._slots_by_node(placements, bundle_size)
         if group.on_driver_node and self.devices.driver_node is not None:
             slots = [slot for slot in slots if slot.node == self.devices.driver_node]
         slots = slots[: group.devices]
@@ -240,6 +238,24 @@ class DevicePlacement:
         self._placement_groups[key] = list(placements)
         self.nodes[key] = [slot.node for slot in slots]
         self.options[key] = [self._actor_options(slot, fraction) for slot in slots]
+
+    def _slots_by_node(self, placements: Sequence[PlacementGroup], bundle_size: int) -> list[_Slot]:
+        """Return the slots of placement groups; within a placement group they are sorted by node.
+
+        The order of nodes is that of `devices.nodes`, which are sorted by address, as are the ranks
+        of trainers (`RankPool`).
+        """
+        node_numbers = {node: number for number, node in enumerate(self.devices.nodes)}
+        slots = []
+        for placement in placements:
+            node_by_bundle = placement_group_table(placement)["bundles_to_node_id"]
+            # `devices.nodes` has no id of the only node of the run's private Ray, hence the 0.
+            numbered_bundles = [
+                (node_numbers.get(node, 0), bundle) for bundle, node in node_by_bundle.items()
+            ]
+            for _, bundle in sorted(numbered_bundles):
+                slots += [_Slot(node_by_bundle[bundle], placement, bundle)] * bundle_size
+        return slots
 
     def _actor_options(self, slot: _Slot, fraction: float) -> ActorOptions:
         strategy = PlacementGroupSchedulingStrategy(

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 
 from mcore_mas.runtime.stop_signal import called_before_end
-from rollout.sync.memory import clear_memory
+from rollout.sync.memory import remove_memory_files
 
 _SUCCESS = b"success"
 _FAILURE = b"failure"
-_STOPPED = b"stopped"  # at once, which the process itself has reported
+_STOPPED = b"stopped"  # the process ended at once, and has printed the reason itself
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
     assert stdin is not None
 
     def report(outcome: bytes) -> None:
-        with suppress(OSError, ValueError):  # somebody has killed it, or it has been told
+        with suppress(OSError, ValueError):  # the helper was killed, or has an outcome already
             stdin.write(outcome)
             stdin.close()
 
@@ -90,14 +90,21 @@ def remove_session(session: Path, logs: Path | None = None, *, keep_logs: bool =
 
 
 def main(pid: int, session: Path, logs: Path | None) -> None:
-    """Wait until the process with this number has ended, and clean up behind it."""
+    """Wait until a training has ended, and remove what it leaves behind.
+
+    Args:
+        pid: number of the training's process.
+        session: folder of its Ray session.
+        logs: see `reaped`.
+    """
     outcome = sys.stdin.buffer.read()  # returns when that process has ended, however it ended
     kill_processes_of(session)
     if not outcome:
         message = "a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
         print(f"error: {message}", file=sys.stderr)
     if outcome in (b"", _STOPPED):
-        clear_memory(pid)
+        # A process that ends without unwinding its stack leaves weights in shared memory.
+        remove_memory_files(pid)
     remove_session(session, logs, keep_logs=outcome != _SUCCESS)
 
 

@@ -50,7 +50,7 @@ class Abandoned(Exception):
 class _Ending:
     """The way in which this process ends at once, without unwinding its stack."""
 
-    prefix: str = ""  # beginning of its last line
+    prefix: str = ""  # beginning of the last line that it prints
     status: int = 143  # exit status after its state is saved
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # called before the end
 

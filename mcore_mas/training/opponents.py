@@ -71,7 +71,7 @@ class Opponents:
         return {}
 
     def members(self, step: int) -> dict[str, int]:
-        """Return the member of each opponent that plays in a step."""
+        """Return the member that plays in a step, for each opponent."""
         return {
             policy: opponent.choose(step, self.rating)
             for policy, opponent in self._opponents.items()
@@ -201,7 +201,7 @@ class Opponent:
         return random.choices(members, weights)[0]
 
     async def prepare(self, member: int) -> None:
-        """Play with a member: give its weights to the engine, unless it has them.
+        """Make a member the one that plays; load its weights into the engine unless they are there.
 
         Raises:
             EngineError: the engine did not take the weights.

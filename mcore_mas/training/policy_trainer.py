@@ -302,7 +302,15 @@ class PolicyTrainer:
     def _weigh_by_batch(
         self, batches: Sequence[UpdateBatch], samples: Sequence[Sample]
     ) -> list[list[Sample]]:
-        """Return the samples of each batch, with the weights of their tokens in its update."""
+        """Sort samples into their batches, and weight their tokens for the batch's update.
+
+        Args:
+            batches: say by the ids of their samples which samples belong together.
+            samples: the samples with advantages.
+
+        Returns:
+            Weighted samples of each batch.
+        """
         loss = self._config.loss
         loss_weights = {name: agent.loss_weight for name, agent in self._config.agents.items()}
         batch_numbers: dict[TurnId, int] = {}

@@ -35,7 +35,7 @@ def memory_path() -> Path:
     return folder / f"{os.getpid()}-{time.monotonic_ns()}"
 
 
-def clear_memory(pid: int) -> None:
+def remove_memory_files(pid: int) -> None:
     """Remove the files of a process, which must have ended, from shared memory."""
     for path in _user_folder().glob(f"{pid}-*"):
         remove_path(path)
