@@ -50,6 +50,7 @@ def generate_demonstrations(
     demonstrations = generator.demonstrations
     assert demonstrations is not None  # RunConfig has checked it
     agents = build_team(config.agents, {}).agents
+    # A generator takes the agents, or only their roles.
     team: dict[str, Any]
     if "agents" in signature(demonstrations).parameters:
         team = {"agents": agents}

@@ -305,8 +305,8 @@ class PolicyTrainer:
         """Sort samples into their batches, and weight their tokens for the batch's update.
 
         Args:
-            batches: say by the ids of their samples which samples belong together.
-            samples: the samples with advantages.
+            batches: batches of the step; a sample is sorted into the batch that has its id.
+            samples: all samples of the batches, with advantages.
 
         Returns:
             Weighted samples of each batch.
