@@ -34,7 +34,7 @@ from benchmarks.support.vectors import spread_index
 from retrieval.encoder import Encoder
 from retrieval.index import Index
 from retrieval.sidecar import RetrieverSidecar
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 
 CALLERS = 64
 K = 3

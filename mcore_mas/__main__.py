@@ -3,7 +3,7 @@
 import sys
 
 from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals, stop_at_start
-from rollout.base.processes import say
+from rollout.base.terminal import say
 
 _STOPPABLE = {"train", "evaluate"}  # commands that save their state when they are stopped
 

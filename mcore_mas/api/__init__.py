@@ -11,7 +11,7 @@ from mcore_mas.api.agents import AgentSpec
 from mcore_mas.api.conversation import Conversation
 from mcore_mas.api.tasks import load_tasks
 from mcore_mas.pipeline.base_model import make_tiny_model
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Env, Step, ToolCall, last_tag
 from rollout.environments.tools import tool_of

@@ -16,8 +16,8 @@ from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.config.trainer import TrainerConfig
 from rollout.base.error_lines import KEY_SYNONYMS
+from rollout.base.hints import nearest_hint
 from rollout.base.nested import merged
-from rollout.base.text import nearest_hint
 
 # Arguments of `Run`, by the names that other libraries give to them.
 _ARGUMENT_SYNONYMS = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_mas.runtime.stop_signal import ENDING_S, Stopped, StopSignal, call_before_end
-from rollout.base.processes import say
+from rollout.base.terminal import say
 
 StepRow = dict[str, float]  # metrics of a step by name, with the number of the step
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from rollout.base.hints import nearest_hint
 from rollout.base.ownership import FolderError, private_folder_error
-from rollout.base.text import nearest_hint
 
 
 class UsageError(ValueError):

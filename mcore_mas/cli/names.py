@@ -9,8 +9,8 @@ import typer
 
 from mcore_mas.cli.arguments import UsageError
 from mcore_mas.cli.data import DATA_PANEL
+from rollout.base.hints import nearest_hint
 from rollout.base.lookup import entry_points_of
-from rollout.base.text import nearest_hint
 
 name_commands = typer.Typer()
 

@@ -21,7 +21,7 @@ from mcore_mas.cli.arguments import (
     TokenFile,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
-from rollout.base.processes import end_at_second_interrupt
+from rollout.base.terminal import end_at_second_interrupt
 from rollout.base.text import escape_line
 
 run_commands = typer.Typer()

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_mas.cli.arguments import UsageError, setting_hint, setting_names
 from mcore_mas.pipeline.suite import suite_values
 from mcore_mas.pipeline.suite_file import SNAKEFILE
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 
 # Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
 _OPTIONS_WITH_PAIRS = {

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mcore_mas.cli.arguments import UsageError, check_readable, run_names
-from rollout.base.text import escape_text, nearest_hint
+from rollout.base.hints import nearest_hint
+from rollout.base.text import escape_text
 
 trajectory_commands = typer.Typer()
 _TRAJECTORIES_PANEL = "Look at trajectories"

@@ -32,8 +32,9 @@ from mcore_mas.config.experiments import (
 from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import at_scale
+from rollout.base.hints import nearest_hint
 from rollout.base.nested import merged
-from rollout.base.text import escape_line, nearest_hint
+from rollout.base.text import escape_line
 
 DEFAULT_EXPERIMENT = "demo_math"
 

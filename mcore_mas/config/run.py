@@ -39,9 +39,10 @@ from mcore_mas.equations.advantages import (
 from mcore_mas.equations.agreement import Precision
 from mcore_mas.equations.filters import filter_grouping
 from rollout.base.error_lines import error_line
+from rollout.base.hints import nearest_hint
 from rollout.base.lookup import UnknownName, lookup
+from rollout.base.redaction import redact_secrets
 from rollout.base.section import Section
-from rollout.base.text import nearest_hint, redact_secrets
 from rollout.base.yaml_files import read_yaml
 from rollout.config.choice import check_agent_names
 from rollout.config.collection import CollectionConfig

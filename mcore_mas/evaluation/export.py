@@ -16,8 +16,8 @@ from mcore_mas.runtime.checkpoint import newest_checkpoint
 from mcore_mas.runtime.recipe import identity_of
 from rollout.base.digests import check_tree
 from rollout.base.files import atomic_folder
+from rollout.base.hints import nearest_hint
 from rollout.base.json_files import read_record
-from rollout.base.text import nearest_hint
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Turn
 

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from rollout.base.digests import check_tree
+from rollout.base.hints import nearest_hint
 from rollout.base.json_files import read_record
 from rollout.base.ownership import FolderError
-from rollout.base.text import nearest_hint
 
 _STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 

@@ -15,7 +15,7 @@ from retrieval.encoder import Encoder
 from rollout.base.files import ensure_writable
 from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import owned
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.config.retriever import RetrieverConfig
 from rollout.gateway.app import GatewayHandlers, gateway_app
 from rollout.gateway.errors import GatewayError

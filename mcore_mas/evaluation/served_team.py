@@ -14,7 +14,7 @@ import numpy as np
 from mcore_mas.evaluation.converse import UNKNOWN_ANSWERS
 from retrieval.encoder import Encoder
 from rollout.base.errors import Defect, PromptTooLong, Undecided, Unscorable
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.environments.protocol import Env, Step
 from rollout.gateway.calls import GatewayCall
 from rollout.gateway.dialects import ChatReply, ChatRequest

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 # Number of times that the status files are read within `RankMonitor.hang_s`.
 _POLLS = 8

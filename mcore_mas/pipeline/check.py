@@ -26,8 +26,8 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
+from rollout.base.hints import nearest_hint
 from rollout.base.lookup import UnknownName
-from rollout.base.text import nearest_hint
 from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.config import EngineConfig

@@ -22,7 +22,7 @@ from mcore_mas.planning.gpus import Cluster, PlanError
 from mcore_mas.planning.place import place_run
 from rollout.base.errors import ModelError
 from rollout.base.files import write_text
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 from rollout.base.yaml_files import read_yaml
 from rollout.tasks.splits import SPLITS
 

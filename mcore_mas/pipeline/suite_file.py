@@ -14,7 +14,8 @@ import yaml
 
 from mcore_mas import SHIPPED, resolve_page_paths
 from mcore_mas.runtime.project_path import path_problem
-from rollout.base.text import nearest_hint, redact_secrets
+from rollout.base.hints import nearest_hint
+from rollout.base.redaction import redact_secrets
 from rollout.base.yaml_files import read_yaml
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"

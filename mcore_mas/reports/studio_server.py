@@ -25,7 +25,7 @@ from mcore_mas.reports.step_metrics import MetricsError
 from mcore_mas.reports.studio import Studio, WholeNumber, escape_texts
 from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import FolderError
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.base.urls import is_loopback_header
 from rollout.records.files import RecordError
 

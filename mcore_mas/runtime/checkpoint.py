@@ -26,7 +26,7 @@ from rollout.base.failpoints import failpoint
 from rollout.base.files import sync_folder
 from rollout.base.json_files import sealed, write_json
 from rollout.base.ownership import epoch_of, remove_path
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 _REFUSED = "refused_"  # begins the name of a checkpoint that was put aside
 

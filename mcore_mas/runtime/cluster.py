@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.local_ray import no_implicit_ray
 from mcore_mas.runtime.stop_signal import preserved_sigterm_handler
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 # Seconds in which the head must accept a connection.
 _CONNECT_S = 10.0

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 
 _T = TypeVar("_T")
 

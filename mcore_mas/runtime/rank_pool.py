@@ -14,7 +14,7 @@ from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.trainer_rank import LOOPBACK, TrainerRankActor
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.digests import Digest
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 # Seconds that Ray may take to start the processes of all ranks.
 _START_S = 600.0

@@ -10,7 +10,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import visible_gpu_ids
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
-from rollout.base.processes import Restarts, raise_open_file_limit
+from rollout.base.processes import raise_open_file_limit
+from rollout.base.restarts import Restarts
 from rollout.config.environment import build_env
 from rollout.config.retriever import RetrieverConfig
 from rollout.engines.remote.keys import hide_key

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.slurm import job_machines
-from rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.network import free_port
+from rollout.base.processes import start_group, stop_group
 
 # Seconds within which all machines of a job must join its Ray.
 _JOIN_S = 300.0

@@ -20,7 +20,7 @@ from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.runtime.shared_microbatches import SharedMicrobatches, map_microbatches
 from rollout.base.digests import Digest
-from rollout.base.processes import interface_of
+from rollout.base.network import interface_of
 from rollout.sync.transport import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 if TYPE_CHECKING:

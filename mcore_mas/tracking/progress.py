@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mcore_mas.runtime.user_terminal import user_terminal
-from rollout.base.processes import say
+from rollout.base.terminal import say
 
 _SECONDS_BETWEEN_LINES = 5.0  # on an output that several jobs share
 

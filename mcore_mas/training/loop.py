@@ -13,7 +13,7 @@ from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, UpdateBrokenOff, step
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.digests import Digest
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 from rollout.records.trajectory import step_label
 
 # The metric that the best checkpoints are chosen by.

@@ -32,7 +32,7 @@ from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.teachers import Teachers
 from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.async_tasks import gather_or_cancel
-from rollout.base.processes import restart_metrics
+from rollout.base.restarts import restart_metrics
 from rollout.records.trajectory import step_label
 
 # Callback with the number and the metrics of each step; training stops if it returns False.

@@ -51,7 +51,7 @@ from rollout.base.errors import EngineError
 from rollout.base.files import ensure_writable
 from rollout.base.json_files import write_json
 from rollout.base.ownership import epoch_of, owned
-from rollout.base.processes import ProcessLost, Restarts, forget_restarts
+from rollout.base.restarts import ProcessLost, Restarts, forget_restarts
 from rollout.base.watchdog import Watchdog
 from rollout.config.agents import build_team
 from rollout.config.tasks import prepared_tasks

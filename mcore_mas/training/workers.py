@@ -24,7 +24,7 @@ from mcore_mas.training.colocation import offload_trainers
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rollout.base.text import escape_line, nearest_hint
+from rollout.base.hints import nearest_hint
+from rollout.base.text import escape_line
 
 _SHOWN_CHARS = 120  # length of a shown value or key
 _SHOWN_KEYS = 10  # number of wrong keys that a line describes

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 
 _T = TypeVar("_T")
 # An error that names the nearest of more registered names than this does not list them all.

@@ -26,10 +26,10 @@ from pydantic_core.core_schema import CoreSchema
 
 from rollout.base.error_lines import error_below
 from rollout.base.errors import OptionsError
+from rollout.base.hints import nearest_hint
 from rollout.base.lookup import lookup
 from rollout.base.section import StrictSection
 from rollout.base.signatures import called_function, check_call
-from rollout.base.text import nearest_hint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""Child processes that do not outlive their parent, limits on restarts, and output to the terminal.
+"""Child processes that do not outlive their parent.
 
-`start_group` starts a process group and `stop_group` ends it, `run_command` runs a command to its end,
-`Restarts` bounds the restarts of a part of a run, and `say` prints a line.
+`start_group` starts a process group and `stop_group` ends it; `run_command` runs a command to its end.
 """
 
 import asyncio
@@ -9,22 +8,16 @@ import ctypes
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO
-
-import psutil
+from typing import IO, Any
 
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.text import escape_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Time for which the output of a finished command is read, if a process outside its group keeps the
@@ -210,93 +203,3 @@ def stop_group(child: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port of a local address on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface with an IP address; raise LookupError if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    raise LookupError(f"no network interface of this machine has the address {address}")
-
-
-def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print a line on standard error (or to `file`), with terminal commands in it escaped.
-
-    Errors of the output are ignored, so that a full disk or a closed terminal does not end the run.
-    """
-    with suppress(OSError):
-        print(escape_line(line), file=file or sys.stderr, flush=True, end=end)
-
-
-def end_at_second_interrupt(line: str) -> None:
-    """Let the first Ctrl-C raise KeyboardInterrupt, and the second print `line` and end this process at once."""
-
-    def exit_at_once(*_: object) -> None:
-        say(line)
-        os._exit(130)
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, exit_at_once)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-
-
-_HOUR_S = 3600.0
-_restarts: Counter[str] = Counter()  # restarts in this process, by part of a run
-
-
-class ProcessLost(Exception):
-    """Processes of a run ended or hang, and can be restarted; the message names them in one line."""
-
-
-class Restarts:
-    """Limit on the restarts of one part of a run: `per_hour` in any hour."""
-
-    def __init__(
-        self, part: str, per_hour: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Begin without restarts.
-
-        Args:
-            part: name of the part in the metrics.
-            per_hour: largest number of restarts in an hour.
-            clock: returns the time in seconds.
-        """
-        self._part = part
-        self._per_hour = per_hour
-        self._clock = clock
-        self._times: deque[float] = deque()
-
-    @property
-    def remaining(self) -> int:
-        """Number of restarts that are allowed now."""
-        while self._times and self._clock() - self._times[0] >= _HOUR_S:
-            self._times.popleft()
-        return self._per_hour - len(self._times)
-
-    def take(self) -> bool:
-        """Count a restart and return True, or return False if none is allowed now."""
-        if self.remaining <= 0:
-            return False
-        self._times.append(self._clock())
-        _restarts[self._part] += 1
-        return True
-
-
-def forget_restarts() -> None:
-    """Set the counts of restarts to 0, when a run begins in a process that may have had others."""
-    _restarts.clear()
-
-
-def restart_metrics() -> dict[str, float]:
-    """Return the metric `restarts/<part>`, a count, of each part restarted since `forget_restarts`."""
-    return {f"restarts/{part}": float(count) for part, count in _restarts.items()}

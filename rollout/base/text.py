@@ -1,9 +1,7 @@
-"""Text made safe to show, secrets removed from text, and hints at misspelt names."""
+"""Text made safe to show: valid, of bounded length, and without terminal commands."""
 
 import logging
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
 
 # Control characters except tab and newline: ESC and the C1 range begin terminal commands, CR
 # overwrites a line. Unicode's bidirectional and invisible format characters, which reorder or hide
@@ -59,30 +57,3 @@ def escape_logs() -> None:
     """Escape log records that no handler is configured for, such as asyncio's tracebacks."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(EscapingFormatter())
-
-
-# The user of a URL; the value of a name that sounds like a secret, unless it is a file; and keys by
-# the prefixes of their providers.
-_SECRETS = re.compile(
-    r"(?P<scheme>://)[^\s/?#'\"]+(?=@)"
-    r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|(?<!max_)token|api_?key|access_?key)['\"]?(=|:\s?))"
-    r"(?!\[redacted\])('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
-    r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|github_pat_|xox[a-z]-)[\w-]{8,}"
-)
-
-
-def redact_secrets(text: str) -> str:
-    """Replace passwords, tokens and keys by [redacted], as far as their context shows them."""
-    return _SECRETS.sub(
-        lambda match: f"{match['scheme'] or match['named'] or match['prefix']}[redacted]", text
-    )
-
-
-def nearest_hint(name: str, choices: Iterable[str]) -> str:
-    """Return "; nearest: a, b" with the choices that are similar to a name, or "" if none is.
-
-    The hint is a part of an error message about the name.
-    """
-    # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
-    names = get_close_matches(name, list(dict.fromkeys(choices)), n=3, cutoff=0.66)
-    return f"; nearest: {', '.join(names)}" if names else ""

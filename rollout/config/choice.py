@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from rollout.base.hints import nearest_hint
 from rollout.base.options import Registry
 from rollout.base.section import Section
-from rollout.base.text import nearest_hint
 
 OptionsByName = dict[str, dict[str, Any]]
 

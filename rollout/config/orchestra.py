@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from rollout.base.hints import nearest_hint
 from rollout.base.options import Registry
-from rollout.base.text import nearest_hint
 from rollout.config.agents import AgentConfig, build_role
 from rollout.config.choice import Choice
 from rollout.orchestras import CHAT_ORCHESTRAS, ORCHESTRAS

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.base.deadlines import LateCall, with_deadline
 from rollout.base.errors import EngineError, PromptTooLong
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines.policy_client import ChatState, PolicyClient, PolicyReply
 from rollout.engines.prompt_length import fit_prompt
 from rollout.engines.protocol import Engine, TokenCallback

@@ -18,7 +18,8 @@ import aiohttp
 
 from rollout.base.errors import EnvError
 from rollout.base.http import ssl_context
-from rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.network import free_port
+from rollout.base.processes import start_group, stop_group
 from rollout.environments.protocol import AgentMistake
 
 _MAX_MESSAGE_BYTES = 64 << 20

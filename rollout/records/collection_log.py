@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from pydantic_core import to_json
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.records.files import validate_trajectory
 from rollout.records.trajectory import Trajectory
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 
 from rollout.base.event_loop import per_loop
-from rollout.base.processes import Restarts
+from rollout.base.restarts import Restarts
 from rollout.sandbox import tiers
 from rollout.sandbox.jail import Jail
 from rollout.sandbox.pool import BOXES, JailPool

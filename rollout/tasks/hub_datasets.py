@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 from rollout.records.files import RecordError
 from rollout.tasks.rows import READERS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 
 _OWN_PACKAGES = frozenset({"mcore_mas", "rollout", "retrieval"})
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

@@ -19,7 +19,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from rollout.base.text import redact_secrets
+from rollout.base.redaction import redact_secrets
 from rollout.engines.remote.keys import SHOWN_KEY_CHARS
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run

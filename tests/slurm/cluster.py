@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.network import free_port
+from rollout.base.processes import start_group, stop_group
 from tests.support.debian import unpacked
 
 ROOT = Path(__file__).parents[2]

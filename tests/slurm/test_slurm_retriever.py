@@ -11,7 +11,7 @@ import pytest
 from retrieval.build import build_index
 from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, write_corpus
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 from tests.slurm.cluster import Slurm, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

@@ -12,7 +12,7 @@ from mlflow.server import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR, app,
 from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 from tests.support.mlflow_database import write_database
 
 STEPS = range(-1, 6)

@@ -15,7 +15,8 @@ from mcore_mas.tracking.mlflow_training import start_training_record
 from mcore_mas.tracking.publish import publish
 from mcore_mas.tracking.traces import TracedTrajectory, TraceSender
 from rollout.base.files import write_text
-from rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.network import free_port
+from rollout.base.processes import start_group, stop_group
 from tests.support.finished import STEPS, finished
 from tests.support.played import TASK, trajectory, turn
 from tests.support.tracked_run import config_path_of, write_run

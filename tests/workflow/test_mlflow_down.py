@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.tracking.metrics_log import STEP_TIME
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 from tests.support.run_folder import make_run, metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

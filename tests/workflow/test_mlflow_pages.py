@@ -19,7 +19,7 @@ from mcore_mas.tracking.mlflow_store import open_store
 from mcore_mas.tracking.mlflow_training import start_training_record
 from mcore_mas.tracking.publish import LOCAL_PAGES, publish
 from mcore_mas.tracking.traces import TracedTrajectory, TraceSender
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 from tests.support.browser import browse, needs_chromium
 from tests.support.finished import finished
 from tests.support.played import TASK, trajectory, turn

@@ -123,7 +123,7 @@ def test_the_log_of_a_stopped_job_names_the_signal(tmp_path: Path) -> None:
 
 PIPELINE = """
 import time
-from rollout.base.processes import end_at_second_interrupt
+from rollout.base.terminal import end_at_second_interrupt
 end_at_second_interrupt("error: ended by a second Ctrl-C")
 try:
     print("at work", flush=True)

@@ -18,7 +18,7 @@ from mcore_mas.runtime.snakemake_patches import (
 )
 from rollout.base.files import ensure_writable
 from rollout.base.ownership import FolderError, owned
-from rollout.base.processes import end_at_second_interrupt
+from rollout.base.terminal import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import suite_problems
 from mcore_mas.pipeline.recipe_check import recipe_problems

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 
 from rollout.base.errors import EngineError
-from rollout.base.processes import Restarts, say
+from rollout.base.restarts import Restarts
+from rollout.base.terminal import say
 from rollout.engines.embedded.batching import BUSY
 from rollout.engines.embedded.dispatcher import Dispatcher
 from rollout.engines.embedded.host import EngineActor, WeightSlot

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines.embedded.cache import KVCache
 from rollout.engines.embedded.decoder import (
     CachedDecoder,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.engines.embedded.gpu_decoder import GpuDecoder
 from rollout.engines.embedded.gpu_inputs import decoding_inputs, pack_arrays, unpack_arrays

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.engines.protocol import ScoredReply, StreamingEngine, Tag, TokenCallback, TrainedEngine

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout.base.text import nearest_hint
+from rollout.base.hints import nearest_hint
 from rollout.base.yaml_files import read_yaml
 from rollout.engines.sglang import SGLANG_VERSION
 

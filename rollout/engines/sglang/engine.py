@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines.build import RestartGuard
 from rollout.engines.prompt_length import request_error
 from rollout.engines.protocol import ScoredReply, StreamingEngine, Tag, TokenCallback, TrainedEngine

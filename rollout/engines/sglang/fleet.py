@@ -11,7 +11,7 @@ from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
 from rollout.base.event_loop import per_loop
 from rollout.base.http import Unanswered
-from rollout.base.processes import Restarts
+from rollout.base.restarts import Restarts
 from rollout.engines.build import RestartGuard
 from rollout.engines.protocol import Tag
 from rollout.engines.sglang.client import StreamedReply

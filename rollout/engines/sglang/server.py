@@ -11,7 +11,8 @@ from pathlib import Path
 import ray
 
 from rollout.base.errors import EngineError
-from rollout.base.processes import free_port, interface_of, start_group, stop_group
+from rollout.base.network import free_port, interface_of
+from rollout.base.processes import start_group, stop_group
 from rollout.base.urls import without_proxy
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.engines.sglang.toolkit import build_environment

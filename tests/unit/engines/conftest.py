@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.base.processes import say
+from rollout.base.terminal import say
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine

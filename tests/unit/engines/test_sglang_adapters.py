@@ -18,7 +18,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.base.errors import EngineError
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.engines import EngineConfig
 from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.engines.sglang.adapters import AdapterServers

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 from rollout.environments.openenv import OpenEnvEnv
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Status, Task

@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog, heartbeat
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups
 from mcore_mas.runtime import trainer_rank
-from rollout.base.processes import ProcessLost
+from rollout.base.restarts import ProcessLost
 
 RANK = """
 import ctypes, sys, time

@@ -10,7 +10,7 @@ import pytest
 from mcore_mas.cli.main import main
 from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.tracking.progress import ProgressReporter
-from rollout.base.processes import say
+from rollout.base.terminal import say
 from rollout.records.files import read_trajectories, write_tasks, write_trajectories
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.teams.tree import Branching

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.errors import ClusterError
-from rollout.base.processes import free_port
+from rollout.base.network import free_port
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.base.processes import Restarts
+from rollout.base.restarts import Restarts
 from rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox import box as box_module
 from rollout.sandbox import jail as jail_module

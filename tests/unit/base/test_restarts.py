@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.base.processes import Restarts, forget_restarts, restart_metrics
+from rollout.base.restarts import Restarts, forget_restarts, restart_metrics
 
 
 def test_a_part_is_started_so_often_in_any_hour() -> None:
