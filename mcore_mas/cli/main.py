@@ -68,8 +68,8 @@ def main() -> None:
     """Run a command and exit.
 
     An error is printed as one line, with exit status 1, or 2 if the arguments are wrong. With
-    --debug it is raised. Ctrl-C gives status 130, or 143 if the same command continues from saved
-    state.
+    --debug it is raised. Ctrl-C gives status 130; it gives 143 if the command has saved its state, so
+    that the same command can go on from there.
     """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments

@@ -274,7 +274,8 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     from mcore_mas.evaluation.converse import converse
     from mcore_mas.reports.trajectory_terminal import print_trajectory
 
-    # The first Ctrl-C also interrupts code of the team that blocks, and the second one waits for nothing.
+    # asyncio's own handler would cancel a task only at its next `await`. This one interrupts blocking code of the
+    # team too, and a second Ctrl-C ends the process at once.
     end_at_second_interrupt("stopped by Ctrl-C")
     console = Console(highlight=False)
     config = RunConfig.load(run / "config.yaml")
