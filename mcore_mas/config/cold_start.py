@@ -46,7 +46,11 @@ class BaseModelConfig(Section):
 
 
 class ColdStartConfig(Section):
-    """Supervised fine-tuning on generated demonstrations, until the team is legal but far from its ceiling."""
+    """Supervised fine-tuning on generated demonstrations.
+
+    It ends early enough to leave reinforcement learning something to improve: when most turns are
+    well-formed, and some trajectories are successful.
+    """
 
     base: BaseModelConfig
     # Options of the generator's demonstrations.

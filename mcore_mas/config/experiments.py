@@ -106,13 +106,13 @@ def expand_experiment(
         raise ConfigError(f"an experiment cannot begin with itself: {chain}; rename one of them")
     file = _experiment_file(name, folders)
     content = _load_config(file)
-    bases = (*included_by, name)
+    nesting = (*included_by, name)
     if "grid" not in content:
-        return _expand_mapping(content, file, folders, bases)
+        return _expand_mapping(content, file, folders, nesting)
 
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
     settings = content.get("settings", {})
-    expansion = _expand_mapping(common, file, folders, bases)
+    expansion = _expand_mapping(common, file, folders, nesting)
     for value in _row_settings(content["grid"], str(name)):
         expansion = expansion.then(_expand_settings(value, str(name), settings, file))
     return expansion.then(Expansion(settings={"run": name}))
@@ -274,9 +274,17 @@ def _expand_mapping(
     content: Mapping[str, Any],
     file: Path,
     folders: Sequence[Path] = (),
-    bases: Sequence[object] = (),
+    included_by: Sequence[object] = (),
 ) -> Expansion:
-    """Expand settings with their `defaults` list; with `bases`, the list may name other experiments."""
+    """Expand settings with their `defaults` list.
+
+    Args:
+        content: settings, and maybe a `defaults` list.
+        file: the file that they come from, for errors.
+        folders: folders of configs, in which experiments of the list are looked up.
+        included_by: the experiment that has these settings, after those whose `defaults` lead to it; (): the
+            settings are not those of an experiment, so their list cannot name experiments.
+    """
     settings = {key: value for key, value in content.items() if key != "defaults"}
     entries = content.get("defaults", [])
     if not isinstance(entries, list):
@@ -291,8 +299,8 @@ def _expand_mapping(
     for entry in entries:
         if entry == "_self_":
             expansion = expansion.then(Expansion(settings=settings))
-        elif isinstance(entry, str) and bases:
-            expansion = expansion.then(expand_experiment(entry, folders, bases))
+        elif isinstance(entry, str) and included_by:
+            expansion = expansion.then(expand_experiment(entry, folders, included_by))
         else:
             expansion = expansion.then(Expansion(choices=_override(entry, file)))
     return expansion
@@ -302,7 +310,7 @@ def _override(entry: Any, file: Path) -> dict[str, Any]:
     """Return the choice, by group, that an entry `override /GROUP: NAME` of a defaults list makes.
 
     Raises:
-        ConfigError: the entry is none of this form, or there is no such group.
+        ConfigError: the entry has another form, or there is no such group.
     """
     if not isinstance(entry, dict):
         entry = {entry: None}

@@ -13,8 +13,8 @@ from rollout.models.layout import ParallelLayout, check_fit
 
 def layout_of(policy: PolicyConfig) -> ParallelLayout:
     """Return the parallel layout of a policy's trainer."""
-    ranks = {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
-    return ParallelLayout(**ranks)
+    values = {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
+    return ParallelLayout(**values)
 
 
 def cold_start_architecture(base: BaseModelConfig, name: str) -> Architecture:

@@ -141,13 +141,25 @@ class PolicyOverrides(Section):
     def merged_into(self, name: str, section: Section) -> dict[str, Any]:
         """Return the values of the run's section `name` with the policy's settings merged into them."""
         changes = getattr(self, name)
-        # Another engine or loss begins without the settings that belong to the run's choice.
         dropped: set[str] = set()
         if "name" in changes:
-            dropped = set(_ENGINE_CHOICE_SETTINGS) if name == "engine" else {"options"}
-        if name == "engine" and changes.get("name", "sglang") != "sglang":
-            dropped.update(SERVER_SETTINGS)
+            # The policy has another engine or loss, to which the settings of the run's choice do not apply.
+            dropped = _settings_of_choice(name, changes["name"])
         return merged(section.model_dump(mode="json", exclude=dropped), changes)
+
+
+def _settings_of_choice(section: str, choice: JsonValue) -> set[str]:
+    """Return the settings of a section that a policy with another engine or loss does not inherit.
+
+    Args:
+        section: name of the section.
+        choice: name of the policy's engine or loss.
+    """
+    if section != "engine":
+        return {"options"}
+    if choice == "sglang":
+        return set(_ENGINE_CHOICE_SETTINGS)
+    return {*_ENGINE_CHOICE_SETTINGS, *SERVER_SETTINGS}
 
 
 class PolicyConfig(RateConfig):

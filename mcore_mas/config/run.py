@@ -155,6 +155,7 @@ class RunConfig(Section):
                 _check_policy_names(
                     values.get("agents"), values.get("policies"), values.get("opponents")
                 )
+            # Strict validation of JSON, unlike that of Python values, takes a text for a path and a list for a tuple.
             json = to_json(values, inf_nan_mode="constants")
             return _with_default_correction(cls.model_validate_json(json, strict=True))
         except ValidationError as error:
@@ -503,7 +504,11 @@ def _check_team(config: RunConfig) -> None:
 
 
 def _check_sessions(config: RunConfig) -> None:
-    """Check that OpenEnv's servers have a session for the last branch of a tree if all other sessions are taken."""
+    """Check that OpenEnv's servers have enough sessions for the trees that grow at a time.
+
+    A branch needs a session, and a tree keeps its sessions until all of its branches have one. If every tree
+    lacks one session for its last branch, a single further session lets the trees finish, one after the other.
+    """
     branching = config.trainer.branching
     if config.env.name != "openenv" or branching is None:
         return
@@ -594,28 +599,9 @@ def _check_replays(config: RunConfig) -> None:
 
 
 def _check_credit(config: RunConfig) -> None:
-    """Check the columns of estimators, the votes in groups of estimators and filters, and that `alpha` counts once."""
-    for name, agent in config.agents.items():
-        advantage = config.advantage_of(name)
-        label = f"agent '{name}': advantage '{advantage.name}'"
-        required = REQUIRED_COLUMN.get(advantage.name)
-        is_trained = agent.policy in config.trained
-        if required == "values" and is_trained and config.policies[agent.policy].critic is None:
-            raise ValueError(f"{label} needs policies.{agent.policy}.critic")
-        if required == "greedy_rewards" and config.reward.name == "tree_shaping":
-            raise ValueError(
-                f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
-            )
-        if required == "step_rewards" and "trees" in config.vote_sources:
-            raise ValueError(
-                f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
-            )
-        teacher = config.teachers.get(agent.policy)
-        learns_from_reward = agent.loss_weight and not (teacher and teacher.alone)
-        # With `lone: raw`, a vote without peers has an advantage too.
-        if learns_from_reward and advantage.options.get("lone") != "raw":
-            grouping = estimator_grouping(advantage.name, advantage.options)
-            check_several_votes(label, grouping, config.vote_sources)
+    """Check what the advantage estimators and the filter need, and that `alpha` is not applied twice."""
+    for agent in config.agents:
+        _check_advantage(config, agent)
     if config.filter is not None:
         grouping = filter_grouping(config.filter.name, config.filter.options)
         check_several_votes(f"filter '{config.filter.name}'", grouping, config.vote_sources)
@@ -628,6 +614,32 @@ def _check_credit(config: RunConfig) -> None:
                 f"reward.options.alpha {team_weight:g} would multiply trainer.branching.alpha {branch_weight:g}, "
                 "which is in a branch's score already; leave one of them out"
             )
+
+
+def _check_advantage(config: RunConfig, name: str) -> None:
+    """Check that a run has the inputs of an agent's advantage estimator, and turns to compare with each other."""
+    agent = config.agents[name]
+    advantage = config.advantage_of(name)
+    label = f"agent '{name}': advantage '{advantage.name}'"
+    required = REQUIRED_COLUMN.get(advantage.name)
+    is_trained = agent.policy in config.trained
+    if required == "values" and is_trained and config.policies[agent.policy].critic is None:
+        raise ValueError(f"{label} needs policies.{agent.policy}.critic")
+    if required == "greedy_rewards" and config.reward.name == "tree_shaping":
+        raise ValueError(
+            f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
+        )
+    if required == "step_rewards" and "trees" in config.vote_sources:
+        raise ValueError(
+            f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
+        )
+
+    teacher = config.teachers.get(agent.policy)
+    learns_from_reward = agent.loss_weight and not (teacher and teacher.alone)
+    # With `lone: raw`, a vote without peers has an advantage too.
+    if learns_from_reward and advantage.options.get("lone") != "raw":
+        grouping = estimator_grouping(advantage.name, advantage.options)
+        check_several_votes(label, grouping, config.vote_sources)
 
 
 def _check_schedules(config: RunConfig) -> None:
