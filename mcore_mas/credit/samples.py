@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
 
 import torch
 
@@ -182,11 +181,16 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
     The `penalty` scores of the turns of a round are added to the reward of its step, as in Dr. MAS's
     GiGPO. The result ends before the first round without a step.
     """
+    # The reward of a step is the score "team" of every turn of its round.
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
     for turn in turns:
         if turn.round in rewards:
             rewards[turn.round] += turn.scores.get("penalty", 0.0)
-    return tuple(rewards[number] for number in takewhile(rewards.__contains__, count()))
+
+    consecutive: list[float] = []
+    while len(consecutive) in rewards:
+        consecutive.append(rewards[len(consecutive)])
+    return tuple(consecutive)
 
 
 def with_proximal(sample: Sample, version: int, logprobs: Sequence[float] | None) -> Sample:

@@ -26,9 +26,9 @@ class CreditWatch:
     """
 
     def __init__(self) -> None:
-        self._first_steps_without_signal = 0
+        self._steps_before_first_signal = 0
         self._had_signal = False
-        self._last_steps_without_signal = 0
+        self._steps_since_signal = 0  # or since the start, if no step had a signal
         self._reason_without_signal = ""  # of the last step; "" if it had a signal
         self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
         # Number of latest steps in a row in which an agent had too large a share, by agent.
@@ -71,18 +71,18 @@ class CreditWatch:
 
         has_signal = bool(largest.any())
         if has_signal:
-            self._last_steps_without_signal = 0
+            self._steps_since_signal = 0
             self._reason_without_signal = ""
         else:
-            self._last_steps_without_signal += 1
+            self._steps_since_signal += 1
             self._reason_without_signal = _reason_without_signal(samples, valid_share)
 
         self._had_signal = self._had_signal or has_signal
         if not self._had_signal:
-            self._first_steps_without_signal += 1
+            self._steps_before_first_signal += 1
         within = trainer.signal_within
         is_last_allowed_step = within is not None and step + 1 == within
-        if is_last_allowed_step and self._first_steps_without_signal == within:
+        if is_last_allowed_step and self._steps_before_first_signal == within:
             raise CreditError(
                 f"{step_label(step)}: no turn of the first {within} steps has an advantage, so nothing was "
                 f"learned: {self._reason_without_signal}; see `mcore-mas explain`, "
@@ -92,14 +92,14 @@ class CreditWatch:
     @property
     def has_just_collapsed(self) -> bool:
         """True in the step after which a warning about steps without an advantage is due."""
-        return self._last_steps_without_signal == _STEPS_OF_COLLAPSE
+        return self._steps_since_signal == _STEPS_OF_COLLAPSE
 
     def collapse_warning(self) -> str:
         """Return a warning about a team whose last steps had no advantage, or ""."""
-        if self._last_steps_without_signal < _STEPS_OF_COLLAPSE:
+        if self._steps_since_signal < _STEPS_OF_COLLAPSE:
             return ""
         return (
-            f"no turn of the last {self._last_steps_without_signal} steps has an advantage, so nothing was "
+            f"no turn of the last {self._steps_since_signal} steps has an advantage, so nothing was "
             f"learned in them; in the last step: {self._reason_without_signal}; see `mcore-mas show`"
         )
 
