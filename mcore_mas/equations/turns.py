@@ -138,8 +138,10 @@ def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
 class Grouping:
     """Definition of peer groups and votes.
 
-    Turns that agree in the key columns `peer_columns` are compared with each other. Among them,
-    turns that agree in the key columns `vote_columns` count once, with their mean reward.
+    Turns that agree in the key columns `peer_columns` form a group, in which they are compared.
+    Turns that agree in the key columns `vote_columns` have one vote together, whose score is their
+    mean reward. If these turns are in several groups, the vote counts once in each, with the same
+    score.
     """
 
     peer_columns: tuple[str, ...]
@@ -147,15 +149,15 @@ class Grouping:
 
     @property
     def vote_sources(self) -> frozenset[str]:
-        """Sources of several votes in a peer group; empty if a group cannot have several.
-
-        `check_several_votes` refuses a run that has none of them:
+        """Mechanisms of a run that put several votes into a peer group; a run needs at least one of them.
 
         - "groups": several trajectories of a task.
         - "trees": several branches of a tree.
         - "states": trajectories that meet in a state; in place of "groups" if peers share a state. The
           environment must name its states, because prompts compared as texts hardly ever repeat
           after the first turn.
+
+        `check_several_votes` refuses a run that has none of them.
         """
         sources = {
             "trajectory": "states" if "state" in self.peer_columns else "groups",
@@ -177,7 +179,7 @@ class Grouping:
         voters = int(voter.max()) + 1
 
         score = mean_by_group(turns.rewards, voter, voters)[voter]
-        # A voter has one vote in each group in which it has turns.
+        # A voter is a set of turns with one vote; it votes in each group in which it has turns.
         vote_index = dense_ids(group * voters + voter)
         vote_scores = torch.empty(int(vote_index.max()) + 1, dtype=score.dtype)
         vote_scores[vote_index] = score
