@@ -147,7 +147,9 @@ def _reduce_sharing(
         common = min(shared[first + 1 : end])
         branches = [i for i in range(first + 1, end) if shared[i] == common]
         saved = (common - depth) * len(branches)
-        tokens_after = tokens_before[end] - tokens_before[first] + shared[first] - common
+        # The new tokens of the first sequence begin at shared[first]; those before `common` belong to the prefix.
+        new_prefix_tokens = common - shared[first]
+        tokens_after = tokens_before[end] - tokens_before[first] - new_prefix_tokens
         if saved >= max(MIN_SAVED_TOKENS, sharing_cost * tokens_after):
             depth = common
         for i in branches:
