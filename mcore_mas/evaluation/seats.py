@@ -21,7 +21,14 @@ _STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class _SeatedPolicy:
-    """Policy that plays an agent, with its name in the evaluation: prefixed unless the seat is the default."""
+    """Policy that plays an agent in an evaluation.
+
+    Attributes:
+        name: name of the policy in the config of the evaluation. It is the name of the agent's own policy
+            if the agent has the default seat. Otherwise it has a prefix, such as "base." or "RUN.", because
+            other agents of the same policy may have another model.
+        config: settings of the policy, with the model of the seat.
+    """
 
     name: str
     config: PolicyConfig

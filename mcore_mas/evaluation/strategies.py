@@ -70,6 +70,11 @@ async def reply_probabilities(
 
     Replies are scored and not sampled: the engine reports the log-probability of each of their
     tokens, and of the stop token, at the temperature of the agent. `top_p` and `top_k` are not applied.
+
+    Args:
+        team: agents, whose policies are engines.
+        game: the game.
+        information: legal actions in each information set.
     """
 
     async def score(information_set: InformationSet, legal: Sequence[str]) -> dict[str, float]:
