@@ -165,7 +165,7 @@ def _check_gpus() -> tuple[bool, str]:
 
 
 def _check_sglang() -> tuple[bool, str]:
-    """Check what SGLang's servers need on GPUs; without an SGLang, teams train with the embedded engine."""
+    """Check what SGLang's servers need on GPUs. It is no error if SGLang is missing: teams have the embedded engine."""
     from rollout.engines.sglang.nccl import nccl_mismatch
     from rollout.engines.sglang.toolkit import toolchain_problem
 

@@ -127,7 +127,7 @@ def plan_suite(
     all_overrides = list(overrides or [])
     if named_cluster is not None and not as_configured:
         # A suite places its runs on cluster.gpus when it is loaded. What was chosen for those GPUs
-        # must not look like settings of the user's.
+        # must not look like the user's settings.
         all_overrides.append("cluster.gpus=null")
 
     fits = True
@@ -239,13 +239,16 @@ def distill_team(
     agent: Annotated[
         str | None,
         typer.Option(
-            help="Agent who gives the answer; by default, whose replies are right most often."
+            help="Agent who gives the answer; by default, the one whose replies are right most often."
         ),
     ] = None,
     role: Annotated[
         str | None,
         typer.Option(
-            help="Role whose parser reads the model's answers; by default the agent's own or lone_solver."
+            help=(
+                "Role whose parser reads the model's answers; by default the agent's own or lone_solver, "
+                "whichever finds more replies right."
+            )
         ),
     ] = None,
     turns: Annotated[
@@ -259,13 +262,13 @@ def distill_team(
         ),
     ] = "trained",
     newest: Annotated[
-        int | None, typer.Option(min=1, help="Read the trajectories of the last steps only.")
+        int | None, typer.Option(min=1, help="Read the trajectories of the last N steps only.")
     ] = None,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-5,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the replies.")] = 2,
     batch: Annotated[int, typer.Option(min=1, help="Replies of an update.")] = 64,
 ) -> None:
-    """Distil a trained team into one model that answers at one call, and compare the two."""
+    """Distil a trained team into one model that answers in one call, and compare the two."""
     stop_at_start()
     from mcore_mas.pipeline.distill import DistillSettings, describe, distill
 

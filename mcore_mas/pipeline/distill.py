@@ -64,7 +64,7 @@ class DistillSettings:
         agent: agent whose last reply is the team's answer; None: the one whose last replies are right most
             often.
         role: role whose parser reads the student's answers; None: the agent's own, or that of a lone
-            solver, whichever makes more replies right.
+            solver, whichever finds more replies right.
         turns: "final": learn the team's answers; "all": learn all other turns too, with their prompts.
         start: model of the agent's policy that the student starts from: "trained", or "base", the model
             before training. The trained model is then the student's teacher if the new run is
@@ -231,7 +231,7 @@ def _answering_agent(
 def _student_config(
     config: RunConfig, to: Path, agent: str, role: str, teacher: str | None = None
 ) -> RunConfig:
-    """Return the config of a run in which one model answers at one call, with an agent's prompt.
+    """Return the config of a run in which one model answers in one call, with an agent's prompt.
 
     Args:
         config: config of the team's run.
