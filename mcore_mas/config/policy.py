@@ -188,7 +188,7 @@ class PolicyConfig(RateConfig):
     dp: int = Field(1, ge=1)
     # Ranks of expert parallelism, out of the data-parallel ones.
     ep: int = Field(1, ge=1)
-    # Sequence parallelism: split by sequence what tensor parallelism repeats.
+    # Sequence parallelism: split along the sequence the activations that tensor parallelism repeats.
     sp: bool = False
 
     # Shard the optimizer state over the data-parallel ranks.
@@ -248,7 +248,7 @@ class PolicyConfig(RateConfig):
 
     @property
     def recomputation(self) -> Recompute:
-        """Activations that the backward pass computes again, if no plan chooses them."""
+        """Activations that the backward pass computes again; "none" if `recompute` is not set."""
         return self.recompute or "none"
 
     @property

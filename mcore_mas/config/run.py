@@ -247,13 +247,15 @@ class RunConfig(Section):
 
     @property
     def collects_ahead(self) -> bool:
-        """True if trajectories of later steps are collected while a step is trained."""
+        """True if trajectories of later steps may be collected while a step is trained; see `may_collect`."""
         if not self.trained:
             return False
-        staleness = [self.staleness_of(policy) for policy in self.trained]
+        may_be_stale = [self.staleness_of(policy) > 0 for policy in self.trained]
         if self.trainer.alternate is None:
-            return min(staleness) > 0
-        return max(staleness) > 0  # a step trains one policy only
+            # Each step syncs all trained policies, so the next trajectories are stale for all of them.
+            return all(may_be_stale)
+        # Each step syncs one policy; collection is ahead in the steps of those that may be stale.
+        return any(may_be_stale)
 
     def trained_agents(self, policy: str) -> dict[str, float]:
         """Return the loss weights of the agents that train a policy."""
