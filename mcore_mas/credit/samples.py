@@ -47,7 +47,7 @@ class Sample:
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
         behaviour: [C] log-probabilities of the sampler.
-        proximal: [C] log-probabilities under the weights of π_old; NaN or None: those at the start of
+        proximal: [C] log-probabilities under π_old; NaN or None: π_old has the weights at the start of
             the step.
         reference: [C] log-probabilities under the frozen reference.
         teacher: [C] log-probabilities under the policy's teacher.

@@ -199,6 +199,7 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
     if turns.step_rewards is None:
         raise ValueError("discounted returns need the rewards of environment steps; none are given")
     returns = torch.zeros_like(turns.rewards)
+    # Column 0 of `step_rewards` is the reward of the turn's own round.
     for rewards in reversed(turns.step_rewards.unbind(1)):
         returns = rewards + gamma * returns
     return returns

@@ -39,6 +39,9 @@ _PREFIX = "logprob_gap_"  # prefix of the metrics' names
 def gap_statistics(logprobs: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
     """Compute the gap between the trainer's and the sampler's log-probabilities, as statistics [N] by name.
 
+    Each statistic has a value per token; `summarise` reduces it as the end of its name says. `_p99`
+    and `_max` are therefore the same gaps.
+
     Args:
         logprobs: [N] of the trainer; NaN counts as an infinite gap.
         behaviour: [N] of the sampler; where it is NaN, all statistics are NaN.

@@ -72,7 +72,8 @@ class Turns:
             rewards = torch.zeros(int(self.lengths.sum())).double()
             turn_rewards = self.rewards
         else:
-            # `self.rewards` already include the penalties; take them out of the reward of the last token.
+            # The sum of the penalties is subtracted from `self.rewards` already. Add it back, so that
+            # the last token gets the turn's reward without penalties.
             rewards = -self.penalties
             turn_of_token = self.by_token(torch.arange(len(self.rewards)))
             turn_rewards = self.rewards + sum_by_group(
