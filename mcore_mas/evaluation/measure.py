@@ -147,8 +147,8 @@ class Scoreboard:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a training step's validation.
 
-        They are the accuracy with its 95 % interval, by data source too if there are several, the
-        share of well-formed turns, and the numbers of failed, overlong and cut replies.
+        They are the accuracy with its 95 % interval; the accuracy of each data source, if there are
+        several; the share of well-formed turns; and the numbers of failed, overlong and cut replies.
         """
         counts = self.counts()
         metrics = {"failed": float(len(self.lost))}
@@ -255,7 +255,7 @@ async def measure(
     retries: int,
     on_trajectory: Callable[[Trajectory], Awaitable[None]] | None = None,
 ) -> None:
-    """Play the missing replies of a scoreboard, and play those that fail again.
+    """Play the missing replies of a scoreboard, and replay those that fail.
 
     A reply is played again with the same seeds. With other seeds, replies that failed because they took
     too long would be replaced by shorter ones, and the scores would be those of short replies.

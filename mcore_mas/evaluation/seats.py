@@ -195,6 +195,7 @@ def _trained_policy(config: RunConfig, policy: str) -> PolicyConfig:
     digests = read_record(done_file, "policies").get("sha256", {})
     if policy not in digests:
         return config.policies[policy]
-    model = done_file.parent / "models" / policy  # not as recorded: the run may have been moved
+    # The path is not read from the record, because the run may have been moved.
+    model = done_file.parent / "models" / policy
     check_tree(model, digests[policy])
     return config.policies[policy].model_copy(update={"model": str(model)})

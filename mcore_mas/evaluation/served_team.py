@@ -195,7 +195,7 @@ class ServedTeam:
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure
         if episode.error or env.final_action is None:
-            # The latest action of a failed team may be a search or a move, and no answer.
+            # The latest action of a failed team may be a search or a move instead of an answer.
             say(f"{self.name}: call {reply.id} failed: {episode.error}")
             status = 500 if isinstance(episode.failure, Defect) else 503
             raise GatewayError(status, f"the team came to no answer: {episode.error}")
