@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.packing.prefix_tree import PrefixForest
 
-# The largest micro-batch is split further if its work exceeds the mean by this factor.
+# The largest micro-batch is split further if its work is over this multiple of the mean.
 _BALANCE_FACTOR = 1.05
 
 
@@ -172,7 +172,7 @@ def _balance(
 
 
 def _is_unbalanced(bins: Sequence[_Bin]) -> bool:
-    """Return True if the first bin, which has the most work, exceeds the mean work by `_BALANCE_FACTOR`."""
+    """Return True if the first bin, which has the most work, has over `_BALANCE_FACTOR` times the mean work."""
     total = sum(packed.work for packed in bins)
     return bins[0].work * len(bins) > _BALANCE_FACTOR * total
 
