@@ -13,7 +13,7 @@ from tests.support.tiny import make_model
 
 
 def readable_by_others(folder: Path) -> Iterator[str]:
-    """Yield the names of the files below a folder that other users can reach and read."""
+    """Yield the names of the files below a folder that other users can reach and have any permission for."""
     for path in folder.iterdir():
         mode = path.lstat().st_mode
         if path.is_dir() and mode & 0o055:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# the ways in which each of two processes trains; `tests.faults.same` explains them
+# One row for each of two processes: the ways in which it trains; see `tests.faults.same`.
 WAYS = (("=", "ahead:token=sleep:0.1"), ("=", "ahead:token=kill@103"))
 
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, str]]]:
-    """Return the digests of the run's files for each process and each of its ways; all train in the same folder."""
+    """Return the digests of the run's files, by process and by way of `WAYS`; all trainings have the same folder."""
     folder = tmp_path_factory.mktemp("same")
     digests = []
     for ways in WAYS:

@@ -20,7 +20,7 @@ def open_(
 
 
 async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None) -> asyncio.Event:
-    """Begin a checkpoint; return an event whose setting lets its files be written."""
+    """Begin a checkpoint; return an event. The checkpoint's files are written after the event is set."""
     may_write = asyncio.Event()
 
     async def write(folder: Path) -> WaitWritten:
@@ -41,7 +41,7 @@ async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None
 
 
 def save(checkpoints: Checkpoints, *steps: int, metrics: tuple[float | None, ...] = ()) -> None:
-    """Save checkpoints of these steps; `metrics` are those that the best ones are chosen by."""
+    """Save a checkpoint of each step, with its metric if `metrics` are given; see `Checkpoints.save`."""
 
     async def save_all() -> None:
         for step, metric in zip(steps, metrics or (None,) * len(steps), strict=True):
