@@ -10,12 +10,13 @@ import typer
 from mcore_mas import resolve_page_paths
 from mcore_mas.cli.arguments import setting_hint
 from mcore_mas.cli.data import data_commands
-from mcore_mas.cli.machine import machine_commands
+from mcore_mas.cli.doctor import doctor_commands
+from mcore_mas.cli.mlflow_pages import mlflow_commands
 from mcore_mas.cli.names import name_commands
 from mcore_mas.cli.pipeline import pipeline_commands
 from mcore_mas.cli.runs import run_commands
 from mcore_mas.cli.trajectories import trajectory_commands
-from mcore_mas.runtime.joblog import describe_error
+from mcore_mas.runtime.error_description import describe_error
 from mcore_mas.runtime.stop_signal import Stopped, ignore_stop_signals
 from rollout.base.text import escape_logs
 
@@ -36,7 +37,8 @@ for commands in (
     trajectory_commands,
     data_commands,
     name_commands,
-    machine_commands,
+    mlflow_commands,
+    doctor_commands,
 ):
     app.add_typer(commands)
 

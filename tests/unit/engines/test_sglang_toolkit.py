@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli import machine
+from mcore_mas.cli import doctor
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline import check
@@ -74,7 +74,7 @@ def test_check_and_doctor_name_a_missing_compiler_before_anything_starts(
 ) -> None:
     python = node / "env" / "bin" / "python"
     monkeypatch.setattr(check, "count_visible_gpus", lambda: 8)
-    monkeypatch.setattr(machine, "count_visible_gpus", lambda: 8)
+    monkeypatch.setattr(doctor, "count_visible_gpus", lambda: 8)
     monkeypatch.setattr("rollout.engines.sglang.nccl.nccl_version", lambda _: "2.30.7")
     monkeypatch.setenv("SGLANG_PYTHON", str(python))
     config = RunConfig.from_values(resolve(["experiment=drmas_t1_4b_shared_drmas"]), "a test")
@@ -85,15 +85,15 @@ def test_check_and_doctor_name_a_missing_compiler_before_anything_starts(
 
     [problem] = problems()
     assert problem.startswith("engine.python: SGLang compiles kernels when a server starts")
-    assert machine._check_sglang()[0] is False
+    assert doctor._check_sglang()[0] is False
 
     write_program(node / "env" / "cuda" / "bin" / "nvcc")
     assert problems() == []
-    assert machine._check_sglang() == (True, f"{python}, with nvcc and a C++ compiler")
+    assert doctor._check_sglang() == (True, f"{python}, with nvcc and a C++ compiler")
 
     python.unlink()
     [problem] = problems()
     assert problem.endswith("no such interpreter; `make setup-sglang` makes it (docs/engines.md)")
-    passed, finding = machine._check_sglang()
+    passed, finding = doctor._check_sglang()
     assert passed and finding.startswith(f"none: {python} is missing")
     assert os.environ["PATH"] == str(node / "programs")
