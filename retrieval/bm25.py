@@ -9,7 +9,7 @@ import bm25s
 import numpy as np
 
 from retrieval.corpus import Corpus
-from retrieval.storage import cached_sha256
+from retrieval.digests import cached_sha256
 
 BM25_FOLDER = "bm25"  # in the index folder
 _QUIET: dict[str, Any] = {"show_progress": False}

@@ -13,8 +13,10 @@ from pathlib import Path
 import faiss
 import numpy as np
 
+from retrieval.atomic_files import write_atomically, write_json_file
 from retrieval.bm25 import BM25Index, bm25_sha256
 from retrieval.corpus import Corpus
+from retrieval.digests import cached_sha256
 from retrieval.encoder import Encoder
 from retrieval.index import Index, check_canary, read_vectors
 from retrieval.manifest import (
@@ -28,7 +30,6 @@ from retrieval.manifest import (
     check_equal,
     write_manifest,
 )
-from retrieval.storage import cached_sha256, write_atomically, write_json_file
 
 # Passages that are encoded together. Shards begin at a multiple of it, so that their number does
 # not change a vector.

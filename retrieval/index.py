@@ -11,10 +11,10 @@ import numpy as np
 
 from retrieval.bm25 import BM25_FOLDER, BM25Index, bm25_sha256
 from retrieval.corpus import Corpus, RetrievalError
+from retrieval.digests import cached_sha256
 from retrieval.encoder import Encoder, EncoderIdentity
 from retrieval.gpu import MAX_GPU_K, GpuFlatIndex
 from retrieval.manifest import Manifest, check_equal, read_manifest
-from retrieval.storage import cached_sha256
 from retrieval.wire import MAX_TOPK
 
 # Number of decimals to which scores are rounded. Rounding removes the float32 noise of passage

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from retrieval.atomic_files import write_json_file
 from retrieval.corpus import RetrievalError
 from retrieval.encoder import EncoderIdentity
 from retrieval.regular_files import read_regular_bytes
-from retrieval.storage import write_json_file
 
 MANIFEST = "index.json"
 VECTORS = "vectors.faiss"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import uvicorn
 
+from retrieval.atomic_files import write_json_file
 from retrieval.corpus import RetrievalError
 from retrieval.regular_files import read_regular_text
-from retrieval.storage import write_json_file
 from retrieval.wire import Ranking
 
 if TYPE_CHECKING:

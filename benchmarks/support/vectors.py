@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval.atomic_files import write_json_file
 from retrieval.build import build_index, shard_name
 from retrieval.corpus import Corpus, Passage, write_corpus
+from retrieval.digests import cached_sha256
 from retrieval.encoder import Encoder
-from retrieval.storage import cached_sha256, write_json_file
 
 ENCODED_ROWS = 500
 BLOCK_ROWS = 100_000

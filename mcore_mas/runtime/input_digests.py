@@ -15,7 +15,7 @@ from typing import Any
 from mcore_mas import PACKAGES, package_folders
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.recipe import CODE_KEY, recipe_of
-from retrieval.storage import cached_sha256
+from retrieval.digests import cached_sha256
 from rollout.base.digests import sha256
 from rollout.records.files import read_tasks
 

@@ -1,4 +1,4 @@
-"""Atomic writes and cached digests."""
+"""Digests of files are cached until a file changes."""
 
 import hashlib
 import os
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from retrieval import storage
-from retrieval.storage import cached_sha256, write_atomically
+from retrieval import digests
+from retrieval.digests import cached_sha256
 
 ABC_SHA256 = (
     "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180's example
@@ -24,18 +24,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(Path(file.name).name)
         return file_digest(file, digest)
 
-    monkeypatch.setattr(storage.hashlib, "file_digest", record)
+    monkeypatch.setattr(digests.hashlib, "file_digest", record)
     return names
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), write_atomically(path) as temporary:
-        temporary.write_text("new")
-        raise RuntimeError
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, hashed: list[str]) -> None:
@@ -77,14 +67,14 @@ def test_the_cache_of_a_read_only_folder_is_in_the_home_folder(
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "model").write_bytes(b"abc")
-    write_json_file = storage.write_json_file
+    write_json_file = digests.write_json_file
 
     def refuse_in_shared(path: Path, value: object) -> None:
         if path.parent == shared:
             raise PermissionError(path)
         write_json_file(path, value)
 
-    monkeypatch.setattr(storage, "write_json_file", refuse_in_shared)
+    monkeypatch.setattr(digests, "write_json_file", refuse_in_shared)
     assert [cached_sha256(shared / "model") for _ in range(3)] == [ABC_SHA256] * 3
     assert hashed == ["model"]
     assert [path.name for path in shared.iterdir()] == ["model"]
