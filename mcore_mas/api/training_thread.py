@@ -105,7 +105,7 @@ class TrainingThread:
             say(f"{self._folder}: {line}")
 
     def _print_errors(self) -> None:
-        from mcore_mas.runtime.joblog import describe_error
+        from mcore_mas.runtime.error_description import describe_error
 
         while not self._rows.empty():
             row = self._rows.get()

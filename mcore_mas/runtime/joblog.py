@@ -1,6 +1,5 @@
 """The log of a job: everything that it and its children print, and the cause of a failure as its last line."""
 
-import errno
 import os
 import signal
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mcore_mas import PACKAGES
+from mcore_mas.runtime.error_description import describe_error
 from mcore_mas.runtime.slurm import slurm_job_id
 from mcore_mas.runtime.stop_signal import (
     Stopped,
@@ -19,7 +18,7 @@ from mcore_mas.runtime.stop_signal import (
 )
 from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.processes import die_with_parent
-from rollout.base.text import escape_line, escape_logs, escape_text
+from rollout.base.text import escape_logs, escape_text
 
 CAUSE_PREFIX = "error: "  # begins the line with the cause of a failure
 STARTED_AGAIN = "----- started again -----\n"  # separates the starts of a job in its log
@@ -79,23 +78,3 @@ def _redirect_output(path: Path) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     os.close(log)
-
-
-def describe_error(error: BaseException) -> str:
-    """Describe an error in one line, which begins with its type unless this project defines the type.
-
-    An error that Ray passes on from another process is described as it was raised there.
-    """
-    while type(error).__module__ == "ray.exceptions":
-        original = getattr(error, "cause", None)
-        if not isinstance(original, Exception):
-            break
-        error = original
-
-    message = escape_line(" ".join(str(error).split()))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message += "; make room, and run it again"
-    is_ours = type(error).__module__.partition(".")[0] in PACKAGES
-    if is_ours and message:
-        return message
-    return f"{type(error).__name__}: {message}".rstrip(": ")

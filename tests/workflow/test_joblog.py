@@ -10,11 +10,8 @@ import time
 from pathlib import Path
 
 import psutil
-from ray.exceptions import RayTaskError
 
-from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.runtime.pipeline_messages import failure_message
-from rollout.records.files import RecordError
 
 
 def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -81,25 +78,6 @@ def test_a_job_that_is_started_again_appends_to_its_log(tmp_path: Path) -> None:
     ]
     # The cause of the first start's failure is not reported as that of the second.
     assert "error: the job ended without saying why" in failure_message([str(log)], 0.0, [])
-
-
-def test_the_projects_own_errors_are_described_without_their_type() -> None:
-    assert describe_error(RecordError("a.parquet: no such file")) == "a.parquet: no such file"
-    assert describe_error(KeyError("x")) == "KeyError: 'x'"
-    assert describe_error(AssertionError()) == "AssertionError"
-
-
-def test_an_error_in_a_ray_process_is_described_as_the_original_error() -> None:
-    for error, description in [
-        (ValueError("Invalid beta"), "ValueError: Invalid beta"),
-        (RecordError("a: b"), "a: b"),
-    ]:
-        traceback = "\x1b[36mray::TrainerRank.join()\nTraceback"
-        task_error = RayTaskError("TrainerRank.join", traceback, error, "rank", 1, "127.0.0.1")
-        outer_error = RayTaskError("train", "Traceback", task_error, "train", 1, "127.0.0.1")
-        assert describe_error(task_error) == description
-        assert describe_error(task_error.as_instanceof_cause()) == description
-        assert describe_error(outer_error) == description
 
 
 def test_a_job_with_a_log_can_still_write_to_the_terminal(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.cli.main import main
-from mcore_mas.runtime.joblog import describe_error
+from mcore_mas.runtime.error_description import describe_error
 from mcore_mas.tracking.progress import ProgressReporter
 from rollout.base.terminal import say
 from rollout.records.files import read_trajectories, write_tasks, write_trajectories
