@@ -175,7 +175,7 @@ def _field_types(section: Any) -> dict[str, Any]:
 
 def _sections_in(annotation: Any) -> Iterator[Any]:
     """Yield the models and dataclasses in a type."""
-    # Values in Annotated or Literal are no classes, and issubclass would refuse them.
+    # issubclass raises TypeError for an argument that is no class, such as a value in a Literal.
     is_class = isinstance(annotation, type)
     if is_class and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         yield annotation

@@ -79,32 +79,49 @@ def _check_values(path: Path, metadata: pq.FileMetaData) -> None:
 
     Texts in a plain encoding are not counted, because `bounded_batches` bounds their encoded size.
     """
-    size = 0  # bytes of the numbers, and then also of the texts
+    number_bytes = 0
     max_text_bytes = 0  # bytes of the texts if each were as large as its whole column chunk
     text_columns: set[str] = set()
-    prefixed_columns: set[str] = set()  # encoded texts continue a prefix of the text before
+    # Columns in which a text may be encoded as a prefix of the text before and a new end.
+    delta_columns: set[str] = set()
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for chunk in map(group.column, range(group.num_columns)):
             if chunk.physical_type in _VALUE_BYTES:
-                size += chunk.num_values * _VALUE_BYTES[chunk.physical_type]
+                number_bytes += chunk.num_values * _VALUE_BYTES[chunk.physical_type]
             elif not _PLAIN_ENCODINGS.issuperset(chunk.encodings):
                 text_columns.add(chunk.path_in_schema)
                 if "DELTA_BYTE_ARRAY" in chunk.encodings:
-                    prefixed_columns.add(chunk.path_in_schema)
+                    delta_columns.add(chunk.path_in_schema)
                 max_text_bytes += chunk.num_values * chunk.total_uncompressed_size
+    if number_bytes + max_text_bytes <= MAX_BYTES:
+        return
 
-    if size + max_text_bytes > MAX_BYTES:
-        for column in sorted(text_columns):
-            # pyarrow cannot read texts with common prefixes as a dictionary.
-            dictionaries = [] if column in prefixed_columns else [column]
-            rows = _MEASURED_ROWS if dictionaries else _BATCH_ROWS
-            with pq.ParquetFile(path, read_dictionary=dictionaries) as file:
-                for batch in file.iter_batches(rows, columns=[column]):
-                    size += _text_bytes(batch.column(0))
-                    if size > MAX_BYTES:
-                        break
+    size = number_bytes
+    for column in sorted(text_columns):
+        is_delta = column in delta_columns
+        size += _column_text_bytes(path, column, is_delta=is_delta, limit=MAX_BYTES - size)
     if size > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES} bytes of values, with all repetitions written out")
+
+
+def _column_text_bytes(path: Path, column: str, *, is_delta: bool, limit: int) -> int:
+    """Return the size of a column's texts, repetitions included; stop counting above `limit`.
+
+    Texts are not decoded: their size follows from a dictionary and the references to it. pyarrow
+    cannot read a delta encoding as a dictionary, so these texts are decoded, few rows at a time.
+
+    Args:
+        is_delta: True if a chunk of the column has a delta encoding.
+    """
+    dictionaries = [] if is_delta else [column]
+    rows = _BATCH_ROWS if is_delta else _MEASURED_ROWS
+    size = 0
+    with pq.ParquetFile(path, read_dictionary=dictionaries) as file:
+        for batch in file.iter_batches(rows, columns=[column]):
+            size += _text_bytes(batch.column(0))
+            if size > limit:
+                break
+    return size
 
 
 def _text_bytes(array: pa.Array) -> int:

@@ -175,7 +175,8 @@ async def _read_pipe(
         pipe: the pipe.
         buffer: receives the content.
         max_bytes: limit of the content.
-        refuse: True: raise SubprocessError above the limit; False: drop the beginning.
+        refuse: True: raise SubprocessError above the limit; False: drop the oldest bytes, so
+            that half of `max_bytes` is left.
     """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -187,7 +188,8 @@ async def _read_pipe(
             if len(buffer) > max_bytes:
                 if refuse:
                     raise subprocess.SubprocessError(f"it printed more than {max_bytes} bytes")
-                del buffer[: -max_bytes // 2]
+                retained_bytes = (max_bytes + 1) // 2
+                del buffer[:-retained_bytes]
     finally:
         transport.close()
 

@@ -24,12 +24,14 @@ def check_call(
     Args:
         name: the target, as errors name it.
         arguments: names of the positional arguments.
-        keywords: names of the keyword arguments; None: keyword-only parameters are options, of which any may be given.
+        keywords: names of the keyword arguments; None: the target's keyword-only parameters are
+            options, and are not checked.
         coroutine: True if the target must be an async function.
         generator: True if the target may be a generator function.
 
     Raises:
-        OptionsError: the target is not callable, has another signature, or is async or a generator unexpectedly.
+        OptionsError: the target is not callable, does not take the arguments, is async although it
+            may not be or not although it must be, or is a generator although it may not be.
     """
     expected = f"{name} must take ({', '.join(_parameter_names(arguments, keywords))})"
     if not callable(target):
