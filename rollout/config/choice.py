@@ -50,9 +50,13 @@ class Choice(Section):
 
 
 def check_options_by_name(registry: Registry, options: OptionsByName) -> OptionsByName:
-    """Validate the options of several choices from one registry; return them unchanged."""
-    for name, arguments in options.items():
-        registry.arguments(name, arguments, location=(name,))
+    """Validate the options of several choices from one registry; return them unchanged.
+
+    Raises:
+        UnknownName, OptionsError, ValidationError: as `Registry.arguments`.
+    """
+    for name, options_of_choice in options.items():
+        registry.arguments(name, options_of_choice, location=(name,))
     return options
 
 

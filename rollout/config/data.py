@@ -142,10 +142,11 @@ class DataConfig(Section):
         return () if isinstance(value, int) else value
 
     def demonstration_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a cold start as keyword arguments of the generator's demonstrations.
+        """Return the options of a cold start as keyword arguments of the generator's `demonstrations`.
 
         Raises:
-            OptionsError: there are no demonstrations, or they have other options.
+            OptionsError: there is no generator, it has no demonstrations, or an option is unknown or
+                missing.
             ValidationError: an option has another type or is out of bounds.
         """
         if self.generator is None:

@@ -100,12 +100,13 @@ class OrchestraConfig(Choice):
             if filled is None:
                 continue
             for slot in template_slots(name, template):
-                if slot not in filled:
-                    slots = ""
-                    if len(filled) < _LISTED_SLOTS:
-                        slots = f"it fills {', '.join(sorted(filled))}; "
-                    raise ValueError(
-                        f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
-                        f"template; {slots}a brace itself is written twice"
-                        f"{nearest_hint(slot, filled)}"
-                    )
+                if slot in filled:
+                    continue
+                filled_hint = ""
+                if len(filled) < _LISTED_SLOTS:
+                    filled_hint = f"it fills {', '.join(sorted(filled))}; "
+                raise ValueError(
+                    f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
+                    f"template; {filled_hint}a brace that is text is written twice"
+                    f"{nearest_hint(slot, filled)}"
+                )

@@ -47,7 +47,7 @@ class RewardConfig(Choice):
             check_agent_names(f"reward '{self.name}'", self.options, team)
         for name, options in self.penalties.items():
             if name in PENALTIES:
-                check_agent_names(f"reward '{name}'", options, team)
+                check_agent_names(f"penalty '{name}'", options, team)
 
 
 def build_allocator(

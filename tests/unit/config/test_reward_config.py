@@ -105,7 +105,7 @@ def test_an_import_path_that_leads_nowhere_is_one_line(path):
                 "name": "shares",
                 "penalties": {"overlong": {"buffer": 4, "max_tokens": {"reader": 9}}},
             },
-            "reward 'overlong': max_tokens names agent 'reader'",
+            "penalty 'overlong': max_tokens names agent 'reader'",
         ),
     ],
 )
