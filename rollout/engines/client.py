@@ -109,19 +109,19 @@ class EngineClient:
     async def _sample_in_chat(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState
     ) -> Completion:
-        """Sample a reply that ends with the token that completes a stop of the chat.
+        """Sample a reply that ends at the first of the chat's `stops`.
 
-        An engine that can stream reports the text to the chat while it is sampled, and ends the
-        reply at a stop.
+        Its last token is the one that completes the stop. An engine that can stream ends the reply
+        there, and reports the text to the chat's `on_text`. The reply of another engine is cut.
         """
-        if chat.hear is None and not chat.stops:
+        if chat.on_text is None and not chat.stops:
             return await self._sample(prompt_ids, sampling)
 
         monitor = _ReplyMonitor(self.renderer, prompt_ids, chat)
         engine: Any = self.engine
         async with self.slots:
             if hasattr(engine, "stream"):
-                every = _STOP_CHECK_TOKENS if chat.hear is None else 1
+                every = _STOP_CHECK_TOKENS if chat.on_text is None else 1
                 callback = TokenCallback(monitor.add, every)
                 reply = engine.stream(prompt_ids, sampling, callback)
             else:
@@ -163,8 +163,8 @@ class _ReplyMonitor:
         """Take the tokens from `position` on; return False if the reply should end."""
         self._token_ids[position:] = token_ids
         text = self._text.add(position, token_ids)
-        if self._chat.hear is not None:
-            self.ended_by_chat = not self._chat.hear(text, self._renderer.tool_format)
+        if self._chat.on_text is not None:
+            self.ended_by_chat = not self._chat.on_text(text, self._renderer.tool_format)
         return not self.ended_by_chat and not self._text.end
 
     def end_at_stop(self, completion: Completion) -> Completion:

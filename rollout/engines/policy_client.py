@@ -19,8 +19,8 @@ class ChatState:
         id: the chat's name in its trajectory.
         tools: tools that the policy may call, the same in every turn.
         before: the chat's latest turn.
-        hear: callback, called while the reply is sampled with its text so far, including tool calls
-            and thoughts, and the format of the tool calls; returns False to end the reply.
+        on_text: called while the reply is sampled, with its text so far (including tool calls and
+            thoughts) and the format of the tool calls; returns False to end the reply.
         stops: texts that end the reply, outside of thoughts and tool calls.
         constraint: form that the reply must have, for clients that constrain replies.
         candidates: see `Sampling.candidates`.
@@ -29,7 +29,7 @@ class ChatState:
     id: str
     tools: tuple[ToolSchema, ...] = ()
     before: Turn | None = None
-    hear: Callable[[str, ToolFormat], bool] | None = None
+    on_text: Callable[[str, ToolFormat], bool] | None = None
     stops: tuple[str, ...] = ()
     constraint: ReplyConstraint | None = None
     candidates: int = 0

@@ -134,7 +134,7 @@ class Chat:
         Args:
             messages: new messages of the conversation.
             stops: texts that end the reply (see `ChatState.stops`).
-            on_text: called with the reply as it grows (see `ChatState.hear`).
+            on_text: called with the reply as it grows (see `ChatState.on_text`).
             constraint: form of the reply (see `ChatState.constraint`).
             candidates: number of the likeliest tokens that are reported for each sampled one.
 
@@ -144,7 +144,7 @@ class Chat:
         self._state = replace(
             self._state,
             stops=stops,
-            hear=on_text,
+            on_text=on_text,
             constraint=constraint,
             candidates=candidates,
         )

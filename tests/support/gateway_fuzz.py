@@ -61,9 +61,9 @@ class Recorder:
         return completion
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
-        completion: Completion = await self._engine.stream(prompt_ids, sampling, hear)
+        completion: Completion = await self._engine.stream(prompt_ids, sampling, on_tokens)
         self.completions[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
         return completion
 

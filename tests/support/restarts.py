@@ -43,10 +43,10 @@ class CountingEngine(SimulatedEngine):
     sampled = 0
     lost = 0
 
-    async def stream(self, prompt_ids: Any, sampling: Any, hear: Any) -> Any:
+    async def stream(self, prompt_ids: Any, sampling: Any, on_tokens: Any) -> Any:
         began = asyncio.get_running_loop().time()
         try:
-            completion = await super().stream(prompt_ids, sampling, hear)
+            completion = await super().stream(prompt_ids, sampling, on_tokens)
         except asyncio.CancelledError:
             self.lost += round((asyncio.get_running_loop().time() - began) / TOKEN_S)
             raise

@@ -87,7 +87,7 @@ class SimulatedEngine:
         return await self.stream(prompt_ids, sampling, None)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
         reply = b"\\boxed{%d}\0" % (sampling.seed % 2)
         size = max(len(reply), self._tokens(sampling.seed))

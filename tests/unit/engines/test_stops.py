@@ -165,10 +165,10 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop(tmp_path: Path, has_too
             texts.append(raw)
             return True
 
-        for hear in (None, record):
+        for on_text in (None, record):
             engine = StreamingEngine(token_ids, seed=number)
             streamed = sample_reply(
-                engine, renderer, stops, max_tokens=max_tokens, tools=tools, hear=hear
+                engine, renderer, stops, max_tokens=max_tokens, tools=tools, on_text=on_text
             )
             assert streamed.text == whole.text
             assert streamed.raw == whole.raw

@@ -116,10 +116,12 @@ def test_leaving_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> Non
 class TokenwiseEngine(ScriptedEngine):
     """A scripted engine that streams one token at a time."""
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Any) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: Any
+    ) -> Completion:
         completion = await self.generate(prompt_ids, sampling)
         for position, token in enumerate(completion.token_ids):
-            hear(position, (token,))
+            on_tokens(position, (token,))
             await asyncio.sleep(0)
         return completion
 

@@ -95,8 +95,8 @@ def test_the_deadline_of_a_step_includes_its_extra_batches(tmp_path: Path) -> No
     class AgreeingEngine(SimulatedEngine):
         """Engine whose replies are all equal, so that a filter rejects every task."""
 
-        async def stream(self, prompt_ids: Any, sampling: Any, hear: Any) -> Any:
-            return await super().stream(prompt_ids, replace(sampling, seed=0), hear)
+        async def stream(self, prompt_ids: Any, sampling: Any, on_tokens: Any) -> Any:
+            return await super().stream(prompt_ids, replace(sampling, seed=0), on_tokens)
 
     def collect_with(name: str, *overrides: str) -> tuple[RolloutBatch, float]:
         session = simulated_run(
@@ -143,12 +143,12 @@ class TestLateTrajectories:
         calls = 0
 
         class SlowEngine(SimulatedEngine):
-            async def stream(self, prompt_ids: Any, sampling: Any, hear: Any) -> Any:
+            async def stream(self, prompt_ids: Any, sampling: Any, on_tokens: Any) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == 2:
                     await asyncio.sleep(1000)
-                return await super().stream(prompt_ids, sampling, hear)
+                return await super().stream(prompt_ids, sampling, on_tokens)
 
         session = simulated_run(
             folder,
@@ -198,14 +198,14 @@ def test_a_stop_does_not_wait_for_requests_that_ignore_their_cancellation(tmp_pa
     class DeafEngine(SimulatedEngine):
         """Engine that stops the process after the first step, and ignores one cancellation."""
 
-        async def stream(self, prompt_ids: Any, sampling: Any, hear: Any) -> Any:
+        async def stream(self, prompt_ids: Any, sampling: Any, on_tokens: Any) -> Any:
             if self.version:
                 os.kill(os.getpid(), signal.SIGTERM)
                 try:
                     await asyncio.sleep(1000)
                 except asyncio.CancelledError:
                     await asyncio.sleep(1000)
-            return await super().stream(prompt_ids, sampling, hear)
+            return await super().stream(prompt_ids, sampling, on_tokens)
 
     session = simulated_run(tmp_path, *SMALL_STEPS, "trainer.steps=3", tokens=lambda seed: 12)
     engine = DeafEngine(lambda seed: 12)
