@@ -24,6 +24,8 @@ from rollout.models.batch_invariant import KEY_MULTIPLE, row_attention
 _ROW_BLOCK_COST = 400  # starting another attention product
 _GROUP_BLOCK_COST = 600  # the same, with the copies and sums between the products of a group block
 
+_PrefixKey = tuple[tuple[int, int], ...]  # (group number, shared tokens) of each group of a block
+
 
 class AttentionPlanner:
     """Planner that cuts decoding batches into blocks, and keeps the blocks while a batch continues.
@@ -37,8 +39,8 @@ class AttentionPlanner:
         self._cache = cache
         self._device = cache.keys.device
         self._batch: DecodeBatch | None = None
-        # Common keys and values of the present group blocks, by groups and numbers of shared tokens.
-        self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
+        # Common keys and values of the present group blocks, by `_prefix_key`.
+        self._prefixes: dict[_PrefixKey, tuple[Tensor, Tensor]] = {}
 
     def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
         """Return the blocks of a batch, which together have its rows in order.
@@ -64,10 +66,7 @@ class AttentionPlanner:
         first = 0
         for runs in _group_runs(batch, cache_rows):
             blocks += row_blocks(batch, self._device, first, runs[0].start)
-            key = b"".join(
-                batch.groups[run.start].tobytes() + batch.shared[run].min().tobytes()
-                for run in runs
-            )
+            key = _prefix_key(batch, runs)
             prefix = known_prefixes.get(key)
             if prefix is None:
                 prefix = self._gather_prefix(batch, runs)
@@ -77,11 +76,15 @@ class AttentionPlanner:
         return blocks + row_blocks(batch, self._device, first)
 
     def _gather_prefix(self, batch: DecodeBatch, runs: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """Copy the keys [L, G KV, D, P] and values [L, G KV, P, D] that each group's rows share."""
+        """Copy the keys [L, G KV, D, P] and values [L, G KV, P, D] that each group's rows share.
+
+        P is that of the group that shares most. The other groups' entries behind their own common
+        tokens are masked in `GroupBlock`.
+        """
         keys = self._cache.keys
         values = self._cache.values
         rows = torch.tensor([int(batch.rows[run.start]) for run in runs], device=self._device)
-        tokens = max(int(batch.shared[run].min()) for run in runs)
+        tokens = max(_shared_tokens(batch, run) for run in runs)
         prefix_keys = keys[:, rows, :, :, :tokens].flatten(1, 2).contiguous()
         prefix_values = values[:, rows, :, :tokens].flatten(1, 2)
         return prefix_keys, prefix_values
@@ -236,7 +239,7 @@ class GroupBlock(_Window):
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
         self._grid = (len(runs), distance)  # groups, and cache rows from one group to the next
-        shared = [int(batch.shared[run].min()) for run in runs]
+        shared = [_shared_tokens(batch, run) for run in runs]
         self._shared = np.repeat(shared, distance)  # common tokens of each row of the window
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
@@ -296,7 +299,7 @@ def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
     block_runs: list[slice] = []
     for start, stop in pairwise(bounds):
         run = slice(start, stop)
-        saved_tokens = (stop - start - 1) * batch.shared[run].min()
+        saved_tokens = (stop - start - 1) * _shared_tokens(batch, run)
         if saved_tokens <= _GROUP_BLOCK_COST:
             continue
         if block_runs and not _fits(batch, [*block_runs, run], cache_rows):
@@ -305,6 +308,16 @@ def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
         block_runs.append(run)
     if block_runs:
         yield block_runs
+
+
+def _shared_tokens(batch: DecodeBatch, run: slice) -> int:
+    """Return the number of leading tokens that all rows of a run share."""
+    return int(batch.shared[run].min())
+
+
+def _prefix_key(batch: DecodeBatch, runs: Sequence[slice]) -> _PrefixKey:
+    """Return the group and the number of shared tokens of each run, which identify the common keys."""
+    return tuple((int(batch.groups[run.start]), _shared_tokens(batch, run)) for run in runs)
 
 
 def _first_row_of_group(batch: DecodeBatch, run: slice, cache_rows: int) -> int:

@@ -208,8 +208,9 @@ class EmbeddedEngine:
     ) -> list[Report]:
         """Take new requests, abort others, and decode for about `budget_s`, but at least for one step.
 
-        The exchange lasts several times as long while no request ends, the client does not interrupt
-        it, and no request streams its tokens one at a time (`notify_every` is 1).
+        If no request has ended by then, decoding continues for several times `budget_s`, until one
+        ends or the client interrupts it. It does not continue if a request reports every token
+        (`notify_every` is 1).
 
         Returns:
             Outcomes of the requests that have ended, and then new tokens of those that run.
@@ -240,7 +241,7 @@ class EmbeddedEngine:
         return [*reports, *self._rows.new_tokens()]
 
     def _budget_factor(self) -> int:
-        """Return how many times `budget_s` an exchange may last while no request ends."""
+        """Return how many times `budget_s` an exchange may last if no request ends."""
         for generation in (*self._waiting, *self._rows.generations):
             if generation is not None and generation.notify_every == 1:
                 return 1
@@ -362,7 +363,9 @@ class EmbeddedEngine:
         self._rows.set_version(version, number)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the KV cache, and the copies of the weights, such as those on a GPU.
+        """Free the KV cache, and the decoder's copy of the active weights, such as that on a GPU.
+
+        The decoder's two halves of weights stay in the host's memory.
 
         Raises:
             EngineError: requests are running.
@@ -448,44 +451,45 @@ class EmbeddedEngine:
 
     def _decode(self, live: np.ndarray) -> None:
         """Decode the newest tokens of the rows `live` [N], and sample the next ones."""
+        batches = [live]
+        if self._one_by_one:
+            batches = list(live[:, None])
         if self._steps is not None:
-            batches = live[:, None] if self._one_by_one else [live]
             for rows in batches:
                 self._decode_on_gpu(self._steps, rows)
             self.stats.steps += 1
             return
         began = time.thread_time()
-        if self._one_by_one:
-            logits = torch.cat([self._decode_rows(row) for row in live[:, None]])
-        else:
-            logits = self._decode_rows(live)
+        parts = [self._decode_rows(rows) for rows in batches]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._rows.mark_cached(live)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began
         self._sample(live, logits)
 
-    def _decode_on_gpu(self, steps: GpuSteps, live: np.ndarray) -> None:
-        """Decode and sample in one step.
+    def _decode_on_gpu(self, steps: GpuSteps, rows: np.ndarray) -> None:
+        """Decode `rows` [N] and sample their next tokens in one step.
 
         If a request has top-p, top-k, a grammar or candidates, sample all rows again from the logits.
         """
         began = time.thread_time()
-        rows = self._rows
-        batch, token_ids = rows.decode_batch(live)
-        step = steps.run(batch, token_ids, rows.temperature[live], rows.uniforms(live))
-        rows.mark_cached(live)
-        is_plain = bool(rows.plain[live].all())
+        state = self._rows
+        batch, token_ids = state.decode_batch(rows)
+        step = steps.run(batch, token_ids, state.temperature[rows], state.uniforms(rows))
+        state.mark_cached(rows)
+        is_plain = bool(state.plain[rows].all())
         if is_plain:
             tokens, logprobs = step.sampled()
         self.stats.decode_s += time.thread_time() - began
         if is_plain:
-            self._append(live, tokens, logprobs)
+            self._append(rows, tokens, logprobs)
         else:
-            self._sample(live, step.logits)
+            self._sample(rows, step.logits)
 
-    def _decode_rows(self, live: np.ndarray) -> Tensor:
+    def _decode_rows(self, rows: np.ndarray) -> Tensor:
+        """Decode the newest tokens of `rows` [N] on the CPU; return the logits [N, V]."""
         assert self._cache is not None
-        batch, token_ids = self._rows.decode_batch(live)
+        batch, token_ids = self._rows.decode_batch(rows)
         return self.decoder.decode(self._cache, batch, self._plan_attention(batch), token_ids)
 
     def _plan_attention(self, batch: DecodeBatch) -> Sequence[RowBlock | GroupBlock]:
@@ -494,30 +498,29 @@ class EmbeddedEngine:
             return row_blocks(batch, self.decoder.device)
         return self._attention.plan(batch)
 
-    def _sample(self, numbers: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of the rows `numbers` [N] from logits [N, V]."""
+    def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
+        """Sample the next tokens of `rows` [N] from logits [N, V]."""
         began = time.thread_time()
-        tokens, logprobs = self._rows.sample(numbers, logits)
-        self._append(numbers, tokens, logprobs)
+        tokens, logprobs = self._rows.sample(rows, logits)
+        self._append(rows, tokens, logprobs)
         self.stats.sample_s += time.thread_time() - began
 
-    def _append(self, numbers: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append a token to each of the rows `numbers` [N].
+    def _append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append a token to each of `rows` [N].
 
         End requests that stop, reach their limit, or had logits that are not finite.
         """
         assert self._cache is not None
-        rows = self._rows
-        stopped, ended, broken = rows.append(numbers, tokens, logprobs)
-        for row, is_stop in zip(numbers[ended].tolist(), stopped[ended].tolist(), strict=True):
+        stopped, ended, broken = self._rows.append(rows, tokens, logprobs)
+        for row, is_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if is_stop else "length")
-        for row in numbers[broken].tolist():
-            generation = rows.generations[row]
+        for row in rows[broken].tolist():
+            generation = self._rows.generations[row]
             self._done.append((generation.id, generation.failure()))
-            rows.vacate(row, "abort")
-            rows.cached[row] = 0
+            self._rows.vacate(row, "abort")
+            self._rows.cached[row] = 0
             self._cache.clear(row)
-        self.stats.decode_tokens += len(numbers)
+        self.stats.decode_tokens += len(rows)
 
     def _finish(self, row: int, finish_reason: str) -> None:
         """End the request in a row, and keep its completion for the next `step`."""

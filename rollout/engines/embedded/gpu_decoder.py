@@ -168,7 +168,8 @@ class GpuDecoder(CachedDecoder):
         low_rank = self._low_rank_of(numbers)
         experts: list[Tensor] = []
         x = F.embedding(token_ids, self._active.embed).float()
-        delta: Tensor | None = None  # output of the last part of a layer, not yet added to `x`
+        # Output of the latest attention or MLP, which the next `add_norm` adds to `x` in place.
+        delta: Tensor | None = None
         eps = self.shape.norm_eps
         for index, layer in enumerate(self._active.layers):
             add_low_rank = low_rank[index]
@@ -188,8 +189,10 @@ class GpuDecoder(CachedDecoder):
                 # in float32, because rounding could change which experts are chosen
                 normed = add_norm(x, delta, layer.post_norm, eps, torch.float32)
                 experts.append(add_experts(self._multiply, self.shape.experts, layer, x, normed))
-                delta = None
-        return (x if delta is None else x.add_(delta)), experts
+                delta = None  # `add_experts` has added the output of the experts to `x`
+        if delta is not None:
+            x.add_(delta)
+        return x, experts
 
     def _mlp(
         self, layer: LayerWeights, x: Tensor, delta: Tensor, add_low_rank: AddLowRank | None
@@ -208,7 +211,7 @@ class GpuDecoder(CachedDecoder):
         add_low_rank: AddLowRank | None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Return x weightᵀ + bias, with the share of the adapters, which is added in float32."""
+        """Return x weightᵀ + bias plus the output of the adapters, which is added in float32."""
         product = F.linear(x, weight, bias)
         if add_low_rank is not None:
             product = product.float()

@@ -82,22 +82,25 @@ class GpuSteps:
         """Decode one token in each of N rows, and sample the next ones; do not wait for the GPU.
 
         Args:
+            batch: the rows.
+            token_ids: newest token of each row, int64 [N].
             temperature: float32 [N].
             uniform: float32 [N], see `sample_tokens`.
         """
         count = len(token_ids)
         size = count if self._capture is None else self._padded(count)
-        repeated = np.arange(size)
-        repeated[count:] = 0
+        # Index of the row that each row of the padded batch repeats; padding repeats the first one.
+        index = np.zeros(size, dtype=np.int64)
+        index[:count] = np.arange(count)
         padded = DecodeBatch(
-            rows=batch.rows[repeated],
-            positions=batch.positions[repeated],
-            groups=batch.groups[repeated],
-            shared=batch.shared[repeated],
-            adapters=batch.adapters[repeated],
+            rows=batch.rows[index],
+            positions=batch.positions[index],
+            groups=batch.groups[index],
+            shared=batch.shared[index],
+            adapters=batch.adapters[index],
         )
-        inputs = decoding_inputs(padded, token_ids[repeated])
-        inputs += [temperature[repeated], uniform[repeated]]
+        inputs = decoding_inputs(padded, token_ids[index])
+        inputs += [temperature[index], uniform[index]]
         logits, sampled = self._compute(size, inputs)
         return DecodedStep(logits[:count], sampled)
 

@@ -272,17 +272,21 @@ class CacheRows:
         return stopped, ended, broken
 
     def new_tokens(self) -> list[tuple[int, NewTokens]]:
-        """Return id and new tokens of the requests with at least `notify_every` unreported tokens."""
+        """Report the new tokens of requests with at least `notify_every` unreported ones.
+
+        Returns:
+            Request id and new tokens; the next call no longer returns these.
+        """
         reports = []
         for row in np.flatnonzero(self.live).tolist():
             generation: Generation = self.generations[row]
-            size = int(self.size[row] - self.prompt_size[row])
-            unreported = size - generation.reported
+            completion_size = int(self.size[row] - self.prompt_size[row])
+            unreported = completion_size - generation.reported
             if generation.notify_every and unreported >= generation.notify_every:
                 end = int(self.size[row])
                 token_ids: list[int] = self.tokens[row, end - unreported : end].tolist()
                 reports.append((generation.id, NewTokens(generation.reported, token_ids)))
-                generation.reported = size
+                generation.reported = completion_size
         return reports
 
     def set_version(self, version: int, adapter: int) -> None:
