@@ -106,7 +106,8 @@ class _LoopState:
         slots: semaphore of `concurrency`.
         flights: questions that are being answered, by digest.
         tasks: tasks of flights, until they have ended.
-        settled: event that the next settled reservation sets; a new event then replaces it.
+        settled: event that is set once a call's reservation is settled, and then replaced by a new
+            event.
     """
 
     provider: Provider

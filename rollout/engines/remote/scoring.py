@@ -14,15 +14,17 @@ from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.errors import RemoteError, status_error
 from rollout.engines.remote.keys import read_key
 
-# Marks of tokenizers for a space and a line break, in servers that show tokens as stored.
-_STORED_MARKS = {"Ġ": " ", "▁": " ", "Ċ": "\n"}
+# Characters for a space and a line break in a vocabulary. Some servers return tokens as the
+# vocabulary spells them.
+_VOCABULARY_MARKS = {"Ġ": " ", "▁": " ", "Ċ": "\n"}
 
 
 class RemoteScorer(ScoringEngine):
     """Frozen model that scores replies, `POST {url}/completions`.
 
     A request is the token ids of prompt and reply, with `echo` and `logprobs`, as vLLM and SGLang
-    serve it. One token is sampled, because not every server takes `max_tokens: 0`.
+    serve it. One token is sampled, because not every server takes `max_tokens: 0`. Some servers
+    give its log-probability too.
     """
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -59,12 +61,19 @@ class RemoteScorer(ScoringEngine):
 
         Raises:
             RemoteError: the texts differ, or the server cannot be used at all.
-            EngineError: the server does not score.
+            EngineError: the server does not score, or leaves out the texts of the tokens.
         """
         logprobs = await self._echo(token_ids)
-        for token_id, expected, stored in zip(token_ids, texts, logprobs["tokens"], strict=False):
-            text = str(stored)
-            for mark, meaning in _STORED_MARKS.items():
+        tokens = logprobs.get("tokens")
+        if not isinstance(tokens, list) or len(tokens) < len(token_ids):
+            raise EngineError(
+                f"{self._name}: log-probabilities without the texts of the tokens; a teacher needs a "
+                "server that answers `echo` with `logprobs`, such as vLLM or SGLang"
+            )
+        # The sampled token may follow those of the prompt.
+        for token_id, expected, token in zip(token_ids, texts, tokens, strict=False):
+            text = str(token)
+            for mark, meaning in _VOCABULARY_MARKS.items():
                 text = text.replace(mark, meaning)
             if text != expected:
                 raise RemoteError(
@@ -92,7 +101,7 @@ class RemoteScorer(ScoringEngine):
         return [float(value) for value in values]
 
     async def _echo(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the field `logprobs` of an answer that repeats the tokens."""
+        """Send the tokens, and return the field `logprobs` of the answer; see `_parse`."""
         body = {
             "model": self._config.model,
             "prompt": list(token_ids),
@@ -120,7 +129,12 @@ class RemoteScorer(ScoringEngine):
         return self._parse(reply.content, len(token_ids))
 
     def _parse(self, content: bytes, size: int) -> dict[str, Any]:
-        """Return the log-probabilities in an answer; raise EngineError if they are not of `size` tokens."""
+        """Return the field `logprobs` of an answer.
+
+        Raises:
+            EngineError: it does not have the log-probabilities of the `size` tokens of the prompt,
+                with or without that of the sampled token.
+        """
         try:
             logprobs: dict[str, Any] = json.loads(content)["choices"][0]["logprobs"]
             count = len(logprobs["token_logprobs"])

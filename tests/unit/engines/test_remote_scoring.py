@@ -186,6 +186,17 @@ def test_a_server_that_does_not_echo_is_refused(answer: dict[str, Any]) -> None:
         score(server.url, REPLIES)
 
 
+@pytest.mark.parametrize("tokens", [None, ["5"]], ids=["none", "one of two"])
+def test_a_server_that_leaves_out_the_texts_of_tokens_is_refused(tokens: Any) -> None:
+    logprobs = {"tokens": tokens, "token_logprobs": [None, -1.0]}
+    answer = {"choices": [{"text": "", "logprobs": logprobs}]}
+    with (
+        chat_server(Response(json.dumps(answer).encode())) as server,
+        pytest.raises(EngineError, match="log-probabilities without the texts of the tokens"),
+    ):
+        check_tokens(server.url, ["5", "6"])
+
+
 def test_a_wrong_model_is_one_line() -> None:
     with (
         chat_server(Response(b"no such model", status=404)) as server,
