@@ -69,7 +69,7 @@ class Fleet:
         else:
             self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
 
-    async def read_members(self) -> list[Replica]:
+    async def update_members(self) -> list[Replica]:
         """Remove servers that the file of members no longer names, and return new ones that answer.
 
         The new servers are paused, and get no request before they have weights and `join`. They are

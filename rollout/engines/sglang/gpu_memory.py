@@ -11,13 +11,13 @@ from rollout.models.architecture import Architecture
 
 # Longest prompt part of a pass, by the memory of the GPU in GB (`_handle_gpu_memory_settings`).
 _PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
-_MOST_PREFILL_TOKENS = 16384
+_MAX_PREFILL_TOKENS = 16384
 _CHUNK_ARGUMENT = "chunked-prefill-size"
 _SCORED_TOKENS = 2048  # rows of logits that are computed at a time (SGLANG_LOGPROB_CHUNK_SIZE)
 
 
 def prefill_tokens(options: Mapping[str, Any], gpu_gb: float) -> int:
-    """Return the most tokens of a pass over prompts.
+    """Return the maximum number of tokens in one pass over prompts.
 
     Args:
         options: arguments of the server.
@@ -29,14 +29,16 @@ def prefill_tokens(options: Mapping[str, Any], gpu_gb: float) -> int:
     for memory, tokens in _PREFILL_TOKENS:
         if gpu_gb < memory:
             return tokens
-    return _MOST_PREFILL_TOKENS
+    return _MAX_PREFILL_TOKENS
 
 
 def prefill_bytes(architecture: Architecture, tp: int, tokens: int) -> float:
-    """Return the activations of a pass over prompts, which the CUDA graphs of prompts keep.
+    """Return the bytes of the activations of a pass over prompts, which the CUDA graphs of prompts keep.
 
-    They are the residual stream, its norm and an output, and the widest of a layer: gate, up
-    projection and their product, or projections, queries and attended values, in bfloat16.
+    For each token in bfloat16, these are three vectors of the hidden size (residual stream, its norm
+    and the output of a part of a layer), and the widest part of a layer. In the MLP this is gate, up
+    projection and their product, and in the attention the q, k and v projections, the rotated
+    queries and the attended values.
     """
     queries = architecture.heads * architecture.head_dim
     keys = architecture.kv_heads * architecture.head_dim
@@ -49,13 +51,16 @@ def prefill_bytes(architecture: Architecture, tp: int, tokens: int) -> float:
 
 
 def scoring_bytes(architecture: Architecture, tp: int) -> float:
-    """Return the memory of float32 logits, and of their copies, while given tokens are scored."""
+    """Return the bytes of the float32 logits, and of their copies, while given tokens are scored."""
     matrices = 3 if tp > 1 else 2
     return 4.0 * matrices * _SCORED_TOKENS * architecture.vocab
 
 
 def adapter_bytes(parameters: float, adapters: int) -> float:
-    """Return the adapters in a server: the present version of each, the one before, and the bare model.
+    """Return the bytes of a server's slots for adapters in bfloat16.
+
+    Each adapter has two slots, for its present version and the one before, and requests without an
+    adapter have one. All slots are as large as the largest adapter.
 
     Args:
         parameters: elements of the largest adapter, on one GPU.
