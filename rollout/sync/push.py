@@ -40,7 +40,7 @@ class PushSender(WeightSender):
     Attributes:
         urls: URLs of the servers.
         http: client for the requests to the servers.
-        bucket_bytes: upper bound of a bucket of several tensors.
+        bucket_bytes: maximum size of a bucket; a tensor that is larger has a bucket of its own.
     """
 
     def __init__(self, route: SyncRoute, **ranks: Any) -> None:
@@ -90,7 +90,7 @@ class PushSender(WeightSender):
         try:
             self._post_session("/begin_weight_update")
         except EngineError:
-            # A trainer that died during an update has left its session open.
+            # The server may still be in the session of a trainer that died during an update.
             with suppress(EngineError):
                 self._post_session("/end_weight_update")
             self._post_session("/begin_weight_update")
@@ -119,15 +119,15 @@ class PushSender(WeightSender):
             raise EngineError(problem)
 
     def _full_tensors(self, weights: WeightStream) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of a stream, after a check against the model's shapes."""
+        """Yield the names and full tensors of a stream, and check them against the model's shapes."""
         for name, rows in check_stream(weights, self._shapes):
             yield name, join_blocks(rows).detach()
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Frame an update by `begin` and `_end`.
+        """Begin an update before this block, and end it afterwards.
 
-        A session is ended after a failure too, because a server refuses a second one.
+        After a failure, the servers' session is ended too, because they refuse to begin another one.
         """
         try:
             self.on_rank_0(self.begin)
