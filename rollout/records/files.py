@@ -243,20 +243,21 @@ def validate_trajectory(row: Mapping[str, Any]) -> Trajectory:
     turns = row["turns"]
     if turns:
         turns = [
-            {**_drop_none(turn), "messages": _drop_none_of_all(turn["messages"])} for turn in turns
+            {**_without_nones(turn), "messages": _rows_without_nones(turn["messages"])}
+            for turn in turns
         ]
-    tools = _drop_none_of_all(row["tools"])
+    tools = _rows_without_nones(row["tools"])
     return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": tools})
 
 
-def _drop_none(row: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nones(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _drop_none_of_all(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    if rows is None:  # in a damaged file, as the validation will say
+def _rows_without_nones(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if rows is None:  # the file is damaged, and the validation that follows raises an error
         return None
-    return [_drop_none(row) for row in rows]
+    return [_without_nones(row) for row in rows]
 
 
 # --- parquet

@@ -250,12 +250,13 @@ class Turn:
     Names in `scores`, besides the metrics of the environment's step that followed:
 
     - `team`: reward of that step
-    - `local`: the orchestra's score of this turn; `undecided` if there can be none
+    - `local`: the orchestra's score of this turn
+    - `undecided`: 1, in place of `local`, if the environment could not decide that score
     - `penalty`: sum of the penalties that were added to the reward
     - `branch`: score by which a tree chose among branches
     - `replay_outcome`: outcome of the trajectory that was replayed with this alternative
-    - `replay_sampled`, `replay_recorded`: numbers of later turns of that replay that were sampled
-      anew, and that were repeated from the trajectory
+    - `replay_sampled`: number of later turns of that replay that were sampled anew
+    - `replay_recorded`: number of later turns of that replay that were repeated from the trajectory
     - `removal`: outcome of the trajectory minus that of a replay with an empty reply at this turn
     - `cut`: 1 if part of a prompt that was too long was left out
 
@@ -273,7 +274,7 @@ class Turn:
     - `unread`: 1 if the program did not wait for the reply
     - `crashed`: 1 on the latest turn before the program ended badly
     - `off_schema`: 1 if the reply does not have the JSON format that the call asks for
-    - `unheeded/NAME`: 1 if the part NAME of the call was left out
+    - `unheeded/NAME`: 1 if the gateway ignored the part NAME of the call
 
     Attributes:
         index: position in the trajectory, from 0.
