@@ -51,7 +51,8 @@ class DecoderWeights(NamedBuffers):
     def __init__(self, architecture: Architecture, storage: Tensor | None = None) -> None:
         """Lay the buffers out in `storage`, a flat tensor of `elements` numbers, or in new memory."""
         if storage is None:
-            storage = torch.empty(DecoderWeights(architecture, META_STORAGE).elements)
+            elements = DecoderWeights(architecture, META_STORAGE).elements  # counts them only
+            storage = torch.empty(elements)
         allocator = BufferAllocator(storage)
         vocab = architecture.vocab
         hidden = architecture.hidden

@@ -64,7 +64,8 @@ class ReplyText:
             if self.end:
                 break
             new_text = self._renderer.decode_next(self._stream, token)
-            if new_text is None and self._calls:
+            is_special = new_text is None
+            if is_special and self._calls:
                 self._has_call_token = True
             if new_text and not self._has_call_token:
                 self._text += new_text
