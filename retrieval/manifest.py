@@ -48,7 +48,7 @@ class Manifest:
 
 def write_manifest(index_dir: Path, manifest: Manifest) -> None:
     """Write `index.json` with a digest of the other keys."""
-    values = json.loads(json.dumps(asdict(manifest)))
+    values = asdict(manifest)
     write_json_file(index_dir / MANIFEST, {**values, "sha256": _values_sha256(values)})
 
 
