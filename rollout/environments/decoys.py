@@ -1,4 +1,4 @@
-"""Decoys, among which a hidden test's expected value enters the sandbox.
+"""Decoys: wrong values among which a hidden test's expected value enters the sandbox.
 
 A value whose class defines equality, such as a class of the repository, can be compared only inside
 the sandbox. There it is compared with the expected value and with decoys, in random order, so that an
@@ -85,7 +85,12 @@ def _change(value: Any) -> Any:
 
 
 def _change_items(items: Sequence[Any], extra: Any) -> list[Any]:
-    """Return the items with one of them changed, removed or added."""
+    """Return the items with one of them changed or removed, or with one more.
+
+    Args:
+        items: items of a collection, letters of a text or numbers of bytes.
+        extra: item that may be added; in texts and bytes it may also replace one.
+    """
     changed = list(items)
     if not changed or _random.random() < 0.2:
         changed.insert(_random.randint(0, len(changed)), extra)

@@ -449,8 +449,8 @@ class _TestRewriter:
     def _origins(self, left: ast.expr, right: ast.expr) -> list[ast.expr]:
         """Return the origin of each operand.
 
-        It is True if no name of the operand can come from the repository; the name of the operand
-        if its value must be the remembered one; else None.
+        It is the name of the operand if its value must be the remembered one; True if its value
+        cannot come from the repository (see `_is_trusted`); else None.
         """
         origins: list[ast.expr] = []
         for operand in (left, right):
@@ -509,7 +509,7 @@ class _TestRewriter:
         return _literal(node)
 
     def _is_trusted(self, operand: ast.expr) -> bool:
-        """Return True if no name of the operand can come from the repository."""
+        """Return True if the operand has names, and all of them are imported from pytest or unittest."""
         names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
         return bool(names) and names <= self._trusted_names
 

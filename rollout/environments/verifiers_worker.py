@@ -1,4 +1,6 @@
-"""Handler of a worker process that plays environments of the package `verifiers`, 0.1.14 or since 0.4.
+"""Handler of a worker process that plays environments of the package `verifiers`.
+
+The versions 0.1.14 (`load_environment`) and 0.4 or later (tasksets) are supported.
 
 It runs in the Python environment that `verifiers` is installed in (see `worker_main.py`), so it
 imports nothing else of this project.
