@@ -125,7 +125,8 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
 def exploitability(game: ZeroSumGame[_State], strategy: Strategy) -> float:
     """Return half of what both players together could gain by best responses to a strategy.
 
-    It is 0 for an equilibrium, and else positive: the mean loss per game of someone who plays both
-    seats by this strategy against the best opponents.
+    It is 0 for an equilibrium, and else positive. A team that follows the strategy, as the first
+    player in half of its games and as the second in the others, loses this many points per game to
+    the best opponents.
     """
     return sum(best_response_value(game, strategy, player) for player in PLAYERS) / 2

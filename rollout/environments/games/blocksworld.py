@@ -37,7 +37,13 @@ class BlocksTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocksworld(Game[BlocksTable]):
-    """Rules of Blocksworld with the rewards of Stronger-MAS's released code: 1 for the goal, else 0."""
+    """Rules of Blocksworld with the rewards of Stronger-MAS's released code.
+
+    Args:
+        solved_reward: reward of moves that reach the goal; other moves have the reward 0.
+        fail: reward that is added if the game ends without a solution.
+        malformed: reward of a text that is not a list of moves.
+    """
 
     solved_reward: float = 1.0
     fail: float = 0.0
