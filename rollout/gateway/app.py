@@ -117,7 +117,7 @@ class GatewayHandlers:
     ) -> Response:
         request = await self._read_call(dialect.parse, http_request)
         is_retry = http_request.headers.get(_RETRY_HEADER, "0") != "0"
-        if is_retry and not self.has_refused_calls:
+        if is_retry and not self.has_refused_calls:  # otherwise it may repeat a refused call
             request = replace(request, is_retry=True)
 
         if self.calls_in_progress + request.choices > self.max_calls:
@@ -131,10 +131,7 @@ class GatewayHandlers:
             if not await _wait_for_replies(http_request, backend, calls, stream=request.stream):
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
-            if calls and request.stream and not calls[0].task.done():
-                calls[0].task.add_done_callback(self._on_stream_sampled)
-            else:
-                self.calls_in_progress -= request.choices
+            self._count_as_answered(request, calls)
 
         if not request.stream:
             return JSONResponse(dialect.render([call.result() for call in calls]))
@@ -192,6 +189,13 @@ class GatewayHandlers:
         if agent:
             request = replace(request, model=agent)
         return request
+
+    def _count_as_answered(self, request: ChatRequest, calls: Sequence[GatewayCall]) -> None:
+        """Take the calls of a request off those in progress: now, or once a stream is sampled."""
+        if calls and request.stream and not calls[0].task.done():
+            calls[0].task.add_done_callback(self._on_stream_sampled)  # a stream has one call
+        else:
+            self.calls_in_progress -= request.choices
 
     def _on_stream_sampled(self, task: asyncio.Task[ChatReply]) -> None:
         self.calls_in_progress -= 1

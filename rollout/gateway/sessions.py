@@ -321,12 +321,14 @@ class GatewaySession:
         conversation = (*request.messages, reply.message)
         if request.store:
             self._stored_replies[reply.id] = _StoredReply(reply, conversation)
-        if reply.stop_sequence is None:  # a text without its stop cannot stand for the tokens
-            answered = replace(request, messages=conversation)
-            digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
+        # The sampled tokens include a stop sequence, and the text lacks it. So a conversation with a
+        # text that was cut there cannot continue the chat's token ids.
+        if reply.stop_sequence is None:
             reply_format = request.reply_format
             if reply_format is None and match.reply is not None:
                 reply_format = match.reply.reply_format
+            answered = replace(request, messages=conversation)
+            digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
             self._known_replies[digests[-1]] = _KnownReply(chat, reply_format)
         return reply
 
