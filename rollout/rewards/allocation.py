@@ -186,7 +186,8 @@ def shared_outcome(group: Group) -> Group:
 
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     def rewards(trajectory: Trajectory) -> list[float]:
-        # Alternatives have nodes, but do not make the trajectory a tree.
+        # `outcome` takes turns with a node for those of a tree. Alternatives have nodes without
+        # being branches of a tree, so they are left out.
         first_replies = tuple(
             turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores
         )

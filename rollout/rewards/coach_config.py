@@ -35,8 +35,8 @@ class CoachConfig(RemoteConfig):
     observation_chars: int = Field(2000, ge=1)
     # Most characters of the query and of the result of each tool call of earlier turns.
     earlier_chars: int = Field(500, ge=1)
-    # Deadline of the verdicts on all turns of a batch of tasks, in seconds. A step is one batch, and
-    # more if a filter resamples.
+    # Deadline of the verdicts on all turns of a batch of tasks, in seconds. The tasks of a step are
+    # one batch; if a filter drops groups, each resampling is one more.
     batch_deadline_s: float = Field(1800.0, gt=0)
     # When the budget is spent: "stop" the run, which can be resumed, or "mask" the turns without a
     # score.

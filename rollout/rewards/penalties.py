@@ -1,8 +1,8 @@
 """Reward penalties, which are added to the reward of a turn after the allocator; each is a function of one turn.
 
-invalid          a malformed reply costs (Dr.MAS; UnityMAS-O's format reward)
-overlong         a reply near its token limit costs (DAPO)
-mask_truncated   a reply that was cut off does not train (DAPO)
+invalid          penalty of a malformed reply (Dr.MAS; UnityMAS-O's format reward)
+overlong         penalty of a reply near its token limit (DAPO)
+mask_truncated   mask of a reply that was cut off, which then does not train (DAPO)
 
 Options:
     coef: size of the penalty.

@@ -18,10 +18,11 @@ def local_team(
 ) -> Group:
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree, the environment's reward in the turn's round takes the place of the score "team": a
-    branch that did not continue lacks the "team" of later steps. This reward, times the `alpha` of
-    the tree sampling, is the score "branch" minus the local scores of the node's turns. The
-    allocator's `alpha` multiplies it again, so a run leaves one of the two at 1.
+    In a tree, the environment's reward in the turn's round takes the place of the score "team",
+    because a branch that did not continue lacks the "team" of later steps. The score "branch" of a
+    node is the sum of its turns' local scores plus this reward times `trainer.branching.alpha`. So
+    the allocator subtracts the local scores from "branch", and the difference has the factor
+    `trainer.branching.alpha` already. At most one of the two alphas may differ from 1.
 
     Args:
         alpha: weight of the score "team".
@@ -29,7 +30,8 @@ def local_team(
     """
 
     def local_reward(trajectory: Trajectory, turn: Turn) -> float | None:
-        if missing_local == "zero" and not {"local", "undecided"} & turn.scores.keys():
+        is_missing = "local" not in turn.scores and "undecided" not in turn.scores
+        if is_missing and missing_local == "zero":
             return 0.0
         return allocation.local_score(trajectory, turn, "local")
 
@@ -237,8 +239,18 @@ def tree_shaping(
 
 
 def _node_baseline(node: str, values: Mapping[str, float], mix: float, default: float) -> float:
-    """Return (1 - λ) parent + λ leave-one-out mean of the siblings; `default` without parent and siblings."""
-    if not node:  # a turn before the first branch
+    """Return the value that the scores of a node's turns are compared with.
+
+    It is (1 - λ) parent + λ mean of the siblings, without the node itself. Without a parent or
+    without siblings it is the other of the two.
+
+    Args:
+        node: name of the node; "" for turns before the first branch.
+        values: mean score of each node.
+        mix: λ.
+        default: value if there is neither a parent nor a sibling.
+    """
+    if not node:
         return default
     parent = node.rpartition(".")[0]
     parent_value = values.get(parent)
@@ -271,7 +283,7 @@ def coach(
     """Reward every turn with the coach's score; mask turns that the coach did not score.
 
     Args:
-        measure: name of the coach's score, from 0 to 10 in "process".
+        measure: name of one of the coach's scores; its score "process" is from 0 to 10.
         scale: factor of the score; the paper uses 1.
         clip: (low, high) to which the scaled score is clipped; null: it is not clipped.
         outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
