@@ -167,7 +167,7 @@ def _same_word(word: str, expected: str) -> bool:
         return False
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(expected):
         return False
-    return _close(float(word), float(expected))
+    return _is_close(float(word), float(expected))
 
 
 def _same(value: Any, expected: Any) -> bool:
@@ -185,14 +185,14 @@ def _same(value: Any, expected: Any) -> bool:
         )
     if isinstance(value, float) or isinstance(expected, float):
         are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-        return are_numbers and _close(value, expected)
+        return are_numbers and _is_close(value, expected)
 
     types = {type(value), type(expected)}
     are_comparable = len(types) == 1 or types == {bool, int}
     return are_comparable and bool(value == expected)
 
 
-def _close(value: float, expected: float) -> bool:
+def _is_close(value: float, expected: float) -> bool:
     try:
         return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an integer beyond any float

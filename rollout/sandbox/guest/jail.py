@@ -133,8 +133,8 @@ def _build_root(readable: list[str]) -> None:
             os.symlink(target, link)
 
     os.chdir(_STAGE)
-    linux.call("pivot_root", b".", b".")
-    linux.detach(".")
+    linux.call("pivot_root", b".", b".")  # mounts the old root on top of the new one
+    linux.detach(".")  # unmounts the old root
     os.chdir("/")
     linux.mount("none", "/", "", linux.BIND | linux.REMOUNT | linux.RDONLY | _NO_DEVICES)
 

@@ -602,7 +602,7 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
             if not is_trustworthy(positive, left, right, left_origin, right_origin):
                 return is_negation
         if is_true and site is not None:
-            send(("site", site, -1, "=True"))
+            send(("site", site, -1, "=True"))  # no withheld value; the text of True
         return result
 
     def operands(
@@ -613,11 +613,14 @@ def _define_names(send: Send, candidates: dict[str, list[str]]) -> None:
         left_origin: Origin,
         right_origin: Origin,
     ) -> tuple[object, object]:
-        """Return the operands of assertEqual, or unequal ones if their equality is not trustworthy."""
+        """Return the operands of assertEqual, and report that they are equal, if they are.
+
+        If their equality is not trustworthy, return unequal operands instead.
+        """
         if left == right:
             if not is_trustworthy(operator, left, right, left_origin, right_origin):
                 return 0, 1
-            send(("site", site, -1, "=True"))
+            send(("site", site, -1, "=True"))  # no withheld value; the text of True
         return left, right
 
     def guard(*values: object) -> tuple[object, ...]:

@@ -51,7 +51,8 @@ class Warden:
         self._deadline_s = float("inf")
         self._kill_reason = ""
         self._earlier_cpu_s = 0.0  # CPU time of earlier jobs
-        # Descriptor of a /proc, where no control group limits the memory of the process tree.
+        # Descriptor of a /proc in which this process watches the memory of the process tree; -1 if a
+        # control group limits it, or in the other tiers.
         self._watched_proc = -1
 
         self._commands: dict[str, Callable[..., None]] = {
@@ -128,14 +129,20 @@ class Warden:
                 command(files, **message)
 
     def _poll_timeout_ms(self) -> int | None:
+        """Return the milliseconds until the job's limits must be checked; None if they need no check.
+
+        The deadline needs a check when it is reached. Limits that the kernel does not enforce (see
+        `_exceeded_limit`) need one every `_CHECK_S` seconds.
+        """
         if not self._job_pid:
             return None
         timeout_s = self._deadline_s - time.monotonic()
-        if self._tier != "namespaces" or self._watched_proc >= 0:
+        kernel_enforces_limits = self._tier == "namespaces" and self._watched_proc < 0
+        if not kernel_enforces_limits:
             timeout_s = min(timeout_s, _CHECK_S)
         if timeout_s == float("inf"):
             return None
-        return max(0, int(timeout_s * 1000) + 1)
+        return max(0, int(timeout_s * 1000) + 1)  # rounded up, so that the deadline has passed
 
     def _exceeded_limit(self) -> str:
         """Return the limit that the job exceeds ("wall", "disk", "threads" or "memory"), or ""."""
