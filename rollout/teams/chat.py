@@ -85,7 +85,7 @@ class Chat:
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
         # Scores of the next turn that say how room was made for it.
-        self._room_scores: dict[str, float] = {}
+        self._pending_scores: dict[str, float] = {}
 
     async def say(self, text: str) -> AgentReply:
         """Send a message and return the agent's reply; open tool calls are answered as not made."""
@@ -188,7 +188,7 @@ class Chat:
 
     def fold(self, summary: str) -> None:
         """Replace the conversation by a summary; keep system prompt, question and new messages."""
-        first_new = 0  # index behind the latest reply
+        first_new = 0  # index of the first message after the latest reply
         for index, message in enumerate(self.messages, start=1):
             if message.role == "assistant":
                 first_new = index
@@ -247,9 +247,9 @@ class Chat:
                 self._host.score(self.latest.turn, full=1.0)
                 return self.latest
 
-        if self._room_scores:
-            self._host.score(reply.turn, **self._room_scores)
-            self._room_scores = {}
+        if self._pending_scores:
+            self._host.score(reply.turn, **self._pending_scores)
+            self._pending_scores = {}
         self._state = replace(self._state, before=turn)
         self.latest = reply
         self._open_calls = reply.calls
@@ -319,8 +319,8 @@ class Chat:
         dropped = numbers[: (len(numbers) + 1) // 2]
         for number in dropped:
             self.messages[number] = replace(self.messages[number], content=_DROPPED)
-        earlier = self._room_scores.get("dropped_results", 0.0)
-        self._room_scores["dropped_results"] = earlier + len(dropped)
+        earlier = self._pending_scores.get("dropped_results", 0.0)
+        self._pending_scores["dropped_results"] = earlier + len(dropped)
         return bool(dropped)
 
     async def sum_up(self) -> bool:
@@ -339,7 +339,7 @@ class Chat:
                     raise
                 conversation = conversation[len(conversation) // 2 :]  # the newer half
         self.fold(reply.value or reply.text)
-        self._room_scores["folded"] = 1.0
+        self._pending_scores["folded"] = 1.0
         return True
 
 

@@ -53,8 +53,8 @@ class Episode:
         """Prepare an episode.
 
         Args:
-            tool_s: deadline of one call of the environment or a tool, in seconds; None: any time.
-            name: environment's name in errors; "": that in the task.
+            tool_s: deadline of one call of the environment or a tool, in seconds; None: no deadline.
+            name: name of the environment in errors; "": the task's name for it.
         """
         self.session = session
         self.rewards: list[float] = []  # rewards of all steps

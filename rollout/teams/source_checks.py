@@ -181,7 +181,11 @@ def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
 
 @lru_cache(maxsize=256)
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
-    """Return the agents that an orchestra asks outside of `if` and the like, also in a `for` loop."""
+    """Return the agents that an orchestra asks in every trajectory, and so needs in its team.
+
+    Calls that may not be reached are left out: those in `if`, `while`, `try`, `match`, conditional
+    expressions and inner functions. A `for` loop is taken to run at least once.
+    """
     definition = _definition(orchestra)
     if definition is None:
         return frozenset()

@@ -226,12 +226,7 @@ class TeamSession:
             Defect: the trajectory has taken as many turns as it may, or the policy or the role's
                 parser raised something else.
         """
-        max_turns = self._team.max_turns
-        if max_turns is not None and self._calls_begun >= max_turns:
-            raise Defect(
-                f"orchestra: asked for turn {max_turns + 1}, and collection.max_turns is {max_turns}; "
-                "end its loop, or raise the key"
-            )
+        self._check_turn_limit()
         anchor = ""
         if self.state:
             anchor = _digest((Message(role="state", content=self.state),))
@@ -252,7 +247,25 @@ class TeamSession:
             if self._calls_begun == call.index + 1:
                 self._calls_begun = call.index
             raise
+        self._record(call, turn, task)
+        return turn, reply
 
+    def _check_turn_limit(self) -> None:
+        max_turns = self._team.max_turns
+        if max_turns is not None and self._calls_begun >= max_turns:
+            raise Defect(
+                f"orchestra: asked for turn {max_turns + 1}, and collection.max_turns is {max_turns}; "
+                "end its loop, or raise the key"
+            )
+
+    def _record(self, call: Call, turn: Turn, task: asyncio.Task[Any]) -> None:
+        """Record a turn in the current round; begin a new round if the environment has stepped.
+
+        Args:
+            call: call that the turn answers.
+            turn: the turn.
+            task: task that asked for it.
+        """
         if self._stepped:
             self._round_turns.clear()
             self._stepped = False
@@ -260,10 +273,12 @@ class TeamSession:
         self._turns[call.index] = turn
         self._latest_turn[task] = call.index
         self._rounds[call.index] = self._round
-        was_cut = turn.messages != call.messages
-        self.scores[call.index] = {"cut": 1.0} if was_cut else dict(turn.scores)
         self._round_turns.append(call.index)
-        return turn, reply
+
+        scores = dict(turn.scores)
+        if turn.messages != call.messages:  # the engine client has cut the messages to fit
+            scores["cut"] = 1.0
+        self.scores[call.index] = scores
 
     def count_tool_call(self, agent: str) -> int:
         """Count a tool call of an agent; return its number, from 1."""
