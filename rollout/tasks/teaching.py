@@ -92,8 +92,8 @@ class _TaughtPolicy:
         assert chat is not None
         text = self.teacher(self.agent, messages)
         reply = Message(role="assistant", content=text)
-        worded = write_tools_as_text([*messages, reply], chat.tools)
-        self.chats[chat.id] = Demonstration(agent=self.agent, messages=tuple(worded))
+        conversation = write_tools_as_text([*messages, reply], chat.tools)
+        self.chats[chat.id] = Demonstration(agent=self.agent, messages=tuple(conversation))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=EMPTY_COMPLETION)
 
 
