@@ -181,10 +181,10 @@ def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
 
 @lru_cache(maxsize=256)
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
-    """Return the agents that an orchestra asks in every trajectory, and so needs in its team.
+    """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
-    Calls that may not be reached are left out: those in `if`, `while`, `try`, `match`, conditional
-    expressions and inner functions. A `for` loop is taken to run at least once.
+    Calls in `if`, `while`, `try`, `match`, `and`, `or`, conditional expressions and inner functions
+    are left out. A `for` loop is taken to run at least once, and an early `return` never to happen.
     """
     definition = _definition(orchestra)
     if definition is None:
