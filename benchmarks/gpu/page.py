@@ -186,7 +186,7 @@ def _cuda_graphs(lines: Sequence[dict[str, Any]]) -> list[str]:
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         "Milliseconds with 32 query heads and 8 key-value heads of 128 in bfloat16. On an H100, the backward pass of",
-        "today's Triton kernel takes 128 keys at a time; *narrow* takes 64, as all of it did when this was measured.",
+        "today's Triton kernel takes 128 keys at a time; *narrow* takes 64, as the kernel did when this was measured.",
         "",
         "| layout | Triton | narrow | torch |",
         "|---|---:|---:|---:|",

@@ -136,6 +136,9 @@ RUN_BY: dict[str, Runner] = {
     r"mcore-mas evaluate results/mas --state .*|mcore-mas cross-play .*": Runner(
         "unit/reports/test_cross_play_matrix.py", "needs runs whose models play each other's agents"
     ),
+    r"mcore-mas export results/demo_math_lora .*": Runner(
+        "unit/evaluation/test_export.py", "needs a trained run with adapters"
+    ),
     r"mcore-mas distill demo_math.*": Runner(
         "unit/pipeline/test_distill.py", "needs a trained team with right answers"
     ),
