@@ -82,20 +82,20 @@ _TP_PP_SP = {"tp": 2, "pp": 2, "sp": True}
 
 ROWS = (
     Row(name="one rank", max_tokens=1000),
-    Row(name="TP2", layout={"tp": 2}),
+    Row(name="TP2", layout={"tp": 2}, tested=False),
     Row(name="TP2, Qwen3", family="qwen3", layout={"tp": 2}, tested=False),
     Row(name="TP2, Llama 3", family="llama", layout={"tp": 2}, tested=False),
-    Row(name="TP2 + SP", layout={"tp": 2, "sp": True}),
+    Row(name="TP2 + SP", layout={"tp": 2, "sp": True}, tested=False),
     Row(name="TP2 + SP, Qwen3", family="qwen3", layout={"tp": 2, "sp": True}, tested=False),
     Row(name="TP2 + SP, Llama 3", family="llama", layout={"tp": 2, "sp": True}, tested=False),
     Row(name="TP2 + SP, recompute", layout={"tp": 2, "sp": True, "recompute": "full"}),
-    Row(name="PP2", layout={"pp": 2}),
+    Row(name="PP2", layout={"pp": 2}, tested=False),
     Row(name="PP2, Qwen3 (head of its own)", family="qwen3", layout={"pp": 2}, tested=False),
     Row(name="PP2, recompute", layout={"pp": 2, "recompute": "full"}, tested=False),
     Row(name="PP2 × 2 stages", layout={"pp": 2, "vpp": 2}),
     Row(name="TP2 × PP2", layout={"tp": 2, "pp": 2}),
     Row(name="TP2 × PP2 + SP", layout={"tp": 2, "pp": 2, "sp": True}, tested=False),
-    Row(name="CP2", layout={"cp": 2}, max_tokens=1000),
+    Row(name="CP2", layout={"cp": 2}, max_tokens=1000, tested=False),
     Row(name="CP2, Qwen3", family="qwen3", layout={"cp": 2}, max_tokens=1000, tested=False),
     Row(name="CP4, key/value heads shared", layout={"cp": 4}, max_tokens=1000, tested=False),
     Row(
@@ -116,7 +116,7 @@ ROWS = (
         tested=False,
     ),
     Row(name="critic, CP2", critic=True, layout={"cp": 2}, tested=False),
-    Row(name="DP2", layout={"dp": 2}),
+    Row(name="DP2", layout={"dp": 2}, tested=False),
     Row(
         name="DP2, fewer micro-batches than ranks",
         layout={"dp": 2},
@@ -124,7 +124,11 @@ ROWS = (
         max_tokens=1000,
     ),
     Row(name="DP4", layout={"dp": 4}, tested=False),
-    Row(name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}),
+    Row(
+        name="DP2 + distributed optimizer",
+        layout={"dp": 2, "distributed_optimizer": True},
+        tested=False,
+    ),
     Row(
         name="DP2 + distributed optimizer, overlap",
         layout={"dp": 2, "distributed_optimizer": True, "overlap": True, "bucket": 10_000},
@@ -220,7 +224,7 @@ ROWS = (
     Row(name="trees of depth 3", deep=True, max_tokens=1000, tested=False),
     Row(name="trees of depth 3, cut to at most 48 tokens", deep=True, max_tokens=48, tested=False),
     Row(name="trees of depth 3, TP2 + SP", deep=True, layout={"tp": 2, "sp": True}, max_tokens=64),
-    Row(name="trees of depth 3, PP2", deep=True, layout={"pp": 2}, max_tokens=64),
+    Row(name="trees of depth 3, PP2", deep=True, layout={"pp": 2}, max_tokens=64, tested=False),
     Row(
         name="trees of depth 3, PP2 × DP2",
         deep=True,
@@ -269,7 +273,7 @@ ROWS = (
     Row(name="depth 3, nothing shared", deep=True, feed="linear", max_tokens=1000, tested=False),
     Row(name="balanced agents", balance=BALANCE, max_tokens=1000, tested=False),
     Row(name="balanced agents, TP2 + SP", balance=BALANCE, layout={"tp": 2, "sp": True}),
-    Row(name="balanced agents, PP2", balance=BALANCE, layout={"pp": 2}, tested=False),
+    Row(name="balanced agents, PP2", balance=BALANCE, layout={"pp": 2}),
     Row(
         name="balanced agents, CP2",
         balance=BALANCE,
@@ -294,6 +298,7 @@ ROWS = (
         deep=True,
         layout={"pp": 2, "dp": 2},
         max_tokens=64,
+        tested=False,
     ),
     Row(
         name="balanced agents, LoRA, TP2",

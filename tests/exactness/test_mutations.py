@@ -53,6 +53,17 @@ def enlarge_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def enlarge_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enlarge the entropy bonus."""
+    original = losses.Objective.__call__
+
+    def mutated(objective: losses.Objective, tokens: losses.TokenBatch) -> Any:
+        enlarged = replace(tokens, entropy_coef=FACTOR * tokens.entropy_coef)
+        return original(objective, enlarged)
+
+    monkeypatch.setattr(losses.Objective, "__call__", mutated)
+
+
 def raise_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the largest weight of truncated importance sampling."""
     original = CORRECTIONS["tis"]
@@ -94,6 +105,7 @@ def test_the_objective_is_exact(row: Row, tmp_path: Path) -> None:
         (POLICY, widen_clips),
         (POLICY, widen_dual_clip),
         (POLICY, enlarge_kl),
+        (POLICY, enlarge_entropy),
         (POLICY, raise_truncation),
         (CRITIC, widen_value_clip),
     ],

@@ -12,7 +12,7 @@ from mcore_mas.equations.agreement import GAP_BOUNDS, describe_disagreement
 from mcore_mas.planning.memory import TrainerSettings, activation_bytes
 from rollout.models.architecture import read_architecture
 from rollout.models.layout import ParallelLayout
-from tests.exactness.training import Measurement, measure_rows
+from tests.exactness.training import TESTED_STEPS, Measurement, measure_rows
 from tests.exactness.transformer_engine import (
     IN_FP8,
     MEASURED,
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measurements(folder: Path) -> dict[str, Measurement]:
     """Return the errors of each row, by name."""
-    results = measure_rows(rows_with_transformer_engine(), folder)
+    results = measure_rows(rows_with_transformer_engine(), folder, TESTED_STEPS)
     return {row.name: result for row, result in zip(ROWS, results, strict=True)}
 
 

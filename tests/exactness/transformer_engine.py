@@ -22,7 +22,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.agreement import LAYER_COUNTS, compare_engines, train_model
 from tests.exactness.rows import Row
-from tests.exactness.training import train_rows
+from tests.exactness.training import TESTED_STEPS, train_rows
 from tests.support import ranks, reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def main(folder: Path) -> None:
         *_folder_jobs(folder),
         *_agreement_jobs(folder),
     ]
-    train_rows(rows_with_transformer_engine(), folder, other_jobs)
+    train_rows(rows_with_transformer_engine(), folder, other_jobs, TESTED_STEPS)
     ranks.run_jobs(resumed_jobs)
 
 
