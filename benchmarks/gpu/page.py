@@ -41,7 +41,7 @@ _MEASURE = """## Measure your GPU
 _PREDICTED = """\
 The predictions are for an H100 and today's code. `tests/support/fake_gpu.py` runs the GPU's code without a GPU, and
 estimates the time of each operation from its arithmetic, its bytes and its launch. The code that was measured had
-slower kernels; a test checks that the predicted times of its updates are within 10 % of the measured ones. The
+slower kernels; a test checks that the predicted times of two of its updates are within 10 % of the measured ones. The
 predictions for today's code have not been checked on a GPU.
 """
 _TRANSFORMER_ENGINE = """\

@@ -318,6 +318,8 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 def main(cases: list[str]) -> None:
     """Measure each case, a JSON object of arguments of `measure`, and print its figures as JSON."""
     prepare()
+    importlib.import_module("mcore_mas.megatron.step.trainer")
+    gc.freeze()  # excludes the modules from collections, each of which would take half a second
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -209,8 +210,16 @@ def _patch_process_groups() -> None:
     dist._coalescing_manager = lambda *_, **__: contextlib.nullcontext(FinishedWork())
 
 
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    """Replace torch.compile: return the function unchanged, or a decorator if there are only options."""
+    return _uncompiled if function is None else function
+
+
 def _patch_megatron_random() -> None:
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    # Megatron's decorators compile functions during its import, and importing torch's compiler takes
+    # as long as importing all of Megatron.
+    with mock.patch.object(torch, "compile", _uncompiled):
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     no_state = torch.empty(0, dtype=torch.uint8)
