@@ -17,7 +17,7 @@ from mcore_mas.megatron.model.layer_ops import SWIGLU_BLOCK, swiglu
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 from tests.support.gradients import full_gradients
-from tests.support.operators import assert_near, compile_for_gpu, output_and_gradients
+from tests.support.operators import assert_near, output_and_gradients
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def test_scaled_swiglu_computes_the_results_of_torch(width: int) -> None:
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_an_update_with_kernels_is_that_without(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:
@@ -161,20 +161,6 @@ def test_an_expert_without_tokens_has_no_gradient(
     assert torch.allclose(grad_first, x[:4].sum(0).expand(8, 16), atol=1e-5)
     assert not grad_second.any()
     assert torch.allclose(grad_x[4], third.sum(0), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_kernels_for_an_h200_do_not_spill() -> None:
-    *kernels, float32_product = compile_for_gpu("expert_kernels()")
-    assert [kernel["spilled"] for kernel in kernels] == [0] * 3
-    product, *swiglu_kernels = kernels
-    assert product["wgmma"] >= 4
-    # Two programs share a multiprocessor.
-    assert product["registers"] <= 128
-    assert product["shared"] <= 113
-    assert max(kernel["registers"] for kernel in swiglu_kernels) <= 64
-    # An L40S has this many KiB of shared memory.
-    assert float32_product["shared"] <= 99
 
 
 @pytest.mark.gpu
