@@ -187,17 +187,14 @@ print(alive)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ray_starts_stops_the_run_and_leaves_no_folder_or_process(
-    number: signal.Signals,
-) -> None:
+def test_a_signal_while_ray_starts_stops_the_run_and_leaves_no_folder_or_process() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
         environment = os.environ | {"RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", _STOP_DURING_START, str(int(number))]
+        command = [sys.executable, "-c", _STOP_DURING_START, str(int(signal.SIGTERM))]
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
-    stopped = f"stopped by {number.name}; the same command continues from what is saved"
+    stopped = "stopped by SIGTERM; the same command continues from what is saved"
     assert result.stdout.splitlines() == [stopped, "[]", "[]"], result.stderr
 
 
