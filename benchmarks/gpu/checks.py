@@ -36,6 +36,9 @@ GAPS = {0.5: 0.015, 0.99: 0.06, 0.999: 0.07}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 NORM_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
+# Models whose updates are compared with those of the CPU
+_CPU_MODELS = ("tiny", "tiny-moe")
+
 
 def correctness(tiny: bool) -> None:
     """Run all checks: kernels against plain PyTorch, updates against other updates, and synchronisations."""
@@ -45,9 +48,8 @@ def correctness(tiny: bool) -> None:
     _check_head(tiny)
     for check in (
         _check_repeated_updates,
-        partial(_check_update_of_the_cpu, model="tiny"),
+        _check_updates_of_the_cpu,
         partial(_check_bfloat16, tiny=tiny),
-        partial(_check_update_of_the_cpu, model="tiny-moe"),
     ):
         with tempfile.TemporaryDirectory() as folder:
             check(Path(folder))
@@ -382,21 +384,22 @@ def _run_two_updates(folder: Path, variant: str) -> _Updates:
     return _Updates(norms=norms, weights=weights, synchronisations=synchronisations)
 
 
-def _check_update_of_the_cpu(folder: Path, model: str) -> None:
+def _check_updates_of_the_cpu(folder: Path) -> None:
     """Compare log-probabilities and gradients in float32 with those of a process that sees no GPU."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder), model]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
-    references = torch.load(_update_file(folder), weights_only=True)
-    results = _float32_update(folder, model)
-    for name in ("logprobs", "gradients"):
-        worst = _largest_error(results[name], references[name])
-        ok = worst <= TOLERANCES[torch.float32]
-        say(what=f"update, {name} of the CPU", model=model, worst=worst, ok=ok)
+    for model in _CPU_MODELS:
+        references = torch.load(_update_file(folder, model), weights_only=True)
+        results = _float32_update(folder, model)
+        for name in ("logprobs", "gradients"):
+            worst = _largest_error(results[name], references[name])
+            ok = worst <= TOLERANCES[torch.float32]
+            say(what=f"update, {name} of the CPU", model=model, worst=worst, ok=ok)
 
 
-def _update_file(folder: Path) -> Path:
-    return folder / "update.pt"
+def _update_file(folder: Path, model: str) -> Path:
+    return folder / f"update_{model}.pt"
 
 
 def _float32_update(folder: Path, model: str) -> dict[str, list[Tensor]]:
@@ -431,10 +434,11 @@ def _check_bfloat16(folder: Path, tiny: bool) -> None:
     )
 
 
-def main(folder: Path, model: str) -> None:
-    """Save the update that `_check_update_of_the_cpu` compares with."""
-    torch.save(_float32_update(folder, model), _update_file(folder))
+def main(folder: Path) -> None:
+    """Save the updates that `_check_updates_of_the_cpu` compares with."""
+    for model in _CPU_MODELS:
+        torch.save(_float32_update(folder, model), _update_file(folder, model))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))
