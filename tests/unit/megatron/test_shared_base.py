@@ -24,7 +24,6 @@ VERIFIER_LORA = LoraConfig(rank=2, alpha=2.0)
 
 # Fields of the TrainerSpec.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
     "tp2": {"tp": 2, "sp": True, "recompute": "full"},
     "pp2": {"pp": 2, "bf16": True},
     "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True},

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,11 +84,8 @@ def test_a_real_trainer_holds_as_much(measured: Path, name: str) -> None:
     assert settings.recompute == "full" or 0.85 < ratio < 1.12
 
 
-RESIDENT = {
-    "plain": {},
-    "recomputed": {"recompute": "full"},
-    "tp2": {"tp": 2, "sp": True},
-}
+# Fields of the specification of a trainer
+RESIDENT: dict[str, dict[str, Any]] = {"plain": {}, "recomputed": {"recompute": "full"}}
 MODEL = {
     "model_type": "qwen2",
     "hidden_size": 512,
@@ -103,7 +101,7 @@ TOKENS_BY_LAYERS = {1: 256, 4: 1024}  # tokens of an update, by the number of th
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the peak of processes that train a model of one or four layers, by layout."""
+    """A folder with the peak of processes that train a model of one or four layers, by recomputation."""
     folder = tmp_path_factory.mktemp("grown")
     for layers, tokens in TOKENS_BY_LAYERS.items():
         (folder / str(layers)).mkdir()
@@ -111,14 +109,13 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
             json.dumps(MODEL | {"num_hidden_layers": layers})
         )
         batch = make_batch([(tokens, -1, 100)], vocab=256)
-        for name, layout in RESIDENT.items():
+        for name, fields in RESIDENT.items():
             out = folder / str(layers) / name
             out.mkdir()
-            spec = ranks.make_spec(str(folder / str(layers)), init="random", **layout)
+            spec = ranks.make_spec(str(folder / str(layers)), init="random", **fields)
             job = ranks.Job(
                 function=ranks.measure_process_memory,
                 arguments={"spec": spec, "out": out, "batches": [batch]},
-                tp=layout.get("tp", 1),
             )
             ranks.run_jobs([job])  # in new processes, which no earlier job has enlarged
     return folder
@@ -131,19 +128,18 @@ def test_a_process_grows_by_about_as_much(grown: Path, name: str) -> None:
     Libraries and workspaces of kernels are in both measurements. What exceeds the plan is
     transient: gradients of activations, and pages that the allocator keeps.
     """
-    layout = RESIDENT[name]
     planned = {}
     peaks = {}
-    sizes = ParallelLayout(**{key: layout[key] for key in ("tp", "sp") if key in layout})
     for layers, tokens in TOKENS_BY_LAYERS.items():
         settings = TrainerSettings(
             bf16=False,
             distributed_optimizer=False,
-            recompute=layout.get("recompute", "none"),
+            recompute=RESIDENT[name].get("recompute", "none"),
             microbatch_tokens=tokens,
             fused=False,
         )
-        memory = estimate_trainer_memory(read_architecture(grown / str(layers)), sizes, settings)
+        architecture = read_architecture(grown / str(layers))
+        memory = estimate_trainer_memory(architecture, ParallelLayout(), settings)
         planned[layers] = memory.persistent + memory.activations  # logits of 100 rows are small
         files = (grown / str(layers) / name).glob("*.json")
         peaks[layers] = max(json.loads(file.read_text())["peak"] for file in files)
