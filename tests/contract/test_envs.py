@@ -34,7 +34,8 @@ def test_a_shipped_team_plays_in_each_environment(name: str) -> None:
     "name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES))
 )
 def test_a_generator_is_described(name: str) -> None:
-    assert f"| `{name}` |" in DOCS
+    # The first cell of a row may name several generators.
+    assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", DOCS, re.MULTILINE)
     # Of the generators that are tested here, only these make demonstrations.
     has_demonstrations = name in ("encyclopedia_chats", "programs", *ZERO_SUM_GAMES)
     assert (GENERATORS[name].demonstration_options is not None) == has_demonstrations
