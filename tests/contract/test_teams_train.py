@@ -16,18 +16,9 @@ from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
 from tests.support.shipped import TEAMS, sharings
 
-
-def trained_sharings(team: str) -> list[str]:
-    """Return the ways to share policies that are trained: one policy, and the most varied of the others.
-
-    With `partly`, some policies have several agents and others one, so `separate` would add nothing. Its
-    composition is a test in test_config.py.
-    """
-    names = sharings(team)
-    return ["shared", "partly"] if "partly" in names else names
-
-
-CASES = [(team, sharing) for team in TEAMS for sharing in trained_sharings(team)]
+# The most varied way to share policies comes last: with `partly`, some policies have several agents and others one;
+# with `separate`, each agent has a policy. The composition of the others is a test in test_config.py.
+SHARING = {team: sharings(team)[-1] for team in TEAMS}
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
@@ -44,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             function=lessons.teach,
             arguments={"out": folder, "team": team, "sharing": sharing, "model": str(model)},
         )
-        for team, sharing in CASES
+        for team, sharing in SHARING.items()
     ]
     ranks.run_jobs(jobs)
     return folder
@@ -57,9 +48,8 @@ def test_every_orchestra_has_a_team() -> None:
 @pytest.mark.parametrize("name", sorted(FLOWS))
 def test_agents_speak_in_an_order_of_their_diagram(name: str, results: Path) -> None:
     successors = possible_successors(FLOWS[name])
-    agents = set(lessons.team_config(name, "shared", "m", results).agents)
-    assert set(successors) - {"task"} == agents
-    for step in json.loads((results / f"{name}_shared.json").read_text()):
+    assert set(successors) - {"task"} == set(TEAMS[name]["agents"])
+    for step in json.loads((results / f"{name}_{SHARING[name]}.json").read_text()):
         for speakers in step["speakers"]:
             for before, after in pairwise(("task", *speakers, "answer")):
                 assert after in successors[before], f"{before} --> {after} in {speakers}"
@@ -93,15 +83,14 @@ def test_edges_of_a_diagram_have_labels_and_groups() -> None:
     }
 
 
-@pytest.mark.parametrize(("team", "sharing"), CASES)
+@pytest.mark.parametrize(("team", "sharing"), SHARING.items())
 def test_the_team_takes_two_training_steps(team: str, sharing: str, results: Path) -> None:
-    config = lessons.team_config(team, sharing, "m", results)
     steps = json.loads((results / f"{team}_{sharing}.json").read_text())
     assert [step["failed"] for step in steps] == [[], []]
     all_speakers: set[str] = set()
     for step in steps:
         all_speakers.update(*step["speakers"])
-    assert all_speakers == set(config.agents)
+    assert all_speakers == set(TEAMS[team]["agents"])
     for step in steps:
         assert step["rewards_finite"]
         for policy, update in step["updates"].items():
@@ -110,6 +99,6 @@ def test_the_team_takes_two_training_steps(team: str, sharing: str, results: Pat
             if update["signal"]:
                 assert update["grad_norm"] > 0, policy
                 assert update["change"] > 0, policy
-    for policy in config.policies:
+    for policy in steps[0]["policies"]:
         has_signal = [step["updates"].get(policy, {}).get("signal") for step in steps]
         assert any(has_signal), f"{policy} had nothing to learn from"

@@ -382,6 +382,7 @@ async def _train_team(config: RunConfig, model: str, retriever: Retriever) -> li
                 await engines[policy].load_weights(trainer.model.weights(), step + 1)
         results.append(
             {
+                "policies": list(trainers),
                 "failed": failed,
                 "speakers": [
                     [turn.agent for turn in trajectory.turns] for trajectory in trajectories
