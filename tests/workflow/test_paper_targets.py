@@ -135,8 +135,11 @@ def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = tmp_path / "work"
     # The user already has the tasks; they are checked, and not replaced.
     write_tiny_file(folder / "data" / "math" / "aime_2024.parquet", "aime_2024")
-    with running(FakeHub({"agentica-org/DeepScaleR-1.5B-Preview": files})) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    with (
+        running(FakeHub({"agentica-org/DeepScaleR-1.5B-Preview": files})) as hub,
+        monkeypatch.context() as patch,
+    ):
+        patch.setenv("HF_ENDPOINT", hub.url)
         completed = snakemake(folder, "acquire_marti_ttrl", "-n")
         assert completed.returncode == 0, completed.stderr
         assert hub.requests == []
