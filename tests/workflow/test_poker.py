@@ -23,7 +23,7 @@ def test_self_play_is_exploited_less_and_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cold_started_run(
-        tmp_path, "trainer.steps=100", "trainer.validate_every=25", experiment="demo_poker"
+        tmp_path, "trainer.steps=75", "trainer.validate_every=25", experiment="demo_poker"
     )
     config = run / "config.yaml"
     with training_here(monkeypatch):
