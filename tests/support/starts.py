@@ -45,7 +45,7 @@ _SNAKEMAKE_JOB = re.compile(r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Variables that libraries read at their import
-_IMPORT_VARIABLES = re.compile("HF_|TRITON_|TRANSFORMERS_")
+_IMPORT_VARIABLES = re.compile(r"HF_(?!TOKEN\b)|TRITON_|TRANSFORMERS_")
 _ENVIRONMENT_AT_IMPORT = {
     name: value for name, value in os.environ.items() if _IMPORT_VARIABLES.match(name)
 }
