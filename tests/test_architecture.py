@@ -427,23 +427,38 @@ def test_commands_load_what_they_need(
     assert not {"mcore_mas.config.run", "rollout.environments", "omegaconf"} & modules
 
 
-@pytest.mark.slow
-def test_the_controller_loads_torch_and_not_megatron() -> None:
-    line = "import mcore_mas.training.train, mcore_mas.evaluation.evaluate"
-    assert set(HEAVY_LIBRARIES) & modules_after(line) == {"ray", "torch"}
+@pytest.fixture(scope="module")
+def modules_of_a_run() -> tuple[set[str], set[str]]:
+    """Return the modules of the controller, and those of all processes of a run on a GPU."""
+    code = """
+import sys
+import mcore_mas.training.train, mcore_mas.evaluation.evaluate
+print(*sys.modules)
+import benchmarks.gpu.whole_run, benchmarks.gpu.whole_run_sections
+import mcore_mas.runtime.trainer_rank, rollout.engines.embedded.host
+print(*sys.modules)
+"""
+    controller, all_processes = output_of(code).splitlines()
+    return set(controller.split()), set(all_processes.split())
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_gpu_loads_only_packages_of_its_kit_and_the_image() -> None:
+def test_the_controller_loads_torch_and_not_megatron(
+    modules_of_a_run: tuple[set[str], set[str]],
+) -> None:
+    controller, _ = modules_of_a_run
+    assert set(HEAVY_LIBRARIES) & controller == {"ray", "torch"}
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_a_gpu_loads_only_packages_of_its_kit_and_the_image(
+    modules_of_a_run: tuple[set[str], set[str]],
+) -> None:
     """An import of another package would end every section of `benchmarks.gpu.whole_run` there."""
     absent = {"bm25s", "faiss", "httpx2", "hydra", "llguidance", "mlflow", "omegaconf"}
     absent |= {"snakemake", "starlette", "uvicorn"}
-    modules = modules_after(
-        "import benchmarks.gpu.whole_run, benchmarks.gpu.whole_run_sections",
-        "import mcore_mas.training.train, mcore_mas.evaluation.evaluate",
-        "import mcore_mas.runtime.trainer_rank, rollout.engines.embedded.host",
-    )
-    assert not absent & modules
+    _, all_processes = modules_of_a_run
+    assert not absent & all_processes
 
 
 @pytest.mark.slow
@@ -451,24 +466,39 @@ def test_megatron_is_patched_before_it_is_imported() -> None:
     """Unpatched Megatron imports torch's compiler, which takes as long as the import of Megatron itself."""
     if torch.cuda.is_available():
         return
-    for line in (
-        "from mcore_mas.megatron import spec; spec.init_process_groups(rank=0, threads=1)",
-        "import mcore_mas.megatron.model.build",
-        "import mcore_mas.megatron.state.sharded",
-        "import mcore_mas.megatron.step.trainer",
-    ):
-        modules = modules_after(line)
-        assert "megatron.core" in modules, line
-        assert "torch._dynamo" not in modules, line
+    # torch is imported once; each module is the first one that a fork imports.
+    code = """
+import importlib, os, sys
+import torch
+for name in ("spec", "model.build", "state.sharded", "step.trainer"):
+    if os.fork() == 0:
+        module = importlib.import_module("mcore_mas.megatron." + name)
+        if name == "spec":
+            module.init_process_groups(rank=0, threads=1)
+        print(name, "megatron.core" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    assert output_of(code).splitlines() == [
+        "spec True False",
+        "model.build True False",
+        "state.sharded True False",
+        "step.trainer True False",
+    ]
 
 
 def modules_after(*lines: str) -> set[str]:
     """Return the modules that a new process has imported after these lines of code."""
     code = "\n".join([*lines, "import sys; print(*sys.modules)"])
+    return set(output_of(code).split())
+
+
+def output_of(code: str) -> str:
+    """Return what a new process prints that runs this code."""
     completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    return set(completed.stdout.split())
+    return completed.stdout
 
 
 def test_test_modules_have_unique_names() -> None:

@@ -21,7 +21,6 @@ STEPS = 2
 SHARDED = {"distributed_optimizer": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DP2": ("qwen2", {"dp": 2}),
-    "DP2 + distributed optimizer": ("qwen2", {"dp": 2, **SHARDED}),
     "DP2 + distributed optimizer, bfloat16": ("qwen3", {"dp": 2, "bf16": True, **SHARDED}),
     "TP2 × DP2 + SP + distributed optimizer": (
         "qwen3",
