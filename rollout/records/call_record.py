@@ -49,7 +49,7 @@ class CallRecord:
     async def once(
         self, result_type: Any, call: Callable[[], Awaitable[_T]], *identity: object
     ) -> _T:
-        """Return the recorded result of a call; without one, make the call and record its result.
+        """Return the recorded result of a call; if none is recorded, make the call and record its result.
 
         Equal calls of a trajectory are distinguished by their order. A call that raised, or had not
         returned when the run was killed, is made again.
@@ -65,9 +65,8 @@ class CallRecord:
         self._counts[identity_json] += 1
         key = f"{identity_json} {self._counts[identity_json]}"
 
-        recorded = self._log.call_result(key)
-        if recorded is not None:
-            result: _T = _adapter(result_type).validate_python(recorded)
+        if self._log.has_call(key):
+            result: _T = _adapter(result_type).validate_python(self._log.call_result(key))
             return result
         result = await call()
         self._log.add_call(key, result)

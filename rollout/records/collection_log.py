@@ -67,8 +67,12 @@ class CollectionLog:
         """Append a finished trajectory."""
         self._append({"name": name, "trajectory": trajectory}, bytes_mode="base64")
 
+    def has_call(self, call: str) -> bool:
+        """Return True if the result of a call is logged."""
+        return call in self._results
+
     def call_result(self, call: str) -> Any:
-        """Return the logged result of a call as plain JSON values, or None."""
+        """Return the logged result of a call as plain JSON values; None if it is None or not logged."""
         return self._results.get(call)
 
     def add_call(self, call: str, result: object) -> None:

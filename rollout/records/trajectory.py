@@ -2,8 +2,8 @@
 
 Records are frozen. Their texts are valid Unicode: texts that models and tools wrote are repaired
 when a record is made. The tokens of a reply are those that the engine sampled; training does not
-tokenize its text again. Every turn carries all ids, so any grouping is a function of one turn (see
-`mcore_mas.credit.samples`).
+tokenize its text again. A turn has no id of its task or trajectory; `mcore_mas.credit.samples` adds
+them to each sample.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ def test_results_are_read_back_and_failed_calls_are_repeated(tmp_path: Path) -> 
         tuple[str, bool]: ("x", True),
         dict[str, bool]: {"a": False},
         list[str]: [],
+        type(None): None,
     }
     calls: list[Any] = []
 
