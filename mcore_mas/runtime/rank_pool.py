@@ -165,7 +165,7 @@ class RankPool:
             ProcessLost: a rank has died.
         """
         calls = [actor.wait_written.remote(policy) for actor in self._actors]
-        # The results of all ranks are read, because Ray logs a traceback of each error that is not.
+        # Wait for all ranks and read their errors, because Ray logs a traceback of each unread error.
         futures = [asyncio.wrap_future(call.future()) for call in calls]
         results = await asyncio.gather(*futures, return_exceptions=True)
         digests: dict[str, Digest] = {}
@@ -173,7 +173,9 @@ class RankPool:
             if isinstance(result, ray.exceptions.RayActorError):
                 raise _lost_error(policy, [rank]) from result
             if isinstance(result, ray.exceptions.RayError):
-                reason = str(getattr(result, "cause", result)).strip().splitlines()[-1]
+                cause = getattr(result, "cause", result)
+                message = str(cause).strip() or type(cause).__name__
+                reason = message.splitlines()[-1]
                 raise OSError(f"rank {rank} of {policy}: {reason}") from result
             if isinstance(result, BaseException):
                 raise result

@@ -344,6 +344,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal, or an interruption, in the middle of whatever the main thread does."""
+        # A SIGURG of `_interrupt_while_blocked`; one from outside is a stop signal.
         if number == signal.SIGURG and self._sent_interruption:
             self._sent_interruption = False
             self._interrupt(frame)

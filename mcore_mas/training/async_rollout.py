@@ -201,7 +201,8 @@ class AsyncRollouts:
             # step has further batches.
             tasks = None if is_last else next(task_batches, None)
             is_complete = tasks is None
-            # The file has a resumed batch already, but perhaps not that the step ends with it.
+            # A resumed batch is in the file already. The file is written again if it does not say yet
+            # that this batch is the step's last one.
             completes_file = is_complete and not resumed.complete
             if not is_resumed or completes_file:
                 await self._write(step, trajectories, batches=number, complete=is_complete)

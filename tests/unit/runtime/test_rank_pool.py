@@ -210,3 +210,14 @@ def test_errors_of_all_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="rank 0 of solver: disk 0 is full"):
         asyncio.run(pool.wait_written("solver"))
     assert set(read) == {0, 1}
+
+
+def test_an_error_without_a_message_is_named_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(ray.exceptions.RayTaskError("wait_written", "", MemoryError(), "", 1, ""))
+    actor = FakeRank("10.0.0.1", [])
+    method = FakeMethod(lambda policy: failed)
+    monkeypatch.setattr(actor, "wait_written", method, raising=False)
+    pool = make_pool(monkeypatch, [actor])
+    with pytest.raises(OSError, match="rank 0 of solver: MemoryError"):
+        asyncio.run(pool.wait_written("solver"))
