@@ -56,7 +56,7 @@ class HeadWeightGrad:
                 self._total = torch.zeros(weight.shape, device=weight.device)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add what a chunk of rows contributes to the gradient.
+        """Add a chunk's grad_logitsᵀ · hidden to the gradient, unless the weight is frozen.
 
         Args:
             grad_logits: [rows, columns].

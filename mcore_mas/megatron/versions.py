@@ -44,8 +44,8 @@ def patch_version() -> None:
     """Patch defects of single versions of megatron-core; warn if the installed one is untested.
 
     - 0.16: the router reads `te_general_gemm`, which is undefined without Transformer Engine.
-    - 0.16: selective recomputation takes its default `fp8=False` for fp8, which needs Transformer
-      Engine.
+    - 0.16: selective recomputation treats its default `fp8=False` as fp8 switched on, which needs
+      Transformer Engine.
     - 0.19: selective recomputation compiles a C++ function, which needs ninja and a compiler.
       Without these, tensors are copied, as in earlier versions.
     """
@@ -85,7 +85,7 @@ def _compile_or_copy(random: Any, compile_share_storage: Any) -> Any:
 
 
 def _copy_storage(freed: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Restore a tensor whose memory was freed by a copy of the recomputed one."""
+    """Copy a recomputed tensor into the original, whose memory was freed after the forward pass."""
     source = recomputed.untyped_storage()
     target = freed.untyped_storage()
     target.resize_(source.nbytes())

@@ -145,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tu
     Returns:
         Output [B, heads, Q, d]; log-sum-exps [B, heads, Q] in float32.
     """
-    if q.device.type == "cpu":  # this kernel supports shared keys
+    if q.device.type == "cpu":  # this kernel takes k and v with fewer heads than q
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )

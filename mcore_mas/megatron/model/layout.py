@@ -238,7 +238,7 @@ class PackedTrees(PackedSeqParams):
         """Lay out segments end to end; the tensors are on the CPU.
 
         Args:
-            segments: depth first, so that the segments that continue one follow it directly.
+            segments: depth first: a segment is followed by its descendants.
             device_type: type of the device that torch's kernels will run on, "cpu" or "cuda".
             sizes: sizes of the tiles of Triton's kernels; None: torch's kernels are used.
         """

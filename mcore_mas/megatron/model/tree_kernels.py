@@ -169,6 +169,9 @@ def _add_key_block(
     Args:
         state: largest score (log2), sum of the weights, and weighted values of each row.
         tile: queries, and their tokens.
+        index: position of the block in the plan's list of key blocks.
+        kv_head: key/value head.
+        masked: True if some queries of the tile do not attend to all keys of the block.
     """
     peak, total, weighted_values = state
     queries, query_token = tile
@@ -229,16 +232,16 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
 def _add_query_gradient(
     grad_q, tile, index, kv_head, keys_and_values, plan, masked: tl.constexpr, shape: tl.constexpr
 ):
-    """Add what key block `index` contributes to the gradient of a tile of queries.
+    """Add a key block's contribution to the gradient of a tile of queries.
 
     The sum lacks the softmax scale: the calling kernel multiplies with it when it stores the sum.
 
     Args:
         grad_q: sum so far.
         tile: queries, gradient of the output, log-sum-exps (log2), deltas, and tokens.
-        index: number of the key block.
+        index: position of the block in the plan's list of key blocks.
         kv_head: key/value head.
-        masked: True if some pairs of this tile and block are not attended to.
+        masked: True if some queries of the tile do not attend to all keys of the block.
     """
     queries, grad_out, lse, delta, query_token = tile
     key_token, key_exists, keys, values = _load_key_block(

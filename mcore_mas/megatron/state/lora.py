@@ -144,6 +144,7 @@ class Adapter(torch.nn.Module):
         """Return scale · B A [rows, inputs] in float32, which is added to this rank's weight."""
         with torch.no_grad():
             factors_b = self.b
+            # `fuse_projections` joins outputs along the last dimension, so it gets transposes.
             products = {
                 name: (factors_b[name].float() @ a.float()).t() for name, a in self.a.items()
             }

@@ -174,8 +174,9 @@ class OptimizerState:
         """Set weights and optimizer state to those that `parts` returned on all ranks.
 
         Args:
-            read: returns elements [first, end) of a parameter's flat shard, called with its name,
-                the kind, first and end. One result is held at a time.
+            read: `read(name, kind, first, end)` returns elements [first, end) of a parameter's flat
+                shard. The kind is a key of `OptimizerShard.tensors`: the weight or a moment. One
+                result is held at a time.
             steps: optimizer steps taken before; if 0, there are no moments.
         """
         for chained in self._chained:

@@ -229,7 +229,7 @@ class MegatronTrainer:
         self._optimizer.zero_grad()
         statistics = self._pipeline.backward(microbatches)
         metrics = {"grad_norm": self._gradient_norm()}
-        # Each data-parallel rank reports once; the other ranks send nothing.
+        # One rank of each model replica reports its statistics; the other ranks send nothing.
         return metrics | summarise(
             statistics, lambda partial: all_gather_json(partial if reports_outputs() else {})
         )
