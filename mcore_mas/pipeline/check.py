@@ -331,21 +331,21 @@ def task_count_problems(config: RunConfig, train_tasks: int) -> Iterator[str]:
 def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[str]:
     """Yield a problem for each policy whose evaluation needs more GPUs than one machine has.
 
-    The limit is the number of this machine's GPUs. It is `node_gpus` if this machine submits jobs
-    to others or has no GPU.
+    One machine has as many GPUs as this machine, or `node_gpus` if this machine submits jobs to
+    others or has no GPU.
     """
     if config.cluster.device == "cpu":
         return
     visible_gpus = 0 if _submits_jobs() else count_visible_gpus()
     if visible_gpus:
         available = visible_gpus
-        limit = (
+        limit_and_remedies = (
             f"this machine has {visible_gpus}; lower engine.tp, or name servers elsewhere "
             "(engine.urls)"
         )
     else:
         available = node_gpus
-        limit = (
+        limit_and_remedies = (
             f"node_gpus is {node_gpus}; lower engine.tp, name servers elsewhere (engine.urls), or "
             "raise node_gpus where machines have more"
         )
@@ -356,7 +356,7 @@ def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[s
         if needed > available:
             yield (
                 f"an evaluation needs {needed} GPUs of one machine for a server of {policy} "
-                f"(engine.tp {engine_gpus}), and {limit}"
+                f"(engine.tp {engine_gpus}), and {limit_and_remedies}"
             )
 
 

@@ -393,7 +393,8 @@ def _fine_tune(
 
 def _cost(evaluation: Path) -> TeamCost:
     """Return the score and the cost of a team, from the files of an evaluation."""
-    accuracy = [row.value for row in read_score_rows(evaluation) if row.metric.startswith("avg@")]
+    # The last row of a metric is its mean over all data sources.
+    accuracies = [row.value for row in read_score_rows(evaluation) if row.metric.startswith("avg@")]
     completed = [
         trajectory
         for trajectory in read_trajectories(evaluation.with_suffix(""))
@@ -402,7 +403,7 @@ def _cost(evaluation: Path) -> TeamCost:
     turns = [turn for trajectory in completed for turn in trajectory.turns]
     count = max(1, len(completed))
     return TeamCost(
-        accuracy=accuracy[-1],
+        accuracy=accuracies[-1],
         sampled=sum(len(turn.completion_ids) for turn in turns) / count,
         read=sum(len(turn.prompt_ids) for turn in turns) / count,
     )

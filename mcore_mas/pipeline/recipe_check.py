@@ -65,7 +65,16 @@ def _read_manifests(folder: Path) -> dict[Path, Mapping[str, Any]]:
 def _checkpoints_problem(
     config: RunConfig, manifests: Mapping[Path, Mapping[str, Any]], identity: Identity
 ) -> str:
-    """Return why none of a run's checkpoints can be used, or ""; the newest one is described."""
+    """Return why the newest checkpoint cannot be used, or "" if a run can continue from one.
+
+    A run continues from its newest checkpoint that fits. A run that may change its settings (a fork)
+    begins with the newest one, so older ones are not tried.
+
+    Args:
+        config: the run's config.
+        manifests: manifests of the checkpoints by folder, newest first; at least one.
+        identity: identity that the run will have when its training starts.
+    """
     problems = []
     for folder, manifest in manifests.items():
         problem = _checkpoint_problem(config, manifest, identity)
@@ -73,7 +82,7 @@ def _checkpoints_problem(
             return ""
         problems.append(f"{folder}: {problem}")
         if identity.may_change:
-            break  # a fork begins with the newest one
+            break
     train = config.folder / "train"
     return f"{problems[0]}, or start it over (`rm -r {train}`; docs/checkpoints.md)"
 

@@ -294,6 +294,8 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     path = Path(suite)
     configs = suite_file.user_configs_folder({"config_dir": config_dir}, Path())
     config_dir_entry = {}
+    # In a checkout of this project, the folder `configs` here may be the shipped one, which is
+    # always searched.
     if configs and (config_dir or configs != CONFIGS):
         config_dir_entry = {"config_dir": str(configs)}
 

@@ -30,7 +30,7 @@ _TASK_SCORES = TypeAdapter(list[TaskScores])
 
 
 def read_score_rows(evaluation: Path) -> list[ScoreRow]:
-    """Read the means of an evaluation; the rows of all data sources are the last.
+    """Read the means of an evaluation; those over all data sources come last.
 
     Raises:
         FolderError: the file is damaged.

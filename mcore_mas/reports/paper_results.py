@@ -202,8 +202,8 @@ def _published_difference(table: PaperTable, cell: PaperCell, baseline: PaperCel
 def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tolerance of a line, and whether the published number is within it.
 
-    The tolerance is the part of our interval on the side of the published number, and the rounding
-    of that number.
+    The tolerance is the distance from our mean to the end of its interval on the side of the
+    published number, plus the rounding of that number.
     """
     agreement = {
         "paper_source": table.source,
