@@ -35,7 +35,7 @@ ToolOptions = Annotated[
 class AgentConfig(Section):
     """An agent: everything that changes its behaviour."""
 
-    # Policy that the agent plays.
+    # Policy that plays the agent.
     policy: str
     # Name in ROLES, or an import path; "": the agent's own name.
     role: str = ""

@@ -346,7 +346,7 @@ class EmbeddedEngine:
         self._rows.set_version(version, 0)
 
     def adopt(self, half: int, version: int) -> None:
-        """Compute from weights that were written into the decoder's `half`; see `load_weights`."""
+        """Make the weights active that were written into the decoder's `half`; see `load_weights`."""
         self.decoder.adopt(half)
         self._rows.set_version(version, 0)
 

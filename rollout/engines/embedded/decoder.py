@@ -140,7 +140,7 @@ class CachedDecoder:
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:
-        """Compute from a half that has been filled."""
+        """Make a filled half of the weights the active one."""
         self.half = half
         self.restore()
 
@@ -408,8 +408,9 @@ class CachedDecoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Apply RMSNorm, for few rows in half the time of `F.rms_norm`."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
-        return x.div(length.hypot_(self._norm_floor)).mul_(weight)
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
+        # `hypot_` adds eps below the root, because `_norm_floor` is the root of eps.
+        return x.div(rms.hypot_(self._norm_floor)).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._multiply(self._norm(x, self._active.norm), self._active.head)

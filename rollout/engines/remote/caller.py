@@ -72,7 +72,7 @@ class _Question:
     Attributes:
         agent: agent that the reply is for.
         tally: tally of this agent.
-        deadline: time.monotonic() that no pause may reach.
+        deadline: time on the clock of time.monotonic() that no pause between retries may pass.
         digest: key of the reply in the ledger.
     """
 
@@ -173,7 +173,7 @@ class Caller:
         Args:
             agent: agent that the cost is recorded for.
             tally: tally of this agent, which is updated.
-            deadline: time.monotonic() that no pause between retries may reach.
+            deadline: time on the clock of time.monotonic() that no pause between retries may pass.
 
         Raises:
             Unanswered: there was no reply within the retries, or a pause would pass the deadline.

@@ -161,7 +161,7 @@ class Fleet:
             await self.restart(replica, starts, error)
 
     async def restart(self, replica: Replica, starts: int, error: Unanswered) -> None:
-        """Start a lost server again, with the present weights or paused.
+        """Start a lost server again and load the present weights, or pause it if they cannot be loaded yet.
 
         Args:
             starts: number of the server's starts when it was called. If the number is larger now,
