@@ -72,12 +72,13 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
 
 
 def kind_of(run: Mapping[str, Any]) -> str:
-    """Return the settings of a run that select its team, environment, reward and estimator.
+    """Return the settings of a run that select its training tasks, team, environment, reward and estimator.
 
-    Runs of one kind differ in models, which are equal at the tiny scale, in seeds and rates, and in the agents that
-    share a policy; `test_teams_train.py` trains every team with several policies.
+    Runs of one kind differ in their policies, whose models are equal at the tiny scale, and in the agents that share
+    one; `test_teams_train.py` trains every team with several policies. Some have other test tasks.
     """
     sections = [run[name] for name in ("orchestra", "env", "reward", "advantage")]
+    sections.append(run["data"]["train"])
     roles = {name: (agent["role"], agent["loss_weight"]) for name, agent in run["agents"].items()}
     return json.dumps([*sections, roles], sort_keys=True)
 
@@ -91,7 +92,7 @@ def test_every_kind_of_published_experiment_trains(suite: Suite) -> None:
     for run, values in suite.runs.items():
         first_runs.setdefault(kind_of(values), run)
     trained = list(first_runs.values())
-    assert len(trained) == 43
+    assert len(trained) == 49
     for path, format in suite.tiny_files.items():
         prepare.make_tiny_file(Path(path), format)
     config_files: set[Path] = set()
