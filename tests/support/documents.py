@@ -119,6 +119,10 @@ RUN_BY: dict[str, Runner] = {
     r"mcore-mas train results/demo_math --adopt": Runner(
         "unit/training/test_fork.py", "needs a run with another recipe"
     ),
+    r"mcore-mas run my_suite\.yaml -n": Runner(
+        "workflow/test_own_folder.py", "needs the page's suite"
+    ),
+    r"python -m venv .*": Runner("make test-environments", "it makes these environments"),
     r"make setup-sglang": Runner("make test-sglang", "installs 4 GB of wheels, or 1 GB for CPUs"),
     r"export RAY_AUTH_MODE=token|ray .*": Runner(
         "make test-nodes", "needs nodes with addresses of their own"

@@ -329,29 +329,28 @@ def test_a_command_runs(line: str, folder: Folder, outputs: dict[str, str]) -> N
 
 
 def talk(line: str, folder: Folder) -> None:
-    """Chat at a terminal of 80 columns, once ended by Ctrl-D and once by Ctrl-C in the middle of a line."""
-    for end, status in ((pexpect.spawn.sendeof, 0), (pexpect.spawn.sendintr, 130)):
-        chat = pexpect.spawn(
-            "bash",
-            ["-c", f"exec {line}"],
-            cwd=folder.path,
-            env=folder.env,
-            timeout=120,
-            encoding="utf-8",
-        )
-        chat.setwinsize(24, 80)
-        for prompt in ("What is 3+4?", "Wörter \u202e"):
-            chat.expect_exact("you: ")
-            chat.sendline(prompt)
-            chat.expect_exact("user → solver")
-            chat.expect_exact("0 solver")
+    """Chat at a terminal of 80 columns, and end it by Ctrl-C in the middle of a line."""
+    chat = pexpect.spawn(
+        "bash",
+        ["-c", f"exec {line}"],
+        cwd=folder.path,
+        env=folder.env,
+        timeout=120,
+        encoding="utf-8",
+    )
+    chat.setwinsize(24, 80)
+    for prompt in ("What is 3+4?", "Wörter \u202e"):
         chat.expect_exact("you: ")
-        assert "outcome" not in chat.before and "\\u202e" in chat.before
-        chat.send("" if status == 0 else "and")
-        end(chat)
-        chat.expect(pexpect.EOF)
-        chat.close()
-        assert chat.exitstatus == status, chat.before
+        chat.sendline(prompt)
+        chat.expect_exact("user → solver")
+        chat.expect_exact("0 solver")
+    chat.expect_exact("you: ")
+    assert "outcome" not in chat.before and "\\u202e" in chat.before
+    chat.send("and")
+    chat.sendintr()
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 130, chat.before
 
 
 @pytest.mark.parametrize(
