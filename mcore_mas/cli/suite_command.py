@@ -112,6 +112,12 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         )
     if "=" in arguments:
         raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
+    config_options = [argument for argument in arguments if re.match(r"--config(=|$)|-C", argument)]
+    if config_options not in ([], ["--config"], ["-C"]):
+        raise UsageError(
+            f"{' '.join(config_options)}: Snakemake uses only the last --config; write one, with all "
+            "its values behind it, such as --config results=my_results scale=tiny"
+        )
 
 
 def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
@@ -132,7 +138,7 @@ def _setting_hints(options: Sequence[str]) -> str:
 
 
 def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Add settings to the option `--config`, which Snakemake uses only once."""
+    """Add settings to the values of the option `--config`, which `arguments` have once at most."""
     if not settings:
         return list(arguments)
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_mas.cli.arguments import UsageError
 from mcore_mas.cli.suite_command import snakemake_command, split_overrides
 
 
@@ -72,3 +73,13 @@ def test_overrides_are_told_from_values_of_snakemakes_options() -> None:
         "--quiet",
         "rules",
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--config", "a=1", "--config", "b=2"], ["--config=a=1"], ["-Ca=1"]]
+)
+def test_config_values_that_snakemake_would_lose_are_refused(
+    suite: str, arguments: list[str]
+) -> None:
+    with pytest.raises(UsageError, match="Snakemake uses only the last --config; write one"):
+        snakemake_arguments(suite, ["trainer.steps=3", *arguments])
