@@ -17,7 +17,7 @@ _TRAJECTORIES_PANEL = "Look at trajectories"
 
 
 def trajectory_file(name: Path) -> Path:
-    """Return the file of the newest step of a run; any other file or folder of trajectories as it is named.
+    """Return the file of a run's newest step; return the path of other trajectories unchanged.
 
     Args:
         name: file or folder of trajectories, a run's folder, or a run's name in results/.

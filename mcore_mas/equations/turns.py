@@ -152,11 +152,11 @@ class Grouping:
     def vote_sources(self) -> frozenset[str]:
         """Mechanisms of a run that put several votes into a peer group; a run needs at least one of them.
 
-        - "groups": several trajectories of a task.
+        - "groups": several trajectories of a task, unless peers share a state.
         - "trees": several branches of a tree.
-        - "states": trajectories that meet in a state; in place of "groups" if peers share a state. The
-          environment must name its states, because prompts compared as texts hardly ever repeat
-          after the first turn.
+        - "states": several trajectories that meet in a state, if peers share a state. The environment
+          must name its states, because prompts compared as texts hardly ever repeat after the first
+          turn.
 
         `check_several_votes` refuses a run that has none of them.
         """

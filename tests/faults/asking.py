@@ -10,7 +10,7 @@ from rollout.environments.search import SearchEnv
 
 @dataclass(eq=False, kw_only=True)
 class AskingEnv(SearchEnv):
-    """Environment that searches for the question, with a number, unless a reply has an answer."""
+    """Environment that searches for the question if a reply has no answer, each time by another query."""
 
     async def step(self, action: str) -> Step:
         if last_tag(action, "answer") is None:

@@ -16,7 +16,10 @@ WAYS = (("=", "ahead:token=sleep:0.1"), ("=", "ahead:token=kill@103"))
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, str]]]:
-    """Return the digests of the run's files, by process and by way of `WAYS`; all trainings have the same folder."""
+    """Return the digests of each training's files: `digests[process][way]`, in the order of `WAYS`.
+
+    All trainings use the same folder, one after the other.
+    """
     folder = tmp_path_factory.mktemp("same")
     digests = []
     for ways in WAYS:
