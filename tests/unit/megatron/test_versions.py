@@ -18,8 +18,9 @@ def test_an_untested_version_is_named_in_one_line(monkeypatch: pytest.MonkeyPatc
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         versions.patch_version()
-    (warning,) = caught
-    message = str(warning.message)
+    messages = [str(warning.message) for warning in caught]
+    # Megatron's modules, which are imported now at the latest, warn too.
+    (message,) = [text for text in messages if text.startswith("megatron-core")]
     assert message.startswith(
         "megatron-core 0.20.0 has not been tested, only 0.16.1, 0.17.1, 0.18.2, 0.19.2; "
     )
