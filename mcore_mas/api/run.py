@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -44,6 +43,7 @@ from mcore_mas.runtime.stop_signal import StopSignal
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
+from rollout.base.terminal import typed_lines
 from rollout.config.tasks import prepared_tasks
 from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
@@ -470,7 +470,7 @@ def _converse_in_thread(
     is_interactive = not prompts
     with ThreadPoolExecutor(1) as pool:
         try:
-            for prompt in prompts or _typed_prompts():
+            for prompt in prompts or typed_lines("you: "):
                 queued.put(prompt)
                 trajectory = pool.submit(next, trajectories).result()
                 conversations.append(Conversation.of(trajectory, {}))
@@ -479,9 +479,3 @@ def _converse_in_thread(
         finally:
             pool.submit(trajectories.close).result()
     return conversations
-
-
-def _typed_prompts() -> Iterator[str]:
-    """Yield lines from the terminal until one is empty or Ctrl-D ends the input."""
-    with suppress(EOFError):
-        yield from iter(lambda: input("you: "), "")

@@ -2,8 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from mcore_mas.cli.arguments import (
     TokenFile,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
-from rollout.base.terminal import end_at_second_interrupt
+from rollout.base.terminal import end_at_second_interrupt, typed_lines
 from rollout.base.text import escape_line
 
 run_commands = typer.Typer()
@@ -280,12 +279,6 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     console = Console(highlight=False)
     config = RunConfig.load(run / "config.yaml")
     tools = {name: list(agent.tools) for name, agent in config.agents.items()}
-    for trajectory in converse(config, state, _typed_prompts()):
+    prompts = typed_lines("you: " if sys.stdin.isatty() else "")
+    for trajectory in converse(config, state, prompts):
         print_trajectory(trajectory, console, {}, head=False, tools=tools)
-
-
-def _typed_prompts() -> Iterator[str]:
-    """Yield lines from the standard input until one is empty or Ctrl-D ends the input."""
-    question = "you: " if sys.stdin.isatty() else ""
-    with suppress(EOFError):
-        yield from iter(lambda: input(question).strip(), "")

@@ -1,8 +1,9 @@
-"""The user's terminal: lines on standard error, and Ctrl-C."""
+"""The user's terminal: lines on standard error, typed lines, and Ctrl-C."""
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TextIO
 
@@ -16,6 +17,12 @@ def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
     """
     with suppress(OSError):
         print(escape_line(line), file=file or sys.stderr, flush=True, end=end)
+
+
+def typed_lines(prompt: str) -> Iterator[str]:
+    """Yield lines from the standard input, each after the prompt, until one is empty or Ctrl-D ends the input."""
+    with suppress(EOFError):
+        yield from iter(lambda: input(prompt).strip(), "")
 
 
 def end_at_second_interrupt(line: str) -> None:
