@@ -65,13 +65,10 @@ def write_nvidia_smi(folder: Path, cuda: str) -> None:
     write_program(folder / "nvidia-smi", f"echo '{line}'")
 
 
-def run_post_deploy(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run environment.post-deploy.sh in a copy below a folder, with these environment variables."""
-    checkout = folder / "checkout"
-    shutil.copytree(REQUIREMENTS, checkout / "requirements")
-    shutil.copy(ROOT / "environment.post-deploy.sh", checkout)
+def run_script(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of bash with its arguments in a folder, with these environment variables."""
     return subprocess.run(
-        ["bash", "environment.post-deploy.sh"],
+        ["bash", *words],
         cwd=checkout,
         env=os.environ | variables,
         capture_output=True,
@@ -79,6 +76,14 @@ def run_post_deploy(folder: Path, **variables: str) -> subprocess.CompletedProce
         check=False,
         timeout=60,
     )
+
+
+def run_post_deploy(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run environment.post-deploy.sh in a copy below a folder, with these environment variables."""
+    checkout = folder / "checkout"
+    shutil.copytree(REQUIREMENTS, checkout / "requirements")
+    shutil.copy(ROOT / "environment.post-deploy.sh", checkout)
+    return run_script(checkout, "environment.post-deploy.sh", **variables)
 
 
 @pytest.mark.parametrize(
@@ -287,15 +292,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_sglang(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "requirements/sglang.sh", "python"],
-        cwd=checkout,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    """Make SGLang's environment by requirements/sglang.sh, with these environment variables."""
+    return run_script(checkout, "requirements/sglang.sh", "python", **variables)
 
 
 @pytest.mark.parametrize("image", [True, False])
