@@ -255,9 +255,9 @@ async def measure(
     retries: int,
     on_trajectory: Callable[[Trajectory], Awaitable[None]] | None = None,
 ) -> None:
-    """Play the missing replies of a scoreboard, and replay those that fail.
+    """Play the missing replies of a scoreboard, each until it does not fail or has no retry left.
 
-    A reply is played again with the same seeds. With other seeds, replies that failed because they took
+    A failed reply is played again with the same seeds. With other seeds, replies that failed because they took
     too long would be replaced by shorter ones, and the scores would be those of short replies.
 
     Args:

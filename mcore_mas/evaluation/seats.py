@@ -37,7 +37,7 @@ class _SeatedPolicy:
 def config_with_seats(
     config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})
 ) -> RunConfig:
-    """Return a run in which each agent plays the model that an evaluation gives it.
+    """Return a run in which each agent is played by the model that an evaluation gives it.
 
     Args:
         config: config of the run.

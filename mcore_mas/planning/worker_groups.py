@@ -162,7 +162,7 @@ def _describe_shortage(
 def evaluated_policies(config: RunConfig) -> list[str]:
     """Return the policies that have an engine in an evaluation, which has no teachers and no opponent.
 
-    Every policy that an agent plays has an engine of its own, also if its adapter shares one in
+    Every policy that plays an agent has an engine of its own, also if its adapter shares one in
     training. Remote models have none.
     """
     agent_policies = {agent.policy for agent in config.agents.values()}
