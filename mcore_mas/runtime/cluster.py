@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_mas.runtime.errors import ClusterError
-from mcore_mas.runtime.local_ray import no_implicit_ray
+from mcore_mas.runtime.local_ray import no_implicit_ray, remove_ray_excepthook
 from mcore_mas.runtime.stop_signal import preserved_sigterm_handler
 from rollout.base.restarts import ProcessLost
 
@@ -59,6 +59,7 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     Raises:
         ClusterError: no Ray answers there, or a node cannot start a process or does not see the file.
     """
+    remove_ray_excepthook()
     try:
         _check_reachable(address)
         with preserved_sigterm_handler():

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import ray
 from ray._private import auto_init_hook
+from ray._private import worker as ray_worker
 
 from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_session
@@ -54,6 +56,7 @@ def running_ray(
         ClusterError: Ray does not start.
     """
     _set_environment(keep_pages=keep_pages)
+    remove_ray_excepthook()
     make_private_token()
     session = _start(cpus, gpus, object_store_mb)
     with reaped(session, logs), no_implicit_ray():
@@ -76,6 +79,17 @@ def no_implicit_ray() -> Iterator[None]:
         yield
     finally:
         auto_init_hook.enable_auto_connect = starts_implicitly
+
+
+def remove_ray_excepthook() -> None:
+    """Let Python print uncaught errors of this process without Ray's hook, which importing Ray has set.
+
+    The hook first sends the error to Ray's head. If the head has ended before the driver, as after
+    Ctrl-C on a busy machine, the hook waits for it for a minute and then ends the process without
+    the error. A hook of the user's own stays.
+    """
+    if sys.excepthook is ray_worker.custom_excepthook:
+        sys.excepthook = ray_worker.normal_excepthook
 
 
 def _set_environment(*, keep_pages: bool) -> None:

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from ray._private import worker as ray_worker
 
-from mcore_mas.runtime.local_ray import KEEP_PAGES
+from mcore_mas.runtime.local_ray import KEEP_PAGES, remove_ray_excepthook
 
 _COUNT_PAGE_FAULTS = """
 import json, os, resource
@@ -248,3 +249,20 @@ def test_jobs_that_start_at_once_in_one_home_share_its_token(tmp_path: Path) -> 
     # Each of the 200 homes has one token, of 64 characters.
     assert finished.stdout == "[0, 0, 0, 0] 200 {64}\n", finished.stderr[-2000:]
     assert {path.name for path in tmp_path.glob("*/.ray/*")} == {"auth_token"}
+
+
+def test_uncaught_errors_are_printed_by_python_or_by_the_users_hook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's hook would wait for its head, which may have ended."""
+    monkeypatch.setattr(sys, "excepthook", ray_worker.custom_excepthook)
+    monkeypatch.setattr(ray_worker, "normal_excepthook", sys.__excepthook__)
+    remove_ray_excepthook()
+    assert sys.excepthook is sys.__excepthook__
+
+    def print_briefly(*error: object) -> None:
+        print(error)
+
+    monkeypatch.setattr(sys, "excepthook", print_briefly)
+    remove_ray_excepthook()
+    assert sys.excepthook is print_briefly
