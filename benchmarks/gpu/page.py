@@ -21,6 +21,20 @@ This page has the measurements of single parts of a training; no whole training 
 `python -m benchmarks.gpu --page` writes it from `benchmarks/gpu/results.jsonl`; do not edit it. A dash means: not
 measured.
 """
+_RUN_SO_FAR = """## What has been run
+
+| | on CPUs | on one H100 | on several GPUs |
+|---|---|---|---|
+| whole training | yes, up to 7M parameters | no | no |
+| update in Megatron | yes | 0.5B, 1.7B and 4B: up to 35 % MFU ([updates](#updates)) | no |
+| parallel layouts | up to four ranks | – | no |
+| embedded engine | yes | 0.5B | no |
+| SGLang's server, with full weights or adapters | yes | no | no |
+| LoRA adapters | yes | no | no |
+| mixtures of experts | yes | no | no |
+| weight sync over CUDA IPC | – | 4B between two processes, without SGLang: 28 GB/s | no |
+| Slurm, several nodes | with simulated nodes | – | no |
+"""
 _MEASURE = """## Measure your GPU
 
 - **One GPU.** `make bench-gpu` measures for nine minutes, the most important sections first. The exit status is 1 if a
@@ -78,7 +92,16 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     else:
         headline = "**No GPU was at hand: nothing is measured.**"
         measured = []  # results of a CPU are not shown
-    parts = [_HEAD, headline, "", _MEASURE, "## Updates", "", *_updates(lines, measured)]
+    parts = [
+        _HEAD,
+        headline,
+        "",
+        _RUN_SO_FAR,
+        _MEASURE,
+        "## Updates",
+        "",
+        *_updates(lines, measured),
+    ]
     parts += ["", "## With Transformer Engine", "", *_transformer_engine(measured)]
     parts += ["", "## CUDA graphs", "", *_cuda_graphs(lines)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
