@@ -29,7 +29,8 @@ from mcore_mas.api.references import ArgumentError
 from mcore_mas.api.tasks import split_tasks
 from mcore_mas.api.training_thread import StepRow, TrainingThread, wait_for_stop
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import MAX_NAME_CHARS, RunConfig
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import MAX_NAME_CHARS
 from mcore_mas.pipeline.check import (
     answer_problems,
     machine_problems,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.config.policy import PolicyConfig
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, parse_architecture, read_architecture
 from rollout.models.layout import ParallelLayout, check_fit

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
 from mcore_mas.planning.memory import engine_weight_bytes, kv_bytes_per_token
 from mcore_mas.planning.shared_pool import MEMORY_SHARE, STATIC_SHARE, memory_share

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.models import check_layout, cold_start_architecture
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.pipeline.prompt_check import prompt_problems
 from mcore_mas.pipeline.sources import load_sources
 from mcore_mas.pipeline.suite import Suite

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.runtime.players import make_players
 from rollout.base.error_location import describe_with_location
 from rollout.base.errors import PromptTooLong

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from mcore_mas.config.models import cold_start_architecture, layout_of
 from mcore_mas.config.policy import policies_on_base
-from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import engine_holder, for_policy
 from mcore_mas.planning.gpus import GPU
 from mcore_mas.planning.memory import (
     TrainerMemory,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import engine_holder, for_policy
 from mcore_mas.planning.estimate import (
     Models,
     estimate_host_memory,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mcore_mas.config.run import ConfigError, RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import engine_holder, for_policy
 from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
 from rollout.engines import EngineConfig
 

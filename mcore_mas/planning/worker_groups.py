@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import engine_holder, for_policy
 
 DeviceType = Literal["GPU", "CPU"]
 Pool = Literal["shared", "split"]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from statistics import fmean
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 
 # Assumed, as no formula gives them; not measured.
 MEAN_REPLY_SHARE = 0.5  # share of `max_tokens` that a mean reply takes

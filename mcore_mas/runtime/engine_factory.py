@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.policy import policies_on_base
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
 from rollout.base.json_files import read_record
 from rollout.engines.build import EngineRequest, RestartGuard, build_engines

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.run import ConfigError, RunConfig, for_policy
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import for_policy
 from rollout.base.errors import ModelError
 from rollout.config.agents import build_player
 from rollout.engines import PolicyClient

@@ -4,7 +4,8 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig, for_policy, schedule_length
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy, schedule_length
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import nccl_cumem

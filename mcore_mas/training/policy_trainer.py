@@ -10,7 +10,8 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.credit.assign import penalise, reference_kl, teacher_kl
 from mcore_mas.credit.samples import (
     Sample,

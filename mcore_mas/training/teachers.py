@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.credit.samples import Sample
 from mcore_mas.runtime.errors import TrainingError
 from rollout.base.errors import EngineError

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.megatron.rank_watch import RankMonitor
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.planning.worker_groups import Part, PlacementError

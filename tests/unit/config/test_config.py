@@ -11,7 +11,8 @@ import yaml
 from docs.writers.settings import MEANINGS, SETTINGS, pages
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, GROUPS, config_names, experiments
-from mcore_mas.config.run import ConfigError, RunConfig, schedule_length
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import schedule_length
 from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.section import Section
 from tests.support.shipped import TEAMS, sharings

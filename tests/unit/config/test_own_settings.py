@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, for_policy, schedule_length
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import for_policy, schedule_length
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.worker_groups import list_worker_groups

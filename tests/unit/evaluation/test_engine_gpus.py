@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run_sections import for_policy
 from mcore_mas.evaluation import running_team as running
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.evaluation.running_team import running_team

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, schedule_length
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run_sections import schedule_length
 from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack

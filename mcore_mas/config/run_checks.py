@@ -1,0 +1,489 @@
+"""Checks that the sections of a run go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_mas.config.credit import (
+    check_several_votes,
+)
+from mcore_mas.config.opponents import OpponentConfig, PastConfig
+from mcore_mas.config.policy import (
+    check_shared_bases,
+    policies_on_base,
+)
+from mcore_mas.config.run_sections import RunSections, for_policy, schedule_length
+from mcore_mas.equations.advantages import (
+    REQUIRED_COLUMN,
+    estimator_grouping,
+)
+from mcore_mas.equations.filters import filter_grouping
+from rollout.base.hints import nearest_hint
+from rollout.base.lookup import UnknownName, lookup
+from rollout.config.choice import check_agent_names
+from rollout.engines.sglang.settings import adapter_error
+from rollout.environments.openenv import openenv_sessions
+from rollout.orchestras import TREE_ORCHESTRAS
+from rollout.tasks.generators import GENERATORS
+from rollout.teams.roles import ROLES
+
+
+def check_sections(config: RunSections) -> None:
+    """Check that the sections of a run go together.
+
+    Raises:
+        ValueError: two settings exclude each other, or one needs another that is missing.
+    """
+    _check_agents(config)
+    _check_team(config)
+    _check_sessions(config)
+    _check_cold_start(config)
+    _check_lengths(config)
+    _check_replays(config)
+    _check_credit(config)
+    _check_schedules(config)
+    check_shared_bases(config.policies, config.trained)
+    _check_engines(config)
+    _check_teachers(config)
+    _check_collection_ahead(config)
+    _check_opponents(config)
+
+
+def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
+    """Refuse plain values in which an agent names a policy that is not there, or nobody plays a policy.
+
+    This comes before the validation of the sections: the section of a misspelt policy would lack all of its keys.
+
+    Args:
+        agents: section `agents`, as YAML yields it; other types than mappings are left to the validation.
+        policies: section `policies`.
+        opponents: section `opponents`.
+
+    Raises:
+        ValueError: see above.
+    """
+    if not isinstance(agents, dict) or not isinstance(policies, dict):
+        return
+    if not all(isinstance(agent, Mapping) for agent in agents.values()):
+        return
+    policy_of_agent = {
+        name: agent["policy"]
+        for name, agent in agents.items()
+        if isinstance(agent.get("policy"), str)
+    }
+    for name, policy in policy_of_agent.items():
+        if policy not in policies:
+            nearest_policies = nearest_hint(policy, policies)
+            playable = [agent for agent in policy_of_agent if policy_of_agent[agent] in policies]
+            nearest_agents = nearest_hint(name, playable).replace("nearest", "nearest agents")
+            raise ValueError(
+                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
+                f"{nearest_policies or nearest_agents}; set agents.{name}.policy to one of them, "
+                f"define policies.{policy}, or "
+                "take an experiment of this team (`mcore-mas list experiments`)"
+            )
+    opponent_names = set(opponents) if isinstance(opponents, Mapping) else set()
+    unplayed = sorted(
+        policies.keys() - set(policy_of_agent.values()) - opponent_names - _teacher_names(policies)
+    )
+    if unplayed and len(policy_of_agent) == len(agents):
+        nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
+        raise ValueError(
+            f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
+        )
+
+
+def _teacher_names(policies: Mapping[str, Any]) -> set[str]:
+    """Return the names of the teachers in plain values of a config."""
+    names = set()
+    for policy in policies.values():
+        teacher = policy.get("teacher") if isinstance(policy, Mapping) else None
+        name = teacher.get("policy") if isinstance(teacher, Mapping) else None
+        if isinstance(name, str):
+            names.add(name)
+    return names
+
+
+def _check_agents(config: RunSections) -> None:
+    """Check the role of each agent, and that it can train its policy."""
+    for name, agent in config.agents.items():
+        try:
+            lookup("agent role", agent.role or name, ROLES)
+        except UnknownName as error:
+            raise ValueError(
+                f"agents.{name}: {error}; or no module that is imported registers it"
+            ) from None
+        if not agent.loss_weight:
+            continue
+        policy = config.policies[agent.policy]
+        if policy.remote is not None:
+            raise ValueError(
+                f"agent '{name}' plays policy '{agent.policy}', a remote model, which cannot be trained; "
+                f"set agents.{name}.loss_weight=0"
+            )
+        if not agent.temperature:
+            raise ValueError(
+                f"agent '{name}' is trained and samples at temperature 0, where log-probabilities have no gradient; "
+                f"set agents.{name}.temperature above 0, or loss_weight to 0"
+            )
+        if not policy.lr:
+            raise ValueError(
+                f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy"
+            )
+
+
+def _check_team(config: RunSections) -> None:
+    """Check that orchestra, environment, reward, coach and retriever go with the agents."""
+    config.orchestra.check_agents(config.agents)
+    config.env.check_tools(config.agents)
+    if config.orchestra.name in TREE_ORCHESTRAS and config.trainer.branching is not None:
+        raise ValueError(
+            f"orchestra '{config.orchestra.name}' grows its own tree; leave trainer.branching out"
+        )
+    config.reward.check_agents(config.agents)
+    if config.reward.name == "coach" and config.coach is None:
+        raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
+    if config.coach is not None:
+        named = config.coach.model_dump(include={"agents", "judged_with_answer", "metrics_for"})
+        check_agent_names("coach", named, config.agents)
+    if "retriever" in config.env.needs and config.retriever is None:
+        raise ValueError(
+            f"env '{config.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
+        )
+
+
+def _check_sessions(config: RunSections) -> None:
+    """Check that OpenEnv's servers have enough sessions for the trees that grow at a time.
+
+    A branch needs a session, and a tree keeps its sessions until all of its branches have one. If every tree
+    lacks one session for its last branch, a single further session lets the trees finish, one after the other.
+    """
+    branching = config.trainer.branching
+    if config.env.name != "openenv" or branching is None:
+        return
+    steps = 1
+    if config.collects_ahead:
+        steps += max(map(config.staleness_of, config.trained))
+    trees = steps * config.trainer.trajectories_per_step
+    needed = trees * (branching.width - 1) + 1
+    sessions = openenv_sessions(**config.env.options)
+    if sessions < needed:
+        raise ValueError(
+            f"trainer.branching.width {branching.width} needs {needed} sessions of OpenEnv, and env.options allow "
+            f"{sessions}: with fewer, the {trees} trees that grow at a time may take all and wait for each other; "
+            "raise env.options.sessions (or servers), or lower width or tasks_per_step"
+        )
+
+
+def _check_cold_start(config: RunSections) -> None:
+    if config.cold_start is None:
+        return
+    options = config.cold_start.options
+    config.data.demonstration_arguments(options)
+    if config.data.generator in GENERATORS:  # their options name agents, if they name anything
+        check_agent_names("cold_start.options", options, config.agents)
+    for name, policy in config.policies.items():
+        if policy.chat_template or policy.chat_template_kwargs:
+            raise ValueError(
+                f"policies.{name}: a cold start makes the model with a chat template of its own that takes no "
+                "arguments; leave chat_template and chat_template_kwargs out"
+            )
+
+
+def _check_lengths(config: RunSections) -> None:
+    """Check that replies fit the sequences of the engines, and the buffer of `overlong` fits the replies."""
+    overlong = config.reward.penalties.get("overlong", {})
+    buffer = overlong.get("buffer", 0)
+    for name, agent in config.agents.items():
+        limit = overlong.get("max_tokens", {}).get(name, agent.max_tokens)
+        if buffer > limit:
+            raise ValueError(
+                f"reward.penalties.overlong.buffer {buffer} is more than max_tokens {limit} of agent '{name}'; "
+                "lower it"
+            )
+        length = for_policy(config, agent.policy).engine.max_length
+        if agent.max_tokens >= length and config.policies[agent.policy].remote is None:
+            raise ValueError(
+                f"agents.{name}.max_tokens {agent.max_tokens} leaves no room for a prompt in engine.max_length "
+                f"{length}; lower it, or raise max_length"
+            )
+
+
+def _check_replays(config: RunSections) -> None:
+    """Check that the advantage c3 has alternatives, and that the run can replay its trajectories."""
+    agents = config.replayed_agents
+    replays = config.trainer.replays
+    if replays is None and agents:
+        raise ValueError(
+            f"agent '{agents[0]}': advantage '{config.advantage_of(agents[0]).name}' compares a reply with "
+            "alternatives, and this run samples none; set trainer.replays.alternatives"
+        )
+    if replays is None:
+        return
+    if not agents:
+        raise ValueError(
+            "trainer.replays samples alternatives for the advantage 'c3', which no trained agent has; "
+            "leave trainer.replays out, or choose advantage=c3"
+        )
+    trajectories = config.trainer.trajectories_per_step
+    if replays.budget is not None and replays.budget < trajectories:
+        raise ValueError(
+            f"trainer.replays.budget {replays.budget} is less than one alternative for each of the "
+            f"{trajectories} trajectories of a step; raise it, or leave it out"
+        )
+    problems = {
+        "trainer.branching, because a trajectory is replayed or sampled as a tree": (
+            config.trainer.branching is not None
+        ),
+        f"orchestra '{config.orchestra.name}', which grows its own tree": (
+            config.orchestra.name in TREE_ORCHESTRAS
+        ),
+        f"reward '{config.reward.name}'; expected 'shared_outcome', because an alternative is paid the "
+        "outcome of its replay": config.reward.name != "shared_outcome",
+        "a filter, which compares trajectories": config.filter is not None,
+    }
+    for problem, is_given in problems.items():
+        if is_given:
+            raise ValueError(f"trainer.replays cannot be used with {problem}")
+
+
+def _check_credit(config: RunSections) -> None:
+    """Check what the advantage estimators and the filter need, and that `alpha` is not applied twice."""
+    for agent in config.agents:
+        _check_advantage(config, agent)
+    if config.filter is not None:
+        grouping = filter_grouping(config.filter.name, config.filter.options)
+        check_several_votes(f"filter '{config.filter.name}'", grouping, config.vote_sources)
+
+    if config.reward.name == "local_team" and config.trainer.branching is not None:
+        team_weight = config.reward.options.get("alpha", 1.0)
+        branch_weight = config.trainer.branching.alpha
+        if team_weight != 1.0 and branch_weight != 1.0:
+            raise ValueError(
+                f"reward.options.alpha {team_weight:g} would multiply trainer.branching.alpha {branch_weight:g}, "
+                "which is in a branch's score already; leave one of them out"
+            )
+
+
+def _check_advantage(config: RunSections, name: str) -> None:
+    """Check that a run has the inputs of an agent's advantage estimator, and turns to compare with each other."""
+    agent = config.agents[name]
+    advantage = config.advantage_of(name)
+    label = f"agent '{name}': advantage '{advantage.name}'"
+    required = REQUIRED_COLUMN.get(advantage.name)
+    is_trained = agent.policy in config.trained
+    if required == "values" and is_trained and config.policies[agent.policy].critic is None:
+        raise ValueError(f"{label} needs policies.{agent.policy}.critic")
+    if required == "greedy_rewards" and config.reward.name == "tree_shaping":
+        raise ValueError(
+            f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
+        )
+    if required == "step_rewards" and "trees" in config.vote_sources:
+        raise ValueError(
+            f"{label} needs the rewards of consecutive steps, which trees do not have; choose another"
+        )
+
+    teacher = config.teachers.get(agent.policy)
+    learns_from_reward = agent.loss_weight and not (teacher and teacher.alone)
+    # With `lone: raw`, a vote without peers has an advantage too.
+    if learns_from_reward and advantage.options.get("lone") != "raw":
+        grouping = estimator_grouping(advantage.name, advantage.options)
+        check_several_votes(label, grouping, config.vote_sources)
+
+
+def _check_schedules(config: RunSections) -> None:
+    """Check that each trained policy has its turn, and that no schedule ends before its warm-up does."""
+    alternate = config.trainer.alternate
+    trained = config.trained
+    if alternate is not None and sorted(alternate.order) != sorted(trained):
+        raise ValueError(
+            f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
+            f"{', '.join(trained)}"
+        )
+    for name in trained:
+        policy = config.policies[name]
+        for key, optimizer in ((name, policy), (f"{name}.critic", policy.critic)):
+            if optimizer is None or optimizer.schedule == "constant":
+                continue
+            last = optimizer.decay_steps or schedule_length(config, name)
+            if last <= optimizer.warmup_steps:
+                raise ValueError(
+                    f"policies.{key}: schedule '{optimizer.schedule}' ends with update {last}, but warmup_steps is "
+                    f"{optimizer.warmup_steps}; lower it, or raise decay_steps"
+                )
+
+
+def _check_engines(config: RunSections) -> None:
+    """Check that the engines go with the cluster and the policies."""
+    groups = {name: policies_on_base(config.policies, name) for name in config.policies}
+    resident = [name for name in config.trained if not config.policies[name].offload]
+    config.cluster.check_policies(groups, resident)
+
+    threads = config.cluster.threads_per_process or 1
+    may_use_cpu = config.engine.name == "embedded" and config.engine.device != "cuda"
+    if threads > 1 and config.engine.deterministic and may_use_cpu:
+        raise ValueError(
+            f"cluster.threads_per_process: {threads}, but on a CPU engine.deterministic needs 1 thread for equal "
+            "bits; set threads_per_process to 1, or leave it out"
+        )
+    if config.engine.router_replay and not config.models:
+        raise ValueError(
+            "engine.router_replay: remote models do not report their experts; leave it out"
+        )
+    for name in config.models:
+        policy = config.policies[name]
+        engine = for_policy(config, name).engine
+        config.cluster.check_engine(name, engine)
+        if policy.share_base:
+            holder = config.holder(name)
+            holder_engine = for_policy(config, holder).engine
+            config.cluster.check_shared_engine(name, engine, holder, holder_engine)
+        if engine.adapters == "slots" and name in config.trained:
+            problem = "engine.adapters: slots is for policies with lora"
+            if policy.lora is not None:
+                problem = adapter_error(policy.lora.targets)
+            if problem:
+                raise ValueError(f"policies.{name}: {problem}")
+
+
+def _check_teachers(config: RunSections) -> None:
+    """Check that each teacher exists, and can score the tokens of its student."""
+    for name, teacher in config.teachers.items():
+        key = f"policies.{name}.teacher"
+        if name not in config.trained:
+            raise ValueError(f"{key}: nothing trains this policy; leave it out")
+        others = [other for other in config.policies if other != name]
+        if teacher.policy == name and teacher.context is not None:
+            others.append(name)  # it knows more with the context than without
+        if teacher.policy not in others:
+            raise ValueError(
+                f"{key}.policy is '{teacher.policy}'; expected another policy of the run"
+                f"{': ' + ', '.join(others) if others else ''}; define policies.{teacher.policy} with "
+                "its model or remote"
+            )
+        _check_teacher_engine(config, name, teacher.policy)
+        if for_policy(config, name).engine.grammar:
+            raise ValueError(
+                f"{key}: engine.grammar changes the probabilities of the policy, and its teacher has no grammar; "
+                "set engine.grammar to false, or leave the teacher out"
+            )
+
+
+def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> None:
+    """Refuse a teacher that cannot score at the temperatures or the length of its student."""
+    key = f"policies.{student}.teacher"
+    remote = config.policies[teacher].remote
+    engine = for_policy(config, teacher).engine
+    length = for_policy(config, student).engine.max_length
+    if remote is not None:
+        if remote.provider != "openai" or remote.url is None:
+            raise ValueError(
+                f"{key}: policies.{teacher}.remote has provider '{remote.provider}' and url {remote.url}; expected "
+                "provider openai and the url of a server whose completions API gives log-probabilities of a prompt, "
+                "such as vLLM or SGLang"
+            )
+        if remote.budget.model_fields_set:
+            raise ValueError(
+                f"{key}: policies.{teacher}.remote.budget: scores are not counted; leave it out"
+            )
+    elif engine.max_length < length:
+        raise ValueError(
+            f"{key}: the engine of '{teacher}' takes {engine.max_length} tokens, and that of '{student}' {length}; "
+            f"set policies.{teacher}.overrides.engine.max_length: {length}"
+        )
+    if remote is None and engine.name == "embedded":
+        return
+    for name in config.trained_agents(student):
+        temperature = config.agents[name].temperature
+        if temperature != 1:
+            raise ValueError(
+                f"{key}: servers score at temperature 1, and agent '{name}' samples at {temperature:g}; set "
+                f"agents.{name}.temperature: 1, or give '{teacher}' the engine embedded"
+            )
+
+
+def _check_collection_ahead(config: RunSections) -> None:
+    """Refuse a staleness of frozen policies, and freeing memory while trajectories of later steps are collected."""
+    for name, policy in config.policies.items():
+        if policy.staleness is not None and name not in config.trained:
+            raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
+    if not config.collects_ahead:
+        return
+    staleness = max(config.staleness_of(name) for name in config.trained)
+    if config.engine.sleep:
+        raise ValueError(
+            f"engine.sleep: with a staleness of {staleness} engines sample while policies are trained, and cannot "
+            "sleep; set engine.sleep to false, or staleness to 0"
+        )
+    for name, policy in config.policies.items():
+        if policy.offload:
+            raise ValueError(
+                f"policy '{name}': offload frees the trainer's memory while the team acts, and with a "
+                f"staleness of {staleness} the team acts while it trains; choose one of them"
+            )
+
+
+def _check_opponents(config: RunSections) -> None:
+    """Check that opponents are frozen policies, that their shares fit, and that they can play."""
+    if not config.opponents:
+        return
+    if config.orchestra.name != "duel":
+        raise ValueError(
+            f"opponents play an agent of the team 'duel', and this is '{config.orchestra.name}'; leave them out"
+        )
+    total = sum(opponent.share for opponent in config.opponents.values())
+    if total > 1 + 1e-9:
+        raise ValueError(
+            f"the shares of opponents add up to {total:g}; expected at most 1, and the rest is self-play"
+        )
+    for policy, opponent in config.opponents.items():
+        _check_opponent(config, policy, opponent)
+
+
+def _check_opponent(config: RunSections, policy: str, opponent: OpponentConfig) -> None:
+    if policy not in config.policies:
+        raise ValueError(
+            f"opponents names '{policy}', which is not defined; policies: {', '.join(config.policies)}; "
+            f"define policies.{policy}"
+        )
+    if policy in config.trained:
+        raise ValueError(
+            f"opponents names '{policy}', which is trained; define another policy for the opponent"
+        )
+    trained_agents = [name for name, agent in config.agents.items() if agent.loss_weight]
+    for name in opponent.agents:
+        if name not in trained_agents:
+            raise ValueError(
+                f"opponents.{policy}.agents names '{name}'; expected trained agents: {', '.join(trained_agents)}"
+            )
+    if opponent.past is not None:
+        _check_past(config, policy, opponent.past)
+
+
+def _check_past(config: RunSections, policy: str, past: PastConfig) -> None:
+    """Check that an opponent's engine can be given the earlier weights of a trained policy."""
+    if past.of not in config.trained:
+        raise ValueError(
+            f"opponents.{policy}.past.of is '{past.of}'; expected a trained policy: {', '.join(config.trained)}"
+        )
+    if config.policies[policy].model != config.policies[past.of].model:
+        raise ValueError(
+            f"policies.{policy} plays with earlier weights of '{past.of}', and starts from another model; "
+            f"set policies.{policy}.model to {config.policies[past.of].model}"
+        )
+    if config.policies[past.of].lora is not None:
+        raise ValueError(
+            f"opponents.{policy}.past keeps whole weights, and '{past.of}' trains adapters; leave past or lora out"
+        )
+    if config.collects_ahead or config.engine.sleep:
+        raise ValueError(
+            f"opponents.{policy}.past gives the opponent's engine new weights before each step; "
+            "use trainer.staleness: 0 and engine.sleep: false"
+        )
+    transport = for_policy(config, policy).engine.transport
+    if transport in ("tensor", "distributed"):
+        raise ValueError(
+            f"opponents.{policy}.past: its weights come from files, and transport '{transport}' sends those of a "
+            f"trainer's GPUs; set policies.{policy}.overrides.engine.transport to disk"
+        )
