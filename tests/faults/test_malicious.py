@@ -61,7 +61,7 @@ def test_a_suite_of_many_values_is_refused(kind: str, tmp_path: Path) -> None:
 def test_a_config_of_many_values_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(NESTED_ALIASES)
-    code = "from mcore_mas.config.run import RunConfig; RunConfig.loadPathsys.argv[1]"
+    code = "from mcore_mas.config.run import RunConfig; RunConfig.load(Path(sys.argv[1]))"
     assert refusal(code, file).startswith(
         f"mcore_mas.config.run.ConfigError: {file}: not YAML (more than 1000000 values with its"
     )
