@@ -29,7 +29,8 @@ setup: $(STAMP) ## make .venv with pinned packages, of Python 3.12 or else 3.11 
 
 # On a machine with GPUs the second stage of environment.yml installs all packages.
 # On others torch is installed first, so that its CPU build is chosen if an index offers one. The lock file is
-# complete, so no dependencies are resolved, and modules are compiled when they are first imported.
+# complete, so no dependencies are resolved, and two pips can each install a part of it at once. Modules are
+# compiled when they are first imported.
 # A `.venv` that is a link belongs to another checkout and is not changed.
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
@@ -40,7 +41,7 @@ ifneq ($(strip $(GPUS)),)
 	PATH="$(abspath $(BIN)):$$PATH" bash environment.post-deploy.sh
 else
 	$(PIP) $$(grep -E '^torch==' $(LOCK))
-	$(PIP) --no-deps --requirement $(LOCK)
+	grep -vE '^(#|torch==)' $(LOCK) | xargs --max-procs=2 --max-args=60 $(PIP) --no-deps
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 endif
