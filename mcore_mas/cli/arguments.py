@@ -27,7 +27,7 @@ def setting_hint(option: str) -> str:
 
 
 def setting_names() -> set[str]:
-    """Return the names of the settings in the sections of a run, such as `steps`."""
+    """Return the names of a run's settings without their sections, such as `steps` for `trainer.steps`."""
     from mcore_mas.config.run import RunConfig
     from rollout.base.error_lines import section_keys
 

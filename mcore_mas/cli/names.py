@@ -21,20 +21,22 @@ class NameSource:
 
     Attributes:
         module: module of the registry.
-        attribute: its name in the module: a dictionary or sequence of names, or a function that maps
-            a config group to names.
+        attribute: its name in the module: a dictionary or sequence of names, or, with `config_group`,
+            a function that maps a config group to names.
         kind: kind of the entry points by which installed packages add names; "" if they cannot.
+        config_group: folder in configs/ whose files are the names; "" if they are not files.
     """
 
     module: str
     attribute: str
     kind: str = ""
+    config_group: str = ""
 
-    def shipped(self, config_group: str) -> Iterable[str]:
+    def shipped(self) -> Iterable[str]:
         """Return the names that ship; for a config group, also those of the user's files in configs/."""
         names = getattr(import_module(self.module), self.attribute)
-        if callable(names):
-            names = names(config_group)
+        if self.config_group:
+            names = names(self.config_group)
         return names  # type: ignore[no-any-return]
 
     def installed(self) -> list[str]:
@@ -63,9 +65,11 @@ REGISTRIES = {
     "engines": NameSource("rollout.engines.registry", "ENGINES", "engine"),
     "tools": NameSource("rollout.environments", "TOOLS", "tool"),
     "providers": NameSource("rollout.engines.remote.registry", "PROVIDERS"),
-    "experiments": NameSource("mcore_mas.config.experiments", "names_in"),
-    "teams": NameSource("mcore_mas.config.experiments", "names_in"),
-    "recipes": NameSource("mcore_mas.config.experiments", "names_in"),
+    "experiments": NameSource(
+        "mcore_mas.config.experiments", "names_in", config_group="experiment"
+    ),
+    "teams": NameSource("mcore_mas.config.experiments", "names_in", config_group="team"),
+    "recipes": NameSource("mcore_mas.config.experiments", "names_in", config_group="recipe"),
 }
 
 
@@ -85,10 +89,8 @@ def list_names(
         for name in REGISTRIES:
             print(name)
         return
-    name = _registry_name(registry)
-    source = REGISTRIES[name]
-    config_group = name.removesuffix("s")
-    for line in sorted([*source.shipped(config_group), *source.installed()]):
+    source = REGISTRIES[_registry_name(registry)]
+    for line in sorted([*source.shipped(), *source.installed()]):
         print(line)
 
 
@@ -100,6 +102,7 @@ def _registry_name(key: str) -> str:
     """
     word = key.removesuffix(".name").rpartition(".")[2]
     for name, source in REGISTRIES.items():
+        # The last word of a kind is a config key too, such as `generator` of "task generator".
         singulars = {name.removesuffix("s"), name.removesuffix("es"), *source.kind.split()[-1:]}
         plurals = {f"{singular}s" for singular in singulars}
         if word == name or word in singulars | plurals:
