@@ -87,6 +87,21 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise UsageError for arguments that Snakemake does not take, or would misunderstand."""
+    _check_options(arguments)
+    if "=" in arguments:
+        raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
+    config_options = [argument for argument in arguments if re.match(r"--config(=|$)|-C", argument)]
+    is_joined = any(option not in ("--config", "-C") for option in config_options)
+    # `_add_settings` puts the suite's settings behind --config, which must therefore be a word of its own.
+    if is_joined or len(config_options) > 1:
+        raise UsageError(
+            f"{' '.join(config_options)}: Snakemake uses only the last --config; write one, with all "
+            "its values behind it, such as --config results=my_results scale=tiny"
+        )
+
+
+def _check_options(arguments: Sequence[str]) -> None:
     """Raise UsageError for wrong options of Snakemake, whose own error begins with the list of all options."""
     from snakemake.cli import get_argument_parser
 
@@ -110,14 +125,6 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             f"unrecognized arguments: {' '.join(options)}{hints}; `mcore-mas run --help` and "
             "`snakemake --help` list the options"
         )
-    if "=" in arguments:
-        raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
-    config_options = [argument for argument in arguments if re.match(r"--config(=|$)|-C", argument)]
-    if config_options not in ([], ["--config"], ["-C"]):
-        raise UsageError(
-            f"{' '.join(config_options)}: Snakemake uses only the last --config; write one, with all "
-            "its values behind it, such as --config results=my_results scale=tiny"
-        )
 
 
 def _nearest_hint(option: str, all_options: Sequence[str]) -> str:
@@ -138,7 +145,7 @@ def _setting_hints(options: Sequence[str]) -> str:
 
 
 def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Add settings to the values of the option `--config`, which `arguments` have once at most."""
+    """Add settings to the values of the option `--config`, which `arguments` contain once at most."""
     if not settings:
         return list(arguments)
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
