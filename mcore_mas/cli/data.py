@@ -99,7 +99,7 @@ def show_leaks(
     games = {task.env for tasks in splits.values() for task in tasks} & ZERO_SUM_GAMES.keys()
     if games:
         print(f"not compared: {', '.join(sorted(games))}, whose deals are in every split")
-    if any(leak.has_certain_leak for leak in leaks) and not report_only:
+    if any(leak.is_certain for leak in leaks) and not report_only:
         raise typer.Exit(1)
 
 
@@ -140,7 +140,7 @@ def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None
     for leak in leaks:
         count = len(leak.matches)
         style = ""
-        if leak.has_certain_leak:
+        if leak.is_certain:
             style = "red"
         elif count:
             style = "yellow"

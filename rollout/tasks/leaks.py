@@ -64,7 +64,7 @@ class Leak:
     matches: tuple[Match, ...]
 
     @property
-    def has_certain_leak(self) -> bool:
+    def is_certain(self) -> bool:
         """True if at least one task leaks for certain, not just by similarity."""
         return self.kind != "similar" and bool(self.matches)
 

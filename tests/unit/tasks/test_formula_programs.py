@@ -21,7 +21,7 @@ def test_splits_have_different_programs_with_right_examples() -> None:
     tasks = program_tasks(3, {"train": 400, "validation": 50, "test": 60})
     splits = {split: [task for task in tasks if task.split == split] for split in SPLITS}
     assert [len(members) for members in splits.values()] == [400, 50, 60]
-    assert not any(leak.has_certain_leak for leak in find_leaks(splits, threshold=None))
+    assert not any(leak.is_certain for leak in find_leaks(splits, threshold=None))
     for task in tasks:
         _, expression, _, example = task.id.split(":")
         a, b = map(int, example.split(","))

@@ -51,7 +51,7 @@ class TestPublishedSystems:
         leaks = find_leaks({"train": train, "test": test})
         assert not leak_of(leaks, "id").matches
         leak = leak_of(leaks, "text")
-        assert leak.has_certain_leak
+        assert leak.is_certain
         assert leak.tasks == len(leak.matches) == 100
         assert ids(leak)[:2] == [("sudoku/0", "sudoku/100000"), ("sudoku/1", "sudoku/100001")]
 
@@ -117,7 +117,7 @@ class TestPrograms:
         visible_only = make_task("d", "D", "code", stdin_tests(("1", True)))
         tasks = [hidden_only, separate, shared, visible_only, make_task("m", "M")]
         leak = leak_of(find_leaks({"test": tasks}), "tests")
-        assert leak.has_certain_leak
+        assert leak.is_certain
         assert leak.tasks == 4
         assert [match.task.id for match in leak.matches] == ["c", "d"]
 
@@ -143,7 +143,7 @@ class TestSimilarity:
         leak = leak_of(leaks, "similar")
         similarities = [(match.task.id, match.similarity) for match in leak.matches]
         assert similarities == [("k2", 16 / 20), ("k6", 12 / 24)]
-        assert not leak.has_certain_leak
+        assert not leak.is_certain
         assert ids(leak_of(leaks, "text")) == [("t", "k0")]
 
     def test_the_most_similar_task_is_the_match(self) -> None:
