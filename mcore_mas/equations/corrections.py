@@ -17,8 +17,8 @@ in the level at which w is computed, and in their treatment of extreme weights:
 not enter the denominator: a masked token still counts in the mean of the loss, as in the papers.
 
 Options:
-    level: ratio that is the weight: that of the "token"; of the whole reply, the "sequence"; or the "geometric" mean
-        over the reply's tokens.
+    level: the weight is the ratio of the "token", that of the whole reply ("sequence"), or the "geometric" mean over
+        the reply's tokens.
     veto: a reply with a token whose π_old/μ is below this has weight 0; 0: no veto; verl uses 1e-4.
     low, high: range of the weight; `tis` lowers weights above it to `high`, the others set weights outside it to 0.
 """

@@ -361,7 +361,7 @@ def token_weights(
         lengths: [m] number of trained tokens of every sample of the update. A sample without
             trained tokens gets weight 0 and does not count as a sample in the denominators.
         mode: name in `AGGREGATIONS`.
-        norm: the constant length L in tokens, for modes that divide by one; None for the others.
+        norm: the constant length L in tokens that a mode with `normed` divides by; None for the others.
     """
     lengths = lengths.double()
     return torch.where(lengths > 0, AGGREGATIONS[mode].weights(lengths, norm or 1.0), 0.0)

@@ -50,14 +50,15 @@ _T_QUANTILES = (
 def score_interval(
     values: Sequence[float], name: str, *, lowest: float = 0.0
 ) -> tuple[float, float]:
-    """Compute `mean_interval` of scores between 0 and 1, or of their differences, within their range.
+    """Compute the 95 % confidence interval of the mean of scores, or of differences of scores.
 
-    An interval by Student's t may reach beyond the range of such values, so both ends are clipped to
-    it. If a value is outside the range, the environment has other scores, and nothing is clipped.
+    The interval of `mean_interval` by Student's t may reach beyond the range of scores, so both ends are clipped to
+    [`lowest`, 1]. If a value is outside of this range, the environment's scores are not between 0 and 1, and nothing
+    is clipped.
 
     Args:
         values: one or more values.
-        name: seeds the resampling.
+        name: name of the metric, which seeds the resampling.
         lowest: 0 for scores, -1 for differences of scores.
     """
     low, high = mean_interval(values, name)

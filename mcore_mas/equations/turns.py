@@ -262,8 +262,9 @@ class GroupStatistics:
     def scale(self) -> Tensor:
         """Divisor [n] of an advantage: σ, or 1 where the votes do not differ.
 
-        A single vote has σ = 1, as in Dr. MAS's released code. If μ comes from another group than
-        σ, r - μ then stays in reward units, and is never divided by ε alone.
+        A group of one vote has divisor 1 too, as in Dr. MAS's released code. Where votes do not differ,
+        r - μ is 0, unless μ is the mean of another group (option `std` of `relative`). It is then divided
+        by 1 + ε, and not by ε alone.
         """
         return torch.where(self.votes_differ, self.std, 1.0)
 
