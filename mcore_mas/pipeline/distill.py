@@ -345,6 +345,7 @@ def _internal_turns(trajectories: Iterable[Trajectory]) -> Iterator[Sample]:
 
 
 def _turn_sample(turn: Turn) -> Sample:
+    """Return a recorded turn as a sample whose reply is trained, like that of `demonstration_sample`."""
     return Sample(
         policy=POLICY,
         agent=POLICY,

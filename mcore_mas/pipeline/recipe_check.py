@@ -201,10 +201,11 @@ def _digest_of_edited_passages(config: RunConfig) -> str:
     if passages is None or not passages.is_file() or not index.is_file():
         return ""
     status = passages.stat()
-    is_older = status.st_mtime <= index.stat().st_mtime
-    if is_older or status.st_size > _MAX_COMPARED_BYTES:
+    is_older_than_index = status.st_mtime <= index.stat().st_mtime
+    if is_older_than_index or status.st_size > _MAX_COMPARED_BYTES:
         return ""
 
+    # The index has the digest of the pipeline's copy of the passages, so another copy is made here.
     with TemporaryDirectory() as folder:
         corpus = Path(folder, "passages.jsonl")
         try:

@@ -33,8 +33,8 @@ _COLD_START_KEYS = (
     "retriever",
     "cluster",
 )
-# Keys that an evaluation of an untrained team depends on, in addition to its agents and their
-# policies.
+# Keys that an evaluation depends on, in addition to the agents and their policies before training.
+# Snakemake compares the trained models itself, because they are input files of the evaluation.
 _EVALUATION_KEYS = (
     "seed",
     "data",
@@ -115,6 +115,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an evaluation depends on, in addition to the trained models."""
     agents = {}
     for name, agent in _untrained_agents(config).items():
         policy = config["policies"][agent["policy"]]

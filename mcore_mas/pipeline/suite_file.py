@@ -95,7 +95,10 @@ def user_configs_folder(suite: Mapping[str, Any], folder: Path | None) -> Path |
 
 
 def make_importable(*folders: Path) -> None:
-    """Add folders to the import path of this process and of its children."""
+    """Add folders to the import path of this process, and to PYTHONPATH for its children.
+
+    Folders that are on the import path already are left out of both.
+    """
     new_paths: list[str] = []
     for folder in folders:
         path = str(folder.resolve())
