@@ -83,17 +83,17 @@ def _task_means(rows: pd.DataFrame) -> pd.Series:
 
 
 def _paired_differences(
-    ours: Mapping[str, pd.Series], theirs: Mapping[str, pd.Series]
+    scores: Mapping[str, pd.Series], baseline: Mapping[str, pd.Series]
 ) -> dict[str, pd.Series]:
-    """Return the differences of the tasks that both have scored, by data source.
+    """Return the differences `scores` - `baseline` of the tasks that have both, by data source.
 
     A task has no score if all of its trajectories failed.
     """
     differences = {}
-    for source, scores in ours.items():
-        if source not in theirs:
+    for source, source_scores in scores.items():
+        if source not in baseline:
             continue
-        difference = (scores - theirs[source]).dropna()
+        difference = (source_scores - baseline[source]).dropna()
         if len(difference):
             differences[source] = difference
     return differences
@@ -171,7 +171,7 @@ def _difference_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[d
                 continue
             position = _position(cell)
             baseline_cell = cells[tuple({**position, axis: baseline}.values())]
-            scores = _paired_differences(
+            differences = _paired_differences(
                 _cell_scores(evaluations, cell), _cell_scores(evaluations, baseline_cell)
             )
             yield {
@@ -179,7 +179,7 @@ def _difference_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[d
                 axis: f"{method} - {baseline}",
                 "policy_state": "difference",
                 "dataset": cell.dataset,
-                **_mean_with_interval(scores, f"{cell.dataset}/{cell.metric}"),
+                **_mean_with_interval(differences, f"{cell.dataset}/{cell.metric}"),
                 "paper_value": _published_difference(table, cell, baseline_cell),
             }
 

@@ -126,7 +126,9 @@ def _describe_turn(turn: Turn, advantage: float | None) -> str:
         versions = f"v{turn.oldest_version} to {versions}"
     parts = [f"{turn.index} {turn.agent} ({turn.policy} {versions})"]
     if turn.node:
-        parts.append(f"{'alternative' if REPLAY_OUTCOME in turn.scores else 'branch'} {turn.node}")
+        # Alternatives, whose trajectory was replayed, have nodes without being branches of a tree.
+        kind = "alternative" if REPLAY_OUTCOME in turn.scores else "branch"
+        parts.append(f"{kind} {turn.node}")
     parts.append(f"{len(turn.completion_ids)} tokens, log p {sum(turn.logprobs):.2f}")
     parts += [f"{name} {value:g}" for name, value in turn.scores.items()]
     if turn.reward is not None:

@@ -24,6 +24,8 @@ class WorkTimeline:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
+    """Time in which an agent or a tool works for one trajectory, in seconds."""
+
     worker: str
     start: float
     end: float
