@@ -139,7 +139,7 @@ class EngineConfig(Section):
         if self.name == "sglang":
             self._check_sglang()
         else:
-            self._check_not_sglang()
+            self._refuse_sglang_settings()
         if self.key_file:
             for url in self.urls:
                 check_private("urls", url)
@@ -203,7 +203,8 @@ class EngineConfig(Section):
                 "device is a setting of the embedded engine; sglang takes the GPUs there are"
             )
 
-    def _check_not_sglang(self) -> None:
+    def _refuse_sglang_settings(self) -> None:
+        """Raise ValueError if another engine than SGLang has a setting that only SGLang's servers have."""
         fields = type(self).model_fields
         changed_settings = []
         for key in SERVER_SETTINGS:

@@ -163,7 +163,10 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def end_reason(self) -> str:
-        """Return the reason why the server has ended; "" while its process runs."""
+        """Return the reason why a server that does not answer has ended; "" while its process runs.
+
+        A server that was not started here has no process to look at, and counts as ended.
+        """
         if self.host is None:
             return f"the server at {self.client.url} is gone, and it was not started by this run"
         if self.actors is None:
