@@ -1,6 +1,6 @@
 """Failpoints: named points in the code at which a test kills, stops, slows or fails this process.
 
-By default they do nothing.
+A test can also have the points listed that a process passes. By default they do nothing.
 """
 
 import errno

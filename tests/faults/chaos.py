@@ -3,6 +3,8 @@
 `python -m tests.faults.chaos [FAULTS [SEED ...]]` injects 20 faults (or FAULTS) into one run for each of the
 seeds 1, 2 and 3 (or SEEDs). The run is `mcore-mas train` with its own Ray, one rank, one engine, and a retriever
 behind a proxy. A fault kills or stops a process, fills the disk, corrupts answers of the retriever, or moves the clock.
+Faults are injected when the run has passed a random number of write boundaries, the failpoints before and after it
+writes, moves or removes a file or a folder.
 
 The program mounts its own /dev/shm (`unshare --mount`), so that everything there at the end was left by the run.
 """
@@ -247,7 +249,7 @@ class Run:
         return self.wait(lambda: self._retriever_proxy.faulty[1] == 0)
 
     def set_clock(self, error_s: float) -> bool:
-        """Let the wall clock of all processes of the run be wrong by some seconds."""
+        """Shift the wall clock of all processes of the run by some seconds; return True, as it always succeeds."""
         self._clock_file.write_text(str(error_s))
         return True
 
@@ -304,6 +306,7 @@ class Retriever:
         self._sidecar = sidecar
 
     def kill_and_revive(self) -> bool:
+        """Kill the server, and start it again after a second; return True, as it always succeeds."""
         assert self._sidecar.pid is not None
         os.kill(self._sidecar.pid, signal.SIGKILL)
         time.sleep(1)
@@ -398,7 +401,7 @@ def main(
         settings: further settings of the run.
 
     Raises:
-        AssertionError: a disturbed run has other bits, or leaves something behind.
+        AssertionError: a disturbed run has other files than the undisturbed one, or leaves something behind.
     """
     base = Path(tempfile.mkdtemp(prefix="ch"))  # Ray's sockets need a short path
     recovered_s: dict[str, list[float]] = {}
@@ -411,7 +414,7 @@ def main(
         expected = fingerprint(folder)
         boundaries = undisturbed.boundaries()
         print(
-            f"undisturbed: {boundaries} boundaries, {len(expected)} files, "
+            f"undisturbed: {boundaries} write boundaries, {len(expected)} files, "
             f"{undisturbed.starts} start",
             flush=True,
         )

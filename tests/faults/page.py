@@ -101,6 +101,7 @@ def render(sections: Mapping[str, list[dict[str, Any]]], results: Mapping[str, A
 
 
 def _table_row(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """Return the row of a fault: its tests, their distinct results, and the longest time."""
     names = [f"`{test}`" for test in row.get("tests", ())]
     if "chaos" in row:
         names.append(f"chaos: {', '.join(row['chaos'])}")
@@ -141,7 +142,7 @@ def pages() -> dict[Path, str]:
     return {PAGE: f"{_HEAD}{render(rows, results)}\n"}
 
 
-def tests() -> list[str]:
+def named_tests() -> list[str]:
     """Return the tests that the table names, each once."""
     sections = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     names: dict[str, None] = {}
@@ -153,7 +154,7 @@ def tests() -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--list"]:
-        print(*tests())
+        print(*named_tests())
     else:
         new_results = json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True)
         RESULTS.write_text(f"{new_results}\n", encoding="utf-8")

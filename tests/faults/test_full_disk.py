@@ -128,7 +128,7 @@ def test_a_log_on_the_full_disk_ends_nothing(
 def test_a_terminal_that_is_gone_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool
 ) -> None:
-    """The terminal is stderr, with a progress bar, or it gets lines beside a log."""
+    """With `bar`, stderr is the terminal, with a progress bar; else the terminal gets lines beside a log on stderr."""
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
     with closing(os.fdopen(slave, "w")) as terminal:

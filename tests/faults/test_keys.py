@@ -1,4 +1,4 @@
-"""API keys and passwords of a run appear in none of its files, messages, lists and process arguments."""
+"""API keys and passwords of a run appear in no file, message, output of a command or process argument."""
 
 from __future__ import annotations
 
