@@ -60,9 +60,16 @@ def stage_owners(runs: Runs, stage: str) -> dict[str, str]:
 
 
 def first_equal(items: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return for each run the first run with an equal value; values are JSON."""
-    first: dict[str, str] = {}
-    return {run: first.setdefault(json_digest(value), run) for run, value in items}
+    """Return for each run the first run with an equal value.
+
+    Args:
+        items: runs and their values, which JSON can hold.
+    """
+    first_by_digest: dict[str, str] = {}
+    first_by_run: dict[str, str] = {}
+    for run, value in items:
+        first_by_run[run] = first_by_digest.setdefault(json_digest(value), run)
+    return first_by_run
 
 
 def with_cold_start_of(config: Mapping[str, Any], owner: str) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Suite:
         return Path(self.runs[run]["results"]) / run / "config.yaml"
 
     def write_configs(self, runs: Iterable[str | None]) -> None:
-        """Write the resolved configs of `runs`, each atomically; ignore names that are not runs."""
+        """Write the resolved configs of `runs`, each atomically; ignore names that are not runs, and None."""
         for run in self.runs.keys() & set(runs):
             text = yaml.safe_dump(
                 dict(self.runs[run]), sort_keys=False, allow_unicode=True, width=120
