@@ -1,4 +1,4 @@
-"""Files of trajectories: one of a file's trajectories, and the tasks of its run and the tools of its agents."""
+"""Files of trajectories: the choice of one trajectory, and the tasks and the agents' tools of the file's run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

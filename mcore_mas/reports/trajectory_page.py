@@ -33,15 +33,15 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerGroup:
-    """Turns of one task that an estimator compared with one another."""
+    """Turns of one task in a group of turns that an estimator compared with one another."""
 
     label: str  # statistic of the comparison: "mean" or "std", or "peers" for both
     peer_columns: tuple[str, ...]  # columns in which the turns are equal
     vote_columns: tuple[str, ...]  # columns in which turns of one vote are equal
-    size: int  # number of votes, including those of other tasks
-    mean: float
+    size: int  # number of votes in the group, including those of other tasks
+    mean: float  # of all votes in the group
     std: float
-    members: list[GroupMember]
+    members: list[GroupMember]  # turns of this task
 
 
 # Peer groups of each turn, by trajectory, node and turn number.

@@ -44,6 +44,6 @@ def test_the_same_recipe_is_the_same_run(digests: list[list[dict[str, str]]]) ->
 def test_ahead_of_training_neither_time_nor_a_kill_changes_a_bit(
     digests: list[list[dict[str, str]]],
 ) -> None:
-    """The tokens of one training come later; the other training is killed and started again."""
+    """One training waits 0.1 s for each token; the other is killed at a token, and started again."""
     assert_same(digests[0][1], digests[1][1])
     assert digests[0][1] != digests[0][0]
