@@ -63,13 +63,15 @@ def test_an_odd_config_is_refused(name: str, kind: str, tmp_path: Path) -> None:
         resolve(["experiment=demo_math"], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["experiment/big.yaml", "team/big.yaml"])
 def test_a_config_of_a_hundred_thousand_keys_is_refused_before_it_is_composed(
-    tmp_path: Path,
+    name: str, tmp_path: Path
 ) -> None:
+    """All configs of the user are checked, also those that the experiment does not use."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "team").mkdir()
+    (tmp_path / "experiment/big.yaml").write_text("trainer: {steps: 3}")
     keys = "".join(f"  k{number}: 1\n" for number in range(100_000))
-    for name in ("experiment/big.yaml", "team/big.yaml"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(f"trainer:\n{keys}")
-        with pytest.raises(ConfigError, match=r"big.yaml: \d+ bytes; expected a config of at most"):
-            resolve(["experiment=[demo_math,big]"], tmp_path)
-        (tmp_path / "experiment/big.yaml").write_text("trainer: {steps: 3}")
+    (tmp_path / name).write_text(f"trainer:\n{keys}")
+    with pytest.raises(ConfigError, match=rf"{name}: \d+ bytes; expected a config of at most"):
+        resolve(["experiment=[demo_math,big]"], tmp_path)
