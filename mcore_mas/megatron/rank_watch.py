@@ -114,7 +114,8 @@ class RankMonitor:
         if phase:
             # A process that can run would have written its stacks.
             return f"does not respond in phase {phase} (is it stopped?)"
-        return "does not respond outside a phase (is it stopped?)"
+        # The rank is between two calls, or has not made its file yet.
+        return "does not respond between phases (is it stopped?)"
 
 
 def _call_stack(stacks: str) -> str:

@@ -121,7 +121,7 @@ class TrainerSpec(ParallelLayout):
         if self.schedule != "constant" and (self.decay_steps or 0) <= self.warmup_steps:
             raise ValueError(
                 f"trainer: schedule '{self.schedule}' over {self.decay_steps} updates with a warm-up of "
-                f"{self.warmup_steps}; it needs more updates than that"
+                f"{self.warmup_steps}; it needs more updates than its warm-up"
             )
 
 

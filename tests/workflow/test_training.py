@@ -389,7 +389,7 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     # Rank 0 is only mentioned if it waits for rank 1.
     assert re.search(
         r"policy solver: no progress for \d+ s; "
-        r"rank 1: does not respond (in phase \w+|outside a phase) \(is it stopped\?\)"
+        r"rank 1: does not respond (in phase \w+|between phases) \(is it stopped\?\)"
         rf"(; rank 0: in phase \w+ at \S+:\d+ \w+ > .*)?; {restart}, 0 restarts left$",
         restarts[1],
     ), restarts[1]

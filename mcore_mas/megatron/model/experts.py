@@ -141,7 +141,7 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, weights
 
     def combine_postprocess(self, rows: Tensor) -> Any:
-        """Return tokens [..., h], each the sum of its rows."""
+        """Return tokens [..., h] for rows [T k, h]; each token is the sum of its k rows."""
         if not use_triton(rows.device):
             return super().combine_postprocess(rows)
         return _MoveRows.apply(rows.contiguous(), False, *self._order).view(self.hidden_shape)

@@ -108,7 +108,8 @@ class KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x.flatten(0, -2)  # a view even if keys lie between queries and values
+        # This is a view, even if the rows lie apart in a wider tensor, as packed keys do.
+        rows = x.flatten(0, -2)
         assert rows.stride(1) == 1, "elements of a row must be neighbours"
         ctx.save_for_backward(rows, weight)
         ctx.eps = eps

@@ -45,12 +45,12 @@ class RMSNorm(torch.nn.Module):
 class ResidualNorm(RMSNorm):
     """Norm of hidden states on a GPU, with the residual addition before it in the same kernel.
 
-    `norm(x, residual)` returns the sum, and the next call, `norm(sum)`, its norm. `ResidualAddition`
-    makes the first call and Megatron's layer the second. The first is also a call, so that the
-    forward hooks of the distributed optimizer wait for the weight.
+    `norm(x, residual)` returns the sum and computes its norm, which the next call, `norm(sum)`,
+    returns. `ResidualAddition` makes the first call and Megatron's layer the second. Both go through
+    `Module.__call__`, whose hooks wait until the distributed optimizer has gathered the weight.
 
     Attributes:
-        frees_output: `free_output_read_by` is called after each forward pass, and frees the output.
+        frees_output: True if the output of each call is kept for `free_output_read_by` to free.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

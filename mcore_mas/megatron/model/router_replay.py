@@ -36,7 +36,7 @@ class EngineRoutingReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and numbers [T, k] of each token's experts, for `scores` [T, E]."""
+        """Return the scores [T, k] and the indices [T, k] of each token's experts, for `scores` [T, E]."""
         assert default_compute_topk is not None
         values, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.recorded is None:

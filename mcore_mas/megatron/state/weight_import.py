@@ -98,6 +98,7 @@ def _fill_vocab(
 
 
 def _join_vocab(shards: Sequence[Tensor], architecture: Architecture, _: int) -> list[list[Tensor]]:
+    """Return the embedding's rows in blocks, without the padding, which is in the last shards."""
     first_rows = accumulate((len(shard) for shard in shards), initial=0)
     blocks = [
         shard[: max(architecture.vocab - first_row, 0)]

@@ -78,7 +78,8 @@ def test_a_constant_rate_may_end_during_its_warm_up(decay_steps: int | None) -> 
         (
             "linear",
             2,
-            "schedule 'linear' over 2 updates with a warm-up of 2; it needs more updates than that",
+            "schedule 'linear' over 2 updates with a warm-up of 2; it needs more updates than its "
+            "warm-up",
         ),
         ("cosine", None, "schedule 'cosine' over None updates"),
     ],

@@ -110,7 +110,7 @@ def test_ranks_that_have_a_result_are_not_named(tmp_path: Path) -> None:
         RankWatchdog(monitor.status_file(rank), 0.1)
     message = (
         r"^policy solver: no progress for 0 s; "
-        r"rank 1: does not respond outside a phase \(is it stopped\?\)$"
+        r"rank 1: does not respond between phases \(is it stopped\?\)$"
     )
     with pytest.raises(ProcessLost, match=message):
         asyncio.run(wait_for_hang(monitor, True, False))
