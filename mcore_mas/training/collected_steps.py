@@ -39,16 +39,16 @@ class CollectedSteps:
       `CollectionLog`).
     - `quarantine/`: a file for each quarantined trajectory (see `rollout.teams.quarantine`).
 
-    A run that starts again from a checkpoint uses trajectories and collections as they are, if they
-    are of the same recipe and the weights that sampled them come again: those of the checkpoint,
-    and those that follow from it by training on complete steps.
+    A run that starts again from a checkpoint reuses trajectories and collections of the same recipe,
+    if it reproduces the weights that sampled them. It reproduces those of the checkpoint, and those
+    that follow from them by training on complete steps.
     """
 
     def __init__(self, train: Path, *, recipe: str = "", first_step: int = 0) -> None:
-        """Remove the files of earlier starts whose weights do not come again.
+        """Remove files of trajectories whose weights this start does not reproduce.
 
-        This start repeats the weights up to the first step whose file is not complete. Later versions
-        may become other weights.
+        It reproduces the weights of `first_step`, and those after each complete step from there on.
+        From the first step whose file is not complete, training may lead to other weights than before.
 
         Args:
             train: the run's folder `train`.
@@ -118,7 +118,7 @@ class CollectedSteps:
                 advantage_path(file).unlink(missing_ok=True)
 
     def _newest_version_from(self, first_step: int) -> int:
-        """Return the newest version of the weights that training on complete files alone can reach."""
+        """Return the newest version of the weights that training on complete steps alone reaches."""
         version = first_step
         while self._metadata(version).get("complete") == "true":
             version += 1

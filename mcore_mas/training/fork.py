@@ -43,8 +43,8 @@ def fork_if_changed(
         run.
 
     Raises:
-        CheckpointError: the fork would train nothing, and the result of the old recipe would be
-            taken for that of the new one.
+        CheckpointError: the fork would train nothing, and the models of the old recipe would be
+            taken for those of the new one.
         OSError: the run as it was cannot be kept; nothing has changed.
     """
     differences = checkpoints.differences(newest)
@@ -53,7 +53,8 @@ def fork_if_changed(
     if newest.step >= steps:
         raise CheckpointError(
             f"{newest.folder}: trained with {differences}; trainer.steps is {steps}, so that a fork "
-            "would train nothing and be taken for the new recipe's: raise it, or name the run anew"
+            "would train nothing, and its models would be taken for those of the new recipe; raise "
+            "trainer.steps, or name the run anew"
         )
 
     copy = _next_copy(train)

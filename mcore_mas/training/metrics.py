@@ -92,14 +92,19 @@ def _agent_metrics(turns: Sequence[Turn]) -> StepMetrics:
 
 
 def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return how many calls and trajectories were late, as NAME/late and rollout/late_NAME."""
+    """Return how many calls and trajectories were late.
+
+    Late calls of an agent are agent/NAME/late, and those of a tool tool/NAME/late. Trajectories that
+    passed their own deadline are rollout/late_trajectory, and those that passed the deadline of
+    their batch rollout/late_batch.
+    """
     counts: Counter[str] = Counter()
     for trajectory in trajectories:
         for name, count in trajectory.metrics.items():
             if not name.startswith("late/"):
                 continue
-            late = name.removeprefix("late/")
-            metric = f"{late}/late" if "/" in late else f"rollout/late_{late}"
+            part = name.removeprefix("late/")
+            metric = f"{part}/late" if "/" in part else f"rollout/late_{part}"
             counts[metric] += int(count)
     return {name: float(count) for name, count in counts.items()}
 

@@ -29,10 +29,11 @@ _TRAINED = "trained"  # key of the trained policies in `Opponents.ratings`
 
 
 class Opponents:
-    """Opponents of a run.
+    """Opponents of a run, each with members that differ in their weights (see `Opponent`).
 
     Attributes:
-        ratings: ratings of the trained policies, and of the opponents' members by `<policy>/<member>`.
+        ratings: rating of the trained policies, by `_TRAINED`, and of each member, by
+            `<policy>/<member>`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Opponents:
         }
 
     def rating(self, key: str) -> float:
-        """Return the rating of the trained policies or of a member; _FIRST_RATING if it has none yet."""
+        """Return a rating by its key in `ratings`; _FIRST_RATING if there is none yet."""
         return self.ratings.get(key, _FIRST_RATING)
 
     async def prepare(self, step: int) -> None:
@@ -161,9 +162,9 @@ class Opponent:
         settings: OpponentConfig,
         engine: TrainedEngine | None,
     ) -> None:
-        trained = [name for name, agent in config.agents.items() if agent.loss_weight]
+        trained_agents = [name for name, agent in config.agents.items() if agent.loss_weight]
         self.share = settings.share
-        self.agents = settings.agents or trained
+        self.agents = settings.agents or trained_agents
         self.past = settings.past
         self.member = 0
         self._policy = policy

@@ -28,7 +28,7 @@ class Teachers:
         renderers: Mapping[str, Renderer],
         note: Callable[[str], None],
     ) -> None:
-        """Name the engines or remote models of the policies that teach.
+        """Check that the engines and remote models that teach can score.
 
         Args:
             config: config of the run.
@@ -37,7 +37,7 @@ class Teachers:
             note: called with lines for the log.
 
         Raises:
-            TrainingError: the engine of a teacher, one of the user's own, cannot score.
+            TrainingError: a teacher's engine, which the user has written, has no method `score`.
         """
         self._config = config
         self._engines = engines
@@ -57,7 +57,8 @@ class Teachers:
     ) -> list[Sample]:
         """Return the samples, with their teacher's log-probabilities where a student trains on them.
 
-        A reply that is too long for the teacher with its context gets none; a line of the log counts them.
+        A reply that is longer than the teacher's `max_length`, together with its prompt and the context,
+        gets none. The log says how many there are.
 
         Args:
             samples: samples of a step.
@@ -79,7 +80,7 @@ class Teachers:
             if len(fitting) < len(indices):
                 self._note(
                     f"policies.{student}.teacher: {len(indices) - len(fitting)} of {len(indices)} replies are too "
-                    "long for the teacher with its context, which does not score them; raise "
+                    "long for the teacher with its context, and are not scored; raise "
                     f"policies.{self._config.teachers[student].policy}.overrides.engine.max_length"
                 )
             scores = await self._score_all(student, [replies[index] for index in fitting])
