@@ -100,7 +100,8 @@ def find_devices(config: RunConfig, nodes: Sequence[Node] = ()) -> RunDevices:
         nodes: nodes of a Ray that was joined; (): this machine.
 
     Raises:
-        PlacementError: there are too few devices, or too few on one node.
+        PlacementError: there are too few devices, or too few on one node or with a label; or the GPUs
+            do not suit the retriever or SGLang's servers.
     """
     if nodes:
         use_gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
@@ -117,7 +118,8 @@ def find_devices(config: RunConfig, nodes: Sequence[Node] = ()) -> RunDevices:
 
     if nodes and device_type == "GPU" and config.retriever and config.retriever.gpus:
         raise PlacementError(
-            "retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (retriever.urls)"
+            "retriever.device: cuda: all GPUs belong to the joined Ray, and the retriever runs outside it; "
+            "use a server that is started elsewhere (retriever.urls)"
         )
     _check_labels(worker_groups, device_type, devices, nodes)
     _check_driver_node(worker_groups, config.cluster.pool, device_type, devices, driver_node)

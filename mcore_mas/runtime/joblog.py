@@ -29,14 +29,14 @@ def logged(path: Path | str) -> Iterator[None]:
     """Redirect stdout and stderr, also those of child processes, to the file `path` until the process ends.
 
     An exception in the block ends the process with status 1, and a second Ctrl-C with status 130. The
-    log then ends with its traceback, if it is an error, and with a line `error: …` that names the cause. SIGTERM,
-    SIGINT and SIGUSR1 raise `Stopped` where nothing else handles them. When the process that started
-    this one is killed, this one ends too.
+    last line of the log is then `error: …` with the cause, after the traceback of an error. `Stopped`
+    has no traceback: SIGTERM, SIGINT and SIGUSR1 raise it where nothing else handles them. When the
+    process that started this one is killed, this one ends too.
     """
     die_with_parent()
     escape_logs()
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    # The log of a Slurm job says less than those of its stages, so that nothing is repeated in it.
+    # In a Slurm job, stderr is the job's log file, which need not repeat messages of this log.
     keep_terminal(files=slurm_job_id() is None)
     _redirect_output(Path(path))
     set_ending(CAUSE_PREFIX, status=1)

@@ -74,7 +74,7 @@ def test_the_retriever_has_the_last_gpu() -> None:
     assert command[:2] == ["env", "CUDA_VISIBLE_DEVICES=15"]
 
     joined_node = Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)
-    message = r"retriever\.device: cuda: a Ray that is joined has all GPUs"
+    message = r"retriever\.device: cuda: all GPUs belong to the joined Ray"
     with pytest.raises(PlacementError, match=message):
         find_devices(config, [joined_node])
 
