@@ -25,8 +25,8 @@ RETRIEVER_RESTARTS = 3  # per hour, of a run's server that died or hangs
 def open_environments(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     """Yield a function that makes an environment for a task; a retriever runs for this block.
 
-    The keys of remote models leave the environment variables first, also where only training would
-    use them.
+    First, the keys of all remote models are taken out of the environment variables, even if this
+    process does not use them, so that no child process inherits them.
 
     Args:
         log: path of the retriever's log in the run folder, without its suffix.

@@ -113,9 +113,9 @@ def _duration(minutes: int) -> str:
 def hide_job_errors() -> None:
     """Keep Snakemake's blocks about failed jobs out of the terminal.
 
-    They stay with `--verbose`, and with `--show-failed-logs`, which prints logs in them.
-    They name a process that exited with status 1. The last lines of the pipeline name the causes
-    (see `pipeline_messages`), which they read in Snakemake's log file, where the blocks stay.
+    The blocks only name a process that exited with status 1. The last lines of the pipeline name the
+    causes (see `pipeline_messages`), which they read in Snakemake's log file, where the blocks stay.
+    With `--verbose` they are shown, and with `--show-failed-logs`, which prints logs in them.
     """
     from snakemake.logging import ColorizingTextHandler, logger
 

@@ -79,7 +79,7 @@ class CollectedSteps:
     def write(
         self, step: int, trajectories: Sequence[Trajectory], *, batches: int, complete: bool
     ) -> None:
-        """Write the trajectories that are collected of a step.
+        """Write the trajectories that have been collected for a step.
 
         Args:
             step: number of the step.
