@@ -3,8 +3,8 @@
 Most environments check the answer by rules or tests and not by a model: verifiable rewards, as in
 RLVR. `protocol` describes their methods.
 
-math         an answer in a box, scored 1 or 0 (math_answers, math_equality, math_limits,
-             math_notation, math_numbers)
+math         an answer in a box, scored 1 or 0 (math_answers, math_comparer,
+             math_comparer_main, math_equality, math_limits, math_notation, math_numbers)
 code         a program, scored by its tests in a sandbox (fenced_programs)
 data_science tables to predict by programs in one folder, scored on hidden truths (predictions,
              table_metrics)

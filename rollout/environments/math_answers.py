@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rollout.base.errors import EnvError
 from rollout.base.yaml_files import read_yaml
-from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError
+from rollout.environments.math_comparer import Comparer, ComparerError
+from rollout.environments.math_equality import AnswerComparison
 from rollout.environments.math_limits import is_refused
 from rollout.environments.math_notation import normalize_answer
 from rollout.environments.math_numbers import has_base, number_with_base

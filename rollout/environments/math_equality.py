@@ -1,33 +1,16 @@
-"""Comparison of math answers in child processes with limits of time and memory.
+"""Equality of two math answers for sympy, as math-verify reads them.
 
-An answer such as 3!!! or an integral can keep a computer-algebra system busy forever, in C code
-that no signal handler interrupts. Each child process therefore sets a limit of CPU seconds before a
-comparison, and `Comparer` starts it again if the limit kills it. CPU seconds are used instead of
-wall time, so that a busy machine changes no verdict.
-
-This file is also the program of the child processes. Therefore it imports nothing from this
-project, and imports sympy only inside functions that run in a child.
+`compare_as_expressions` compares two answers. The child processes of `math_comparer.py` call it, and
+they import this file without the rest of the project. Therefore it imports nothing from this project,
+and imports sympy only inside functions.
 """
 
-from __future__ import annotations
-
 import enum
-import json
-import queue
 import re
-import select
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
-
-_MEMORY_BYTES = 2 << 30
-_WORKERS = 2
-# Wall seconds to wait for each CPU second of the limit, because a child may have to wait for a CPU.
-_CLOCK_FACTOR = 20
 
 _VALUE_DIGITS = 60  # digits with which numbers are compared
 _MANY_DIGITS = 400  # digits with which exact numbers are compared that agree in 60 digits
@@ -61,122 +44,18 @@ class AnswerComparison(enum.StrEnum):
     UNDECIDED = "undecided"  # a limit was reached, or a part of an answer was not read
 
 
-_REPLIES = {f"{verdict}\n": verdict for verdict in AnswerComparison}
+def compare_as_expressions(given: str, truth: str) -> AnswerComparison:
+    """Compare two normalized LaTeX answers by their mathematical meaning.
 
-
-class ComparerError(RuntimeError):
-    """A child process cannot be started."""
-
-
-class Comparer:
-    """A few child processes that compare answers; a comparison waits only while all are busy."""
-
-    def __init__(self, *, limit_s: int = 5) -> None:
-        """Prepare the children. Each of them starts at its first comparison.
-
-        Args:
-            limit_s: limit of the CPU seconds of one comparison.
-        """
-        # Last in, first out, because the child that was used last is already running.
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
-        for _ in range(_WORKERS):
-            self._idle.put(_Child(limit_s))
-
-    def compare(self, given: str, truth: str) -> AnswerComparison:
-        """Compare two normalized LaTeX answers.
-
-        A number equals an equation that names it: `5` equals `x=5`.
-
-        Raises:
-            ComparerError: a child cannot be started; the message says what to do.
-        """
-        child = self._idle.get()
-        try:
-            return child.ask(given, truth)
-        finally:
-            self._idle.put(child)
-
-
-class _Child:
-    """One child process, used by one thread at a time."""
-
-    def __init__(self, limit_s: int) -> None:
-        self._limit_s = limit_s
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, given: str, truth: str) -> AnswerComparison:
-        """Send two answers and return the verdict; UNDECIDED if none comes within the limits."""
-        if self._process is None:
-            self._process = _start(self._limit_s)
-        process = self._process
-        assert process.stdout is not None
-        try:
-            print(json.dumps([given, truth]), file=process.stdin, flush=True)
-            deadline_s = _CLOCK_FACTOR * self._limit_s
-            readable, _, _ = select.select([process.stdout], [], [], deadline_s)
-            reply = process.stdout.readline() if readable else ""
-        except BrokenPipeError:
-            reply = ""
-        if reply not in _REPLIES:
-            self.stop()
-        return _REPLIES.get(reply, AnswerComparison.UNDECIDED)
-
-    def stop(self) -> None:
-        """Kill the child, if it runs; the next comparison starts another one."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-
-def _start(limit_s: int) -> subprocess.Popen[str]:
-    """Start a child and wait until it has loaded math-verify."""
-    # With -P this folder, whose math.py shadows the standard library's, is not on the import path.
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(limit_s)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    if process.stdout is None or process.stdout.readline() != "ready\n":
-        process.kill()
-        process.communicate()
-        raise ComparerError(
-            "math-verify cannot be loaded in a child process; try: pip install math-verify==0.9.0"
-        )
-    return process
-
-
-def _serve(limit_s: int) -> None:
-    """Compare pairs of answers from standard input, one JSON pair per line, until it is closed."""
-    import resource
-    import time
-
-    import math_verify  # noqa: F401 - imported here, so that no limit applies to the import
-
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # so that no output of a library is taken for a reply
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        end_s = int(time.process_time()) + 1 + limit_s
-        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
-        given, truth = json.loads(line)
-        try:
-            verdict = _compare(given, truth)
-        except Exception:  # sympy raises errors of any type for text that it cannot read
-            verdict = AnswerComparison.DIFFERENT
-        if verdict is AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
-            # math-verify hides a MemoryError. Memory that grows by doubling fails above half of the
-            # limit, so such a peak means that the limit was reached.
-            raise MemoryError
-        print(verdict.value, file=replies, flush=True)
+    This can take forever, and any amount of memory.
+    """
+    try:
+        return _compare(given, truth)
+    except Exception:  # sympy raises errors of any type for text that it cannot read
+        return AnswerComparison.DIFFERENT
 
 
 def _compare(given: str, truth: str) -> AnswerComparison:
-    """Compare two normalized answers by their mathematical meaning."""
     guess = _read(given)
     gold = _read(truth)
     if guess is None or gold is None or not _are_equal(guess, gold):
@@ -506,10 +385,10 @@ def _sort_key(expression: Any) -> tuple[float, float]:
 def _has_unread_part(text: str, expression: Any, is_equation: bool) -> bool:
     """Return True if math-verify has ignored a part of the text.
 
-    math-verify skips the parts of an answer that it cannot read. A number, a sign or a letter is
-    ignored if a text with another one there gives the same expression. Parts of units, such as the
-    2 of `cm^2`, are not checked, nor are the names of values, such as the x of `x=5`, if the other
-    answer has none.
+    math-verify skips the parts of an answer that it cannot read. A number, a sign or a letter counts
+    as ignored if the text with another one in its place gives the same expression. Parts of units,
+    such as the 2 of `cm^2`, are not checked, nor are the names of values, such as the x of `x=5`, if
+    the other answer has none.
 
     Args:
         text: the answer.
@@ -538,16 +417,3 @@ def _has_unread_part(text: str, expression: Any, is_equation: bool) -> bool:
 
 def _other_digit(digit: str) -> str:
     return "3" if digit == "7" else "7"
-
-
-def _peak_bytes() -> int:
-    """Return the peak size of this process.
-
-    `ru_maxrss` is not used, because a child inherits it from a larger parent.
-    """
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmPeak:")[2].split()[0]) * 1024
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

@@ -1,10 +1,6 @@
 """Answers that cannot be decided to be right or wrong: they are masked and counted, and get no reward of 0."""
 
 import asyncio
-import os
-import signal
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +11,7 @@ from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import Undecided
 from rollout.environments.math import MathEnv
 from rollout.environments.math_answers import compare_answers
-from rollout.environments.math_equality import AnswerComparison, Comparer
+from rollout.environments.math_equality import AnswerComparison
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Group, Status, Trajectory
 from rollout.rewards import ALLOCATORS
@@ -35,43 +31,6 @@ CHAIN = {"generator": "chain_generator", "verifier": "chain_verifier", "refiner"
 def step(text: str, *answers: str) -> Step:
     """Return the environment's step for a reply to a task with these answers."""
     return asyncio.run(MathEnv(replace(SUM, answers=answers)).step(text))
-
-
-def stop(comparer: Comparer) -> None:
-    for child in comparer._idle.queue:
-        child.stop()
-
-
-@pytest.mark.slow
-def test_an_endless_comparison_is_undecided_and_the_next_one_works() -> None:
-    comparer = Comparer(limit_s=1)
-    try:
-        assert comparer.compare("10000000!", "5") is AnswerComparison.UNDECIDED
-        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
-        assert comparer.compare("0.4", "\\frac{1}{2}") is AnswerComparison.DIFFERENT
-    finally:
-        stop(comparer)
-
-
-@pytest.mark.slow
-def test_a_comparison_does_not_wait_for_one_that_hangs() -> None:
-    comparer = Comparer()
-    results: list[AnswerComparison] = []
-    try:
-        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
-        busy = comparer._idle.queue[-1]._process.pid
-        os.kill(busy, signal.SIGSTOP)
-        hanging = threading.Thread(target=lambda: results.append(comparer.compare("1", "2")))
-        hanging.start()
-        while comparer._idle.qsize() == 2:
-            time.sleep(0.01)
-        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
-        assert hanging.is_alive()
-        os.kill(busy, signal.SIGKILL)
-        hanging.join()
-        assert results == [AnswerComparison.UNDECIDED]
-    finally:
-        stop(comparer)
 
 
 def test_only_the_stored_answer_can_make_a_comparison_undecided() -> None:
