@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import io
+import lzma
 import re
 import zipfile
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -32,6 +34,17 @@ with _zipfile.ZipFile(_archive_path, "w", _zipfile.ZIP_DEFLATED) as _archive:
             if _os.path.isfile(_path) and not _os.path.islink(_path) and _path != _archive_path:
                 _archive.write(_path, _os.path.relpath(_path, _session_folder))
 """
+# Errors of reading an archive. A cell can change how its files are packed, so the archive may be
+# damaged in any way.
+_ARCHIVE_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 # Sends the body of a request with a deadline in seconds, and returns the answer.
@@ -147,7 +160,7 @@ class FusionSession:
             verdict = Verdict.OLE
         try:
             self._files = self._unpack(base64.b64decode(answer["files"].get(_ARCHIVE, "")))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except _ARCHIVE_ERRORS as error:
             # The cell wrote too much, or keeps Python from packing: the files before it stay.
             stderr += f"The files cannot be read: {error}\n"
             verdict = Verdict.OLE
@@ -161,7 +174,7 @@ class FusionSession:
         """Return the files of an archive.
 
         Raises:
-            ValueError, BadZipFile, NotImplementedError: it is malformed, or larger than `disk_mb`.
+            One of _ARCHIVE_ERRORS: it is malformed, or larger than `disk_mb`.
         """
         files = {}
         with zipfile.ZipFile(io.BytesIO(content)) as archive:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import zipfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -126,6 +129,37 @@ def test_a_failure_of_the_server_is_no_verdict(answer: dict[str, Any], message: 
     session = FusionSession(Answers(answer).send, LIMITS, nullcontext)
     with pytest.raises(SandboxError, match=message):
         asyncio.run(session.run("1"))
+
+
+def damaged_archive() -> bytes:
+    """Return an archive with a file of a kilobyte whose compressed bytes are damaged."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as writer:
+        writer.writestr("a", b"1" * 1024)
+    content = bytearray(archive.getvalue())
+    first = 30 + len("a")  # of the compressed bytes, after the local header
+    content[first : first + 4] = b"\xff" * 4
+    return bytes(content)
+
+
+def test_a_damaged_archive_leaves_the_files_before_it() -> None:
+    cell = {"stdout": "1\n", "stderr": "", "display": [], "error": []}
+    answer = {
+        "status": "Success",
+        "driver": {"execution_time": 1.0},
+        "cells": [cell, cell, cell],
+        "files": {".files.zip": base64.b64encode(damaged_archive()).decode()},
+    }
+
+    async def scenario() -> None:
+        session = FusionSession(Answers(answer).send, LIMITS, nullcontext)
+        await session.put("a", b"1")
+        result = await session.run("print(1)")
+        assert (result.verdict, result.stdout) == (Verdict.OLE, "1\n")
+        assert result.stderr.startswith("The files cannot be read: Error -3")
+        assert await session.files() == {"a": 1}
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow
