@@ -136,7 +136,7 @@ def _move(state: BlocksTable, move: Sequence[str]) -> Played[BlocksTable]:
     stacks = dict(_moves(state.now)).get(" ".join(move))
     if stacks is None:
         after = replace(state, moves=state.moves + 1)
-        return Played(state=after, reward=0.0, impossible=1)
+        return Played(state=after, reward=0.0, impossible_actions=1)
     after = replace(state, now=stacks, moves=state.moves + 1)
     return Played(state=after, reward=0.0)
 

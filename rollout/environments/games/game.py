@@ -37,13 +37,13 @@ class Played(Generic[_State]):
     """Result of a list of actions.
 
     Attributes:
-        impossible: number of actions that the rules did not allow in their state; they changed
-            nothing.
+        impossible_actions: number of actions that the rules did not allow in their state; they
+            changed nothing.
     """
 
     state: _State
     reward: float
-    impossible: int = 0
+    impossible_actions: int = 0
 
 
 class Game(Protocol[_State]):
@@ -91,9 +91,9 @@ class Game(Protocol[_State]):
         """Return metrics of a state, among them `progress` in [0, 1]."""
 
     def solve(self, state: _State) -> str | None:
-        """Return a list of actions that solves a state; None if there is none.
+        """Return the text of a list of actions that solves a state; None if there is none.
 
-        Games that can search for it return a shortest list.
+        Games that can search for a shortest list return it.
         """
 
 
@@ -105,15 +105,15 @@ def one_by_one(
 ) -> Played[_State]:
     """Carry out actions one by one, until the end of the game; sum their rewards."""
     reward = 0.0
-    impossible = 0
+    impossible_actions = 0
     for action in actions:
         if game.solved(state) or game.spent(state):
             break
         played = take(state, action)
         state = played.state
         reward += played.reward
-        impossible += played.impossible
-    return Played(state=state, reward=reward, impossible=impossible)
+        impossible_actions += played.impossible_actions
+    return Played(state=state, reward=reward, impossible_actions=impossible_actions)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,7 +169,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
             self._malformed_actions += 1
             reward = game.malformed
         else:
-            self._impossible_actions += played.impossible
+            self._impossible_actions += played.impossible_actions
             reward = played.reward
             state = played.state
             self._state = state
@@ -203,7 +203,10 @@ class GameEnv(CalculatingEnv, Generic[_State]):
 
 
 def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
-    """Make the environment class of one game, whose option `rewards` has the game's rewards."""
+    """Make the environment class of one game.
+
+    Its option `rewards` has the fields of this game's class, which are the game's rewards.
+    """
     return make_dataclass(
         name,
         [("rewards", game | None, None)],
@@ -218,8 +221,8 @@ def _note(played: Played[_State] | None) -> str:
     """Return the line of an observation that reports malformed or impossible actions."""
     if played is None:
         return "\nNo list of actions was given."
-    if played.impossible:
-        return f"\nImpossible actions: {played.impossible}."
+    if played.impossible_actions:
+        return f"\nImpossible actions: {played.impossible_actions}."
     return ""
 
 

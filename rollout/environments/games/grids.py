@@ -175,7 +175,7 @@ class PlanPath(_GridGame[Walk]):
             reward += self.goal
             if after.moves == after.fewest_moves:
                 reward += self.shortest
-        return Played(state=after, reward=reward, impossible=0 if possible else 1)
+        return Played(state=after, reward=reward, impossible_actions=0 if possible else 1)
 
     def solved(self, state: Walk) -> bool:
         return state.position == state.goal_cell
@@ -352,7 +352,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
         if self.solved(after):
             reward += self.win
-        return Played(state=after, reward=reward, impossible=0 if pushed else 1)
+        return Played(state=after, reward=reward, impossible_actions=0 if pushed else 1)
 
     def solved(self, state: SokobanRoom) -> bool:
         return state.boxes == state.goals

@@ -39,7 +39,7 @@ class Sudoku(Game[SudokuGrid]):
 
     One equation holds for whole grids and for single cells:
 
-    r = step · n + (solved + efficient · e) if the grid is solved, else
+    r = step · n + (solved_reward + efficient · e) if the grid is solved, else
     r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b
 
     n is 1 for a whole grid and else the number of cells. e is 1 if no more cells were changed than
@@ -85,7 +85,7 @@ class Sudoku(Game[SudokuGrid]):
         cost = self.step * step_count
         contradicted = sum(state.given[index] not in (0, digit) for index, digit in writes)
         if contradicted:
-            return Played(state=state, reward=cost + self.broken, impossible=contradicted)
+            return Played(state=state, reward=cost + self.broken, impossible_actions=contradicted)
 
         cells = list(state.cells)
         changed = 0
@@ -205,7 +205,7 @@ def _parse_writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[in
     """Parse a whole grid or single cells.
 
     Returns:
-        Number of steps that are paid, and (cell index, digit) of each write; None if the actions
+        n of the reward (see `Sudoku`), and (cell index, digit) of each write; None if the actions
         are neither a grid nor cells.
     """
     rows = [action.replace(" ", "") for action in actions]
