@@ -222,8 +222,8 @@ def discounts(
     - `normalized`: R clipped to [-1, 1]
     - `shaped`: as `turn_weighted`, then clipped to [-1, 1]
 
-    In Stronger-MAS's released code turns beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
-    in that code.
+    Turns beyond `max_turns` weigh 1, as hops beyond `max_hops` do. In Stronger-MAS's released code
+    such turns weigh more than 1.
 
     Args:
         mode: rule that changes the outcome R.

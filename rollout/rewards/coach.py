@@ -208,7 +208,7 @@ class Coach:
 def _add_scores(
     groups: Sequence[Group], scores: Mapping[_TurnPosition, Mapping[str, float]]
 ) -> list[Group]:
-    """Return the groups with more scores on their turns."""
+    """Return the groups with these scores added to those of their turns."""
     result = []
     for group_index, group in enumerate(groups):
         trajectories = []

@@ -75,24 +75,21 @@ def turn_difference(
     """
 
     def rewards(trajectory: Trajectory) -> list[float]:
-        result: list[float] = []
+        turns = allocation.require_no_tree(trajectory).turns
+        result: list[float] = []  # rewards of the turns up to the end of the latest round
         previous = 0.0
-        for i, turn in enumerate(allocation.require_no_tree(trajectory).turns):
-            if turn.agent in scored:
-                value = allocation.score_of(trajectory, turn, metric)
-                turns_of_round = trajectory.turns[len(result) : i + 1]
-                for member in turns_of_round:
-                    if member.scores.get(metric, value) != value:
-                        raise RewardError(
-                            f"{describe_position(trajectory, member)}: '{metric}' is {member.scores[metric]}, but turn "
-                            f"{turn.index} ({turn.agent}) ends its round with {value}; name in `scored` every agent "
-                            "whose replies are measured"
-                        )
-                    # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0.
-                    # Source: UnityMAS-O (arXiv 2605.26646).
-                    result.append(value if member.agent in absolute else value - previous)
-                previous = value
-        for turn in trajectory.turns[len(result) :]:
+        for end, last_turn in enumerate(turns, start=1):
+            if last_turn.agent not in scored:
+                continue
+            value = allocation.score_of(trajectory, last_turn, metric)
+            turns_of_round = turns[len(result) : end]
+            _check_equal_scores(trajectory, turns_of_round, metric)
+            for turn in turns_of_round:
+                # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0.
+                # Source: UnityMAS-O (arXiv 2605.26646).
+                result.append(value if turn.agent in absolute else value - previous)
+            previous = value
+        for turn in turns[len(result) :]:
             if turn.agent in absolute:
                 raise RewardError(
                     f"{describe_position(trajectory, turn)}: '{metric}' is measured neither on this turn nor later"
@@ -101,6 +98,21 @@ def turn_difference(
         return result
 
     return allocate(group, rewards)
+
+
+def _check_equal_scores(
+    trajectory: Trajectory, turns_of_round: Sequence[Turn], metric: str
+) -> None:
+    """Raise RewardError if a turn has another score `metric` than the last turn of its round."""
+    last_turn = turns_of_round[-1]
+    value = last_turn.scores[metric]
+    for turn in turns_of_round:
+        if turn.scores.get(metric, value) != value:
+            raise RewardError(
+                f"{describe_position(trajectory, turn)}: '{metric}' is {turn.scores[metric]}, but turn "
+                f"{last_turn.index} ({last_turn.agent}) ends its round with {value}; name in `scored` every agent "
+                "whose replies are measured"
+            )
 
 
 Formula = Literal["margin", "quality"]
@@ -159,9 +171,8 @@ def shaping(
 ) -> Group:
     """Reward every turn with its score, shaped by the mean Q of earlier scores.
 
-    Without earlier scores the formula adds nothing.
-    A turn whose score is undecided is masked and does not enter Q. With beta, a turn whose last
-    score is undecided is masked too.
+    Without earlier scores the formula adds nothing. A turn whose score is undecided is masked and
+    does not enter Q. With beta, a turn whose last score is undecided is masked too.
 
     Args:
         measure: name of the turns' score that is R: "local" or one of the environment's metrics.
