@@ -138,8 +138,7 @@ async def _start_server(
 def _make_tool(session: Any, description: Any, record: CallRecord | None) -> Tool:
     """Make a tool from a server's description.
 
-    A failure that the server reports is the tool's (ToolFailed); a server that breaks is an
-    EnvError.
+    The tool raises ToolFailed if the server reports a failure, and EnvError if the server breaks.
 
     Args:
         session: `mcp.ClientSession` of the server.

@@ -236,7 +236,12 @@ def _parse_items(items: list[_Item], unheeded: list[str]) -> list[Message]:
 
 
 def _parse_item(item: _Item, unheeded: list[str]) -> Message:
-    """Convert an item that is not part of an assistant's message."""
+    """Convert an item that is not part of an assistant's message.
+
+    Args:
+        item: item of the input.
+        unheeded: list to which the parts that are left out are added.
+    """
     if item.type in ("function_call_output", "custom_tool_call_output"):
         result = dialects.result_text(item.output, unheeded)
         return Message(role="tool", content=result, answers=item.call_id)

@@ -175,7 +175,7 @@ class Tree(BranchedPlay):
             self._branch_scores[branch.node] = branch.score(self.branching.alpha)
         chosen = self._choose(grown, len(rounds)) if grown else leading
         others = [branch for branch in self._branches if branch is not chosen]
-        self._branches = [chosen, *others]
+        self._branches = [chosen, *others]  # `play` closes them if this is cancelled
         await gather_or_cancel(branch.close() for branch in others)
         self._branches = [chosen]
 
