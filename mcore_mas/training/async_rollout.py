@@ -149,68 +149,51 @@ class AsyncRollouts:
         """Collect and reward the tasks of a step, and write their trajectories to its file.
 
         With a filter that resamples, collect extra batches of tasks until enough tasks have samples
-        left. Batches that an earlier start of the run has collected are read from the file.
+        left. Batches that an earlier start of the run has recorded in the file are not collected
+        again.
 
         Raises:
             TrainingError: the reward failed, too many trajectories are quarantined, all failed, or
                 none has a token that can be trained on.
             CreditError: a turn has no finite reward.
         """
-        sample_filter = self.config.filter
-        tasks_per_step = self.config.trainer.tasks_per_step
         started = asyncio.get_running_loop().time()
         if self.opponents is not None:
             await self.opponents.prepare(step)
-        resumed = self.collected.read(step)
+        recorded = self.collected.read(step)
         log = self.collected.log(step)
 
         groups: list[Group] = []
         samples: list[Sample] = []
-        trained_tasks: set[str] = set()
-        number = 0  # number of task batches so far
+        batches = 0
         task_batches = self._task_batches(step, started)
         tasks: list[Task] | None = next(task_batches)
         while tasks is not None:
-            number += 1
-            is_resumed = number <= resumed.count
-            if is_resumed:
-                new_groups = resumed.groups(tasks)
+            if batches < recorded.count:
+                new_groups = recorded.groups(tasks)
             else:
                 played = await self._collect(step, tasks, started, log)
                 new_groups = await self._allocate_rewards(
-                    step, played, earlier_groups=groups, earlier_batches=number - 1
+                    step, played, earlier_groups=groups, earlier_batches=batches
                 )
             groups += new_groups
-            trajectories = all_trajectories(groups)
-            problem = self._batch_problem(step, trajectories)
-            if problem:
-                # The user can look into the failed trajectories; a restart collects them again.
-                await self._write(step, trajectories, batches=number - 1, complete=False)
-                raise TrainingError(problem)
+            await self._check_batch(step, groups, earlier_batches=batches)
+            samples += self._trainable_samples(new_groups)
+            batches += 1
 
-            new_samples = to_samples(new_groups)
-            if sample_filter:
-                new_samples = filter_samples(new_samples, sample_filter)
-            samples += new_samples
-            all_tasks = list(dict.fromkeys(sample.task for sample in samples))
-            trained_tasks = set(all_tasks[:tasks_per_step])
-
-            was_last = resumed.complete and number == resumed.count
-            is_last = was_last or len(trained_tasks) == tasks_per_step
-            # The next batch is drawn before this one is written, because the file says whether the
+            # The next tasks are drawn before this batch is written, because the file says whether the
             # step has further batches.
-            tasks = None if is_last else next(task_batches, None)
+            is_enough = recorded.ends_with(batches) or self._has_enough_tasks(samples)
+            tasks = None if is_enough else next(task_batches, None)
             is_complete = tasks is None
-            # A resumed batch is in the file already. The file is written again if it does not say yet
-            # that this batch is the step's last one.
-            completes_file = is_complete and not resumed.complete
-            if not is_resumed or completes_file:
-                await self._write(step, trajectories, batches=number, complete=is_complete)
+            if not recorded.covers(batches, complete=is_complete):
+                trajectories = all_trajectories(groups)
+                await self._write(step, trajectories, batches=batches, complete=is_complete)
         log.remove()
         return RolloutBatch(
             groups=tuple(groups),
-            samples=tuple(sample for sample in samples if sample.task in trained_tasks),
-            batches=number,
+            samples=tuple(self._samples_of_first_tasks(samples)),
+            batches=batches,
         )
 
     def _task_batches(self, step: int, started: float) -> Iterator[list[Task]]:
@@ -223,6 +206,23 @@ class AsyncRollouts:
             tasks = self.schedule.extra_batch(step, number)
             if tasks and asyncio.get_running_loop().time() < started + batch_s:
                 yield tasks
+
+    def _trainable_samples(self, groups: Sequence[Group]) -> list[Sample]:
+        """Return the samples of a batch's groups that pass the filter."""
+        samples = to_samples(groups)
+        if self.config.filter is None:
+            return samples
+        return filter_samples(samples, self.config.filter)
+
+    def _has_enough_tasks(self, samples: Sequence[Sample]) -> bool:
+        """Return True if the samples are of as many tasks as a step has."""
+        return len({sample.task for sample in samples}) >= self.config.trainer.tasks_per_step
+
+    def _samples_of_first_tasks(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of as many tasks as a step has; those of further tasks are left out."""
+        tasks = list(dict.fromkeys(sample.task for sample in samples))
+        trained_tasks = set(tasks[: self.config.trainer.tasks_per_step])
+        return [sample for sample in samples if sample.task in trained_tasks]
 
     async def record_advantages(self, step: int, advantages: TurnAdvantages) -> None:
         """Write the advantages that a step gave its turns, for `mcore-mas show`."""
@@ -368,6 +368,27 @@ class AsyncRollouts:
             options=options,
             policies_of=policies_of,
         )
+
+    async def _check_batch(
+        self, step: int, groups: Sequence[Group], *, earlier_batches: int
+    ) -> None:
+        """Refuse trajectories that the run cannot train on.
+
+        Args:
+            step: number of the step.
+            groups: groups of the step's batches so far.
+            earlier_batches: number of the batches before the latest.
+
+        Raises:
+            TrainingError: there is a problem, see `_batch_problem`. The step's file then also has the
+                trajectories of the latest batch, so that the user can look into them. A restart
+                collects this batch again.
+        """
+        trajectories = all_trajectories(groups)
+        problem = self._batch_problem(step, trajectories)
+        if problem:
+            await self._write(step, trajectories, batches=earlier_batches, complete=False)
+            raise TrainingError(problem)
 
     def _batch_problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:
         """Return the reason why the run cannot train on a step's trajectories so far, or ""."""

@@ -29,6 +29,21 @@ class CollectedBatches:
         """Return the groups of a batch's tasks."""
         return [Group(task=task, trajectories=tuple(self.trajectories[task.id])) for task in tasks]
 
+    def ends_with(self, batches: int) -> bool:
+        """Return True if the step was complete after this number of batches."""
+        return self.complete and batches == self.count
+
+    def covers(self, batches: int, *, complete: bool) -> bool:
+        """Return True if the step's file has the first `batches` batches, so it need not be written.
+
+        If the step is complete, its file must say so, too.
+
+        Args:
+            batches: number of batches.
+            complete: True if the step has no further batches.
+        """
+        return batches <= self.count and (self.complete or not complete)
+
 
 class CollectedSteps:
     """Trajectories of a run by step, kept below its folder `train`.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.runtime.stop_signal import Stopped
-from mcore_mas.training.collected_steps import CollectedSteps
+from mcore_mas.training.collected_steps import CollectedBatches, CollectedSteps
 from mcore_mas.training.loop import train_steps
 from rollout.records.collection_log import CollectionLog
 from rollout.records.files import RecordError, trajectory_metadata
@@ -185,6 +185,29 @@ def test_a_file_of_newer_weights_than_come_again_is_removed(tmp_path: Path) -> N
     assert len(group.trajectories[0].turns) == 2
     with pytest.raises(RecordError, match="no such file"):
         trajectory_metadata(restarted.path(2))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "batches", "complete", "covered"),
+    [
+        (CollectedBatches(), 1, True, False),
+        (CollectedBatches(count=2), 1, False, True),
+        (CollectedBatches(count=2), 2, False, True),
+        (CollectedBatches(count=2), 2, True, False),
+        (CollectedBatches(count=2), 3, False, False),
+        (CollectedBatches(count=2, complete=True), 2, True, True),
+    ],
+)
+def test_a_file_is_written_for_a_new_batch_and_for_the_end_of_its_step(
+    recorded: CollectedBatches, batches: int, complete: bool, covered: bool
+) -> None:
+    assert recorded.covers(batches, complete=complete) == covered
+
+
+def test_a_recorded_step_ends_with_its_last_batch_if_it_is_complete() -> None:
+    complete = CollectedBatches(count=2, complete=True)
+    assert [complete.ends_with(batches) for batches in (1, 2)] == [False, True]
+    assert not CollectedBatches(count=2).ends_with(2)
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(
