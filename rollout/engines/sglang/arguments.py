@@ -15,13 +15,14 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("an integer", (int,)),
     "number": ("a number", (int, float)),
 }
+_UNCHECKED = "other"  # kind of the arguments whose values are not checked
 # Environment variable with which CUDA graphs of decoding are freed together with the KV cache.
 _SAVE_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
 @cache
 def _argument_kinds() -> dict[str, str]:
-    """Return the kind of each argument: a type, or the reason why it cannot be set."""
+    """Return the kind of each argument: a key of `_TYPES`, `_UNCHECKED`, or the reason why it cannot be set."""
     kinds: dict[str, str] = {}
     for kind, names in read_yaml(Path(__file__).with_suffix(".yaml")).items():
         kinds |= dict.fromkeys(names.split(), kind)
@@ -43,12 +44,12 @@ def argument_error(options: Mapping[str, Any]) -> str:
                 f"SGLang {SGLANG_VERSION} has no argument '{name}'{nearest_hint(name, kinds)}; "
                 "`sglang.launch_server --help` lists them"
             )
-        if kind.endswith(("instead", "here")):
-            return f"{name} is not to be given to the servers; {kind}"
         if kind in _TYPES:
             description, types = _TYPES[kind]
             if value is not None and type(value) not in types:
                 return f"{name}: expected {description} or null (got {value!r})"
+        elif kind != _UNCHECKED:
+            return f"{name} is not to be given to the servers; {kind}"
     return ""
 
 
@@ -69,7 +70,7 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
     if backends & {"full", "disabled"}:
         return ""
     return (
-        f"with {_SAVE_GRAPHS} no server starts that makes graphs of prompts; "
+        f"with {_SAVE_GRAPHS}, a server that makes CUDA graphs of prompts does not start; "
         "set options.disable-prefill-cuda-graph"
     )
 

@@ -142,7 +142,7 @@ class StreamedReply:
         """
         last = self._last_event
         reason = (last.get("meta_info") or {}).get("finish_reason")
-        # Without a stream, the status code of a failure is that of the answer.
+        # A stream has begun with status 200 before the request fails; the last event has the error.
         if "error" in last or not reason or reason.get("status_code"):
             message = _error_message(reason or last, "the stream ended before its reply")
             raise EngineError(f"SGLang {path}: {message}")

@@ -34,6 +34,7 @@ class Fleet:
 
     Attributes:
         replicas: servers that get requests.
+        tell: called with one line when a server is started again, joins or leaves.
         starts_of_left: starts of the servers that have left, plus 1 for each of them, so that the
             number of starts changes when a server leaves.
     """
@@ -47,7 +48,7 @@ class Fleet:
         request_weights: Callable[[], Awaitable[None]],
         restart_guard: RestartGuard,
     ) -> None:
-        """Name the servers; each is started when it is first called.
+        """Create a `Replica` for each server; each server is started when it is first called.
 
         Args:
             tell: called with one line when a server is started again, joins or leaves.
@@ -210,8 +211,8 @@ class Fleet:
     async def _move_memory(self, tags: Sequence[Tag], *, free: bool) -> None:
         """Free memory, or allocate it again.
 
-        SGLang's memory saver ends a server that shall free a tag which is free already, as after a
-        rollout that never began, or allocate a tag which is not free.
+        SGLang's memory saver crashes a server that is told to free memory which is free already, as
+        after a rollout that never began, or to allocate memory which is not free.
         """
         wanted: list[str] = [*tags]
         if "kv_cache" in tags:
@@ -238,7 +239,11 @@ class Fleet:
             replica.close()
 
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
-        """Start a server whose process has ended; its memory is then freed as before."""
+        """Start a server whose process has ended, and free the memory that it had freed before.
+
+        Raises:
+            ServerLeft, EngineError: as `restart`.
+        """
         reason = await replica.end_reason()
         if not reason:
             raise EngineError(

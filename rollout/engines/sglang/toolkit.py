@@ -11,8 +11,8 @@ _TOOLKIT = Path("/usr/local/cuda")  # toolkit of the machine; SGLang looks here 
 def build_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which a server finds nvcc and ninja.
 
-    The variables are PATH, and CUDA_HOME on a machine without a CUDA toolkit. The latter names the
-    toolkit that requirements/sglang.sh assembles from the wheels in SGLang's environment.
+    PATH begins with SGLang's environment. On a machine without a CUDA toolkit, CUDA_HOME names the one
+    that requirements/sglang.sh assembles from the wheels in SGLang's environment.
 
     Args:
         python: interpreter of SGLang's environment.
