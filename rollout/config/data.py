@@ -18,7 +18,7 @@ from rollout.tasks.splits import SPLITS, Split
 
 
 class Columns(StrictSection):
-    """Columns of a data set, in place of those of its format."""
+    """Names of the columns of a data set; None: the name that its format gives the column."""
 
     prompt: str | None = None
     answer: str | None = None

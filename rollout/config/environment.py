@@ -56,7 +56,7 @@ class EnvConfig(Choice):
         factory = self.registry.find(self.name)
         opened_with = inspect.signature(factory.open).parameters if hasattr(factory, "open") else ()
         if "calls" in opened_with:
-            return "its calls are on record in the run's process; leave env.workers out"
+            return "it records its calls in the run's process; leave env.workers out"
         return ""
 
     @model_validator(mode="after")

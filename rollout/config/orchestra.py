@@ -60,6 +60,10 @@ class OrchestraConfig(Choice):
             self._check_slots(agent_templates)
 
     def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
+        """Refuse an agent with tools if the orchestra opens no chat with it, as tools are called in chats.
+
+        A user's orchestra is not checked if its source does not show with whom it opens chats.
+        """
         if self.name in CHAT_ORCHESTRAS:
             return
         if self.name in ORCHESTRAS:

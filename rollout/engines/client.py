@@ -50,6 +50,8 @@ class EngineClient:
         """Return the next reply; see `PolicyClient`.
 
         Raises:
+            PromptTooLong: the prompt leaves no room for a reply.
+            EngineError: the engine fails, or gives the reply up.
             LateCall: there was no reply within the deadline.
         """
         prompt_limit = None

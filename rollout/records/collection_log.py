@@ -117,7 +117,7 @@ class CollectionLog:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a log."""
+    """Yield the objects in the complete lines of a log; nothing if there is no file."""
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):

@@ -453,7 +453,7 @@ class EmbeddedEngine:
         """Decode the newest tokens of the rows `live` [N], and sample the next ones."""
         batches = [live]
         if self._one_by_one:
-            batches = list(live[:, None])
+            batches = [live[index : index + 1] for index in range(len(live))]
         if self._steps is not None:
             for rows in batches:
                 self._decode_on_gpu(self._steps, rows)

@@ -82,7 +82,8 @@ class KVCache:
 
         length = 16 * math.ceil(length / 16)
         if length % 128 == 0 and device.type == "cpu":
-            # With a power of two as stride, the keys of a row would fall on the same cache lines.
+            # With a multiple of 128 positions, the keys of different heads (in exact mode, of different
+            # dimensions) would lie at strides that compete for the same few sets of the CPU's cache.
             length += 16
         heads = (1 if one_layer else architecture.layers, rows, architecture.kv_heads)
         head_dim = architecture.head_dim

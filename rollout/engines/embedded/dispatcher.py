@@ -95,7 +95,7 @@ class Dispatcher(StreamingEngine):
         return len(self._open) - (_SAME_PROMPT_BONUS if has_prompt else 0)
 
     async def idle(self) -> bool:
-        """Wait until the engine has received the last aborts; return True if no call is open."""
+        """Return True if no call is open; if so, first wait until the engine has received the last aborts."""
         if self._loop is not None and not self._loop.done() and not self._open:
             await asyncio.wait([self._loop])
         return not self._open

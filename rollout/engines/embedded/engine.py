@@ -145,6 +145,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """Free the memory of the KV cache and of a GPU's copy of the weights.
 
         The buffers that the trainer writes to stay in the host's memory.
+
+        Raises:
+            EngineError: requests are running.
         """
         if not await self.idle():
             raise EngineError(BUSY)

@@ -18,7 +18,7 @@ from rollout.models.adapter_weights import AdapterShape, AdapterWeights
 from rollout.models.architecture import Architecture
 from rollout.models.layout import Projection
 
-# Linear layers of a decoder layer, with the projections that each fuses, in the order of its rows.
+# Linear layers of a decoder layer, with the projections that each fuses, in the order of its outputs.
 _FUSED: dict[str, tuple[Projection, ...]] = {
     "qkv": ("q", "k", "v"),
     "out": ("o",),
@@ -58,7 +58,7 @@ class LowRank:
         for number, ranks in enumerate(self._ranks, 1):
             self._others[number, ranks] = False
 
-        output_rows = _output_rows(architecture)
+        output_slices = _output_slices(architecture)
         targets: set[Projection] = set()
         for adapter in adapters:
             targets.update(adapter.targets)
@@ -73,9 +73,9 @@ class LowRank:
                 a = torch.zeros(len(adapted) * total_rank, inputs, device=device)
                 parts = {}
                 for projection in adapted:
-                    rows = architecture.projections[projection][0]
-                    b = torch.zeros(total_rank, rows, device=device)
-                    parts[projection] = (output_rows[projection], b)
+                    outputs = architecture.projections[projection][0]
+                    b = torch.zeros(total_rank, outputs, device=device)
+                    parts[projection] = (output_slices[projection], b)
                 layer[linear] = (a, parts)
             self._layers.append(layer)
 
@@ -111,22 +111,30 @@ class LowRank:
     def _add(
         self, layer: _LayerAdapters, others: Tensor, linear: str, x: Tensor, output: Tensor
     ) -> None:
-        """Add scale B A x to `output` [N, rows], without the ranks of `others` [N, 1, R]."""
+        """Add scale B A x to `output` [N, outputs] of a linear layer, each row with its own adapter.
+
+        Args:
+            layer: adapters of the decoder layer.
+            others: [N, 1, R] True at the ranks that do not belong to the adapter of the row.
+            linear: name of the linear layer.
+            x: [N, inputs] input of the linear layer.
+            output: output of the linear layer, which is changed in place.
+        """
         if linear not in layer:
             return
         a, parts = layer[linear]
         low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
-        for number, (rows, b) in enumerate(parts.values()):
-            output[:, rows].addmm_(low[:, number], b)
+        for number, (outputs, b) in enumerate(parts.values()):
+            output[:, outputs].addmm_(low[:, number], b)
 
 
-def _output_rows(architecture: Architecture) -> dict[Projection, slice]:
+def _output_slices(architecture: Architecture) -> dict[Projection, slice]:
     """Return the slice of each projection in the output of its linear layer."""
-    rows: dict[Projection, slice] = {}
+    slices: dict[Projection, slice] = {}
     for fused in _FUSED.values():
         first = 0
         for projection in fused:
             last = first + architecture.projections[projection][0]
-            rows[projection] = slice(first, last)
+            slices[projection] = slice(first, last)
             first = last
-    return rows
+    return slices

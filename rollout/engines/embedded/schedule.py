@@ -62,11 +62,11 @@ def admit(
         rows.cached[row] = size  # later spans of this pass may start from these keys
 
         while same_prompt and not rows.live.all():
-            copy = rows.find_idle_row(0, 0)
+            copy_row = rows.find_idle_row(0, 0)
             twin = same_prompt.popleft()
             twin.cached_tokens = size
-            rows.occupy(copy, twin, row, size)
-            span.copies.append(copy)
+            rows.occupy(copy_row, twin, row, size)
+            span.copies.append(copy_row)
 
     waiting.clear()
     waiting.extend(chain.from_iterable(by_prompt.values()))

@@ -65,7 +65,8 @@ class RemoteConfig(Section):
     retries: int = Field(default=4, ge=0)
     # Deadline of one request, in seconds.
     timeout_s: float = Field(default=60.0, gt=0)
-    # Deadline of one reply in seconds, with retries, pauses and a repair.
+    # Deadline of one reply in seconds, with retries and pauses, and with the second request that a coach gets
+    # for a malformed verdict.
     deadline_s: float = Field(default=180.0, gt=0)
     prices: PriceConfig = PriceConfig()
     budget: BudgetConfig = BudgetConfig()
