@@ -131,7 +131,7 @@ class Episode:
         self.error = f"{type(failure).__name__}: {failure}"
 
     async def _close(self, call_name: str, close: Callable[[], Awaitable[None]]) -> None:
-        """Close the tools or the environment; an error is the episode's if it has none yet."""
+        """Close the tools or the environment; an error fails the episode, unless it has failed already."""
         try:
             await self._timed(call_name, close)
         except EnvError as failure:
