@@ -327,11 +327,11 @@ def test_workers_end_with_the_run(number: int) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mcp", "its calls are on record"),
+        ("mcp", "it records its calls"),
         ("openenv", r"set env\.options\.servers"),
         ("search", "it needs the retriever of the run's process"),
         ("tests.support.busy_worlds:ask_retriever", "it needs the retriever of the run's process"),
-        ("tests.support.busy_worlds:PayingEnv", "its calls are on record"),
+        ("tests.support.busy_worlds:PayingEnv", "it records its calls"),
         ("verifiers", r"set env\.options\.workers"),
     ],
 )
