@@ -1,8 +1,9 @@
 """Patches of Snakemake (9.27.1) and its executors for Slurm (2.8.0, jobstep 0.6.1).
 
 `quote_interpreter` lets jobs start whatever the path of the Python is, `show_requests` lets dry runs
-show what each job asks for, `report_silent_failures` lets Snakemake report every failed job, and
-`hide_job_errors` leaves the last word on failed jobs to the pipeline's last lines.
+show what each job asks for, `report_silent_failures` lets Snakemake report every failed job,
+`hide_job_errors` leaves the last word on failed jobs to the pipeline's last lines, and
+`measure_jobs_less_often` leaves more processor time to short jobs.
 """
 
 import logging
@@ -161,3 +162,14 @@ def report_silent_failures() -> None:
     group_job: Any = sys.modules["snakemake.jobs"].GroupJob
     group_job.log_error = log_error
     group_job.rule = property(lambda group: next(iter(group.jobs)).rule)
+
+
+def measure_jobs_less_often() -> None:
+    """Let Snakemake measure a job's processes every five seconds at first, instead of twice a second.
+
+    For the memory in the files of the rules' `benchmark`, the kernel walks through all pages of the
+    job's processes, Ray's among them, which takes 10 to 30 ms for each process with torch.
+    """
+    from snakemake import benchmark
+
+    benchmark.BENCHMARK_INTERVAL_SHORT = 5.0

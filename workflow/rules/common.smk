@@ -12,6 +12,7 @@ from mcore_mas.runtime.pipeline_messages import failure_message, success_message
 from mcore_mas.runtime.slurm import largest_node_mb
 from mcore_mas.runtime.snakemake_patches import (
     hide_job_errors,
+    measure_jobs_less_often,
     quote_interpreter,
     report_silent_failures,
     show_requests,
@@ -82,6 +83,7 @@ quote_interpreter()
 hide_job_errors()
 show_requests()
 report_silent_failures()
+measure_jobs_less_often()
 STARTED = time.time()
 TASKS = {
     split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")

@@ -1,6 +1,7 @@
 """Snakemake's shell commands have the path of its Python in quotes, once."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from io import StringIO
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import snakemake_executor_plugin_slurm_jobstep as jobstep
+from snakemake import benchmark
 from snakemake.executors import local
 from snakemake.logging import ColorizingTextHandler, DefaultFormatter, logger
 from snakemake.script import PythonScript
@@ -16,6 +18,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 from mcore_mas.runtime.snakemake_patches import (
     describe_request,
     hide_job_errors,
+    measure_jobs_less_often,
     quote_interpreter,
 )
 
@@ -92,3 +95,12 @@ def test_blocks_about_failed_jobs_are_shown_only_with_their_logs(
     assert (terminal.getvalue() != "") is shows_logs
     logger.error("WorkflowError:\nNo such target.", extra=error)
     assert "No such target." in terminal.getvalue()
+
+
+def test_a_job_is_measured_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "BENCHMARK_INTERVAL_SHORT", 0.5)  # undone after the test
+    measure_jobs_less_often()
+    timer: Any = benchmark.BenchmarkTimer(os.getpid(), benchmark.BenchmarkRecord())
+    timer.start()
+    assert timer._timer.interval == 5
+    timer.cancel()
