@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from mlflow.tracking import MlflowClient
 
+from retrieval.corpus import write_corpus
+from rollout.tasks.encyclopedia_world import passages
 from tests.support.run_folder import metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -20,17 +23,16 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).parents[2]
 
 
-def snakemake(results: Path, *arguments: str) -> str:
-    """Run the tiny suite; return Snakemake's output."""
+def snakemake(suite: Path, results: Path) -> str:
+    """Run a suite; return Snakemake's output."""
     command = [
         sys.executable,
         "-m",
         "snakemake",
         "--configfile",
-        "workflow/suites/tiny.yaml",
+        str(suite),
         "--config",
         f"results={results}",
-        *arguments,
     ]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-6000:]
@@ -40,8 +42,14 @@ def snakemake(results: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_the_tiny_suite_runs_to_its_report_and_a_second_run_does_nothing(tmp_path: Path) -> None:
+    # The whole encyclopedia, with 2480 passages, would be encoded for 14 s.
+    write_corpus(tmp_path / "passages.jsonl", passages(1)[:200])
+    suite = yaml.safe_load((ROOT / "workflow/suites/tiny.yaml").read_text())
+    suite["experiments"]["tiny_search"].append(f"retriever.passages={tmp_path}/passages.jsonl")
+    suite_file = tmp_path / "tiny.yaml"
+    suite_file.write_text(yaml.safe_dump(suite))
     results = tmp_path / "results"
-    output = snakemake(results)
+    output = snakemake(suite_file, results)
     assert f"Report: {results}/reports/tiny.html" in output
     assert "mcore-mas ui" in output
 
@@ -100,4 +108,4 @@ def test_the_tiny_suite_runs_to_its_report_and_a_second_run_does_nothing(tmp_pat
     retriever = json.loads((results / "tiny_search" / "retriever.json").read_text())
     assert retriever["recall_at_1"] > 0.9
 
-    assert "Nothing to be done" in snakemake(results)
+    assert "Nothing to be done" in snakemake(suite_file, results)
