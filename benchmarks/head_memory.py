@@ -37,7 +37,7 @@ def print_peak(kind: str) -> None:
     before = memory_bytes()
     if kind == "chunks":
         logprobs, entropy = logprobs_and_entropy(
-            hidden, weight, labels, temperatures, _VOCAB, embeds=False, exact=False
+            hidden, weight, labels, temperatures, _VOCAB, is_embedding=False, exact=False
         )
     else:
         all_logprobs = torch.log_softmax(hidden @ weight.t() / temperatures[:, None], dim=-1)

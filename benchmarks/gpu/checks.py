@@ -292,7 +292,7 @@ def _check_head(tiny: bool) -> None:
                     labels,
                     temperatures,
                     vocab,
-                    embeds=False,
+                    is_embedding=False,
                     exact=False,
                     row_gradients=gradients_of_rows if one_pass else None,
                 )

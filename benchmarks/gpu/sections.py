@@ -222,7 +222,7 @@ def head(tiny: bool) -> None:
                 labels,
                 temperatures,
                 vocab,
-                embeds=False,
+                is_embedding=False,
                 exact=False,
                 row_gradients=gradients_of_sum if one_pass else None,
             )

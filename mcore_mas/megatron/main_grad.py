@@ -33,22 +33,23 @@ def mark_grad_as_added(weight: Tensor) -> Tensor:
 
 
 class HeadWeightGrad:
-    """Gradient of a head's weight, which is computed in chunks of rows and summed in float32."""
+    """Gradient of the head's weight, computed in chunks of rows and summed in float32."""
 
     def __init__(
-        self, weight: Tensor, *, main_grad: Tensor | None, is_trained: bool, embeds: bool
+        self, weight: Tensor, *, main_grad: Tensor | None, is_trained: bool, is_embedding: bool
     ) -> None:
-        """Start with the gradients that are in Megatron's buffer, or with zeros.
+        """Sum into Megatron's buffer, which has the gradients of earlier micro-batches, or into a new tensor.
 
         Args:
             weight: [columns, hidden].
             main_grad: Megatron's buffer of the weight, if there is one.
             is_trained: False if the weight is frozen and needs no gradient.
-            embeds: True if the embedding shares the weight, and passes on a gradient itself.
+            is_embedding: True if the weight is also the embedding of this pipeline stage, so that
+                autograd adds the embedding's gradient of the weight to the head's.
         """
         self._weight = weight
         self._is_in_buffer = main_grad is not None
-        self._embeds = embeds
+        self._is_embedding = is_embedding
         self._total: Tensor | None = None
         if is_trained:
             self._total = main_grad
@@ -66,15 +67,16 @@ class HeadWeightGrad:
             add_product(self._total, grad_logits.t(), hidden)
 
     def result(self) -> Tensor | None:
-        """Return the gradient of the weight that the head's backward pass hands to autograd.
+        """Return the gradient that the head's backward pass returns to autograd; None for a frozen weight.
 
-        None if the weight is frozen, or if the gradient is in the buffer already and the embedding
-        hands over the other part.
+        If the gradient is already in Megatron's buffer, the result carries no values: it is a
+        placeholder, or None if the weight is also the embedding. Autograd then still gets the
+        embedding's gradient, and Megatron's hook must add that one to the buffer.
         """
         if self._total is None:
             return None
         if not self._is_in_buffer:
             return self._total.to(self._weight.dtype)
-        if self._embeds:
+        if self._is_embedding:
             return None
         return mark_grad_as_added(self._weight)

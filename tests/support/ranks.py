@@ -475,7 +475,7 @@ def differentiate_entropy(
             labels,
             temperatures,
             vocab,
-            embeds=False,
+            is_embedding=False,
             exact=False,
             masks=masks,
             mask_rows=mask_rows,

@@ -165,13 +165,19 @@ class FusedSelfAttention(SelfAttention):
         query_weight = None
         key_weight = None
         if self.config.qk_layernorm:
+            # These are `HeadNorm`s, which return their weights.
             query_weight = self.q_layernorm()
             key_weight = self.k_layernorm()
         kv_heads = self.num_query_groups_per_partition
         group = self.num_attention_heads_per_partition // kv_heads
-        sizes = (group, kv_heads, self.hidden_size_per_attention_head)
+        head_sizes = (group, kv_heads, self.hidden_size_per_attention_head)
         query, key, value = KernelQueriesAndKeys.apply(
-            packed, query_weight, key_weight, self._angles, sizes, self.config.layernorm_epsilon
+            packed,
+            query_weight,
+            key_weight,
+            self._angles,
+            head_sizes,
+            self.config.layernorm_epsilon,
         )
         return query, key, value
 

@@ -94,9 +94,9 @@ def rotate_on_cpu(x: Tensor, cos_and_sin: Tensor, interleaved: bool = False) -> 
     """Rotate queries or keys by position (RoPE, arXiv 2104.09864), in float32 as attention is.
 
     Args:
-        x: [T, 1, heads, d].
-        cos_and_sin: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: the cosines of d angles, of which
-            the second half repeats the first, and the factors −sin and sin of the swapped halves.
+        x: [T, 1, heads, d]; element i is rotated together with element i + d / 2.
+        cos_and_sin: [T, 1, 1, 2 d] from `TreeRotary` on a CPU: (cos, cos, −sin, sin) of d / 2
+            angles. The first half is multiplied with x, the second with x whose halves are swapped.
         interleaved: False; no supported model pairs neighbouring elements.
 
     Returns:

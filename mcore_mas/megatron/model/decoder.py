@@ -29,7 +29,7 @@ class PackedGPTModel(GPTModel):
     _microbatch: Microbatch  # of the next forward pass: this rank's tokens and rows
     _row_gradients: RowGradients | None  # of that pass; see `logprobs_and_entropy`
     _row_positions: Tensor  # [N] position of each row's token among the outputs of the last layer
-    _predicting_tokens: Tensor  # [n] tokens that leave the last layer, where it is narrowed
+    _predicting_tokens: Tensor  # [n] tokens that leave the last layer, if not all of them do
 
     def __init__(self, *args: Any, value_head: bool, vocab: int, **kwargs: Any) -> None:
         """Build the stage as `GPTModel` does.
@@ -56,9 +56,10 @@ class PackedGPTModel(GPTModel):
         elif self.post_process:
             self.output_layer = OutputWeight(self.output_layer.weight)
 
-        # On a CPU only tokens that predict something leave the attention of the last layer. Not
-        # with sequence parallelism, where other ranks need all tokens, nor with experts, whose
-        # recorded routing covers all tokens, nor in FP8, which needs a multiple of tokens.
+        # On a CPU, tokens that predict nothing are dropped after the attention of the last layer.
+        # They are kept with sequence parallelism, because other ranks need all tokens; with
+        # experts, because the recorded routing covers all tokens; and in FP8, because the number
+        # of tokens must stay a multiple of `FP8_MULTIPLES`.
         last_layer = self.decoder.layers[-1]
         needs_all_tokens = (
             self.config.sequence_parallel or last_layer.is_moe_layer or bool(self.config.fp8)
@@ -141,16 +142,16 @@ class PackedGPTModel(GPTModel):
         if isinstance(self.output_layer, ValueHead):
             return (self.output_layer(rows),)
 
-        # The stage's embedding may have the same weight, and then also hands a gradient to autograd.
-        embeds = self.share_embeddings_and_output_weights and self.pre_process
-        weight = self.shared_embedding_or_output_weight() if embeds else self.output_layer()
+        # On a single pipeline stage, the embedding may have the same weight.
+        is_embedding = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.shared_embedding_or_output_weight() if is_embedding else self.output_layer()
         return logprobs_and_entropy(
             rows,
             weight,
             self._microbatch.labels,
             self._microbatch.temperatures,
             self._vocab,
-            embeds=embeds,
+            is_embedding=is_embedding,
             exact=self.config.deterministic_mode,
             masks=self._microbatch.masks,
             mask_rows=self._microbatch.mask_rows,

@@ -74,7 +74,7 @@ def logprobs_and_entropy(
     temperatures: Tensor,
     vocab: int,
     *,
-    embeds: bool,
+    is_embedding: bool,
     exact: bool,
     masks: Tensor | None = None,
     mask_rows: Tensor | None = None,
@@ -93,8 +93,8 @@ def logprobs_and_entropy(
         labels: [N] global token ids.
         temperatures: [N], all > 0.
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
-        embeds: True if the weight is also the embedding of this pipeline stage, which then passes
-            on its gradient.
+        is_embedding: True if the weight is also the embedding of this pipeline stage, so that
+            autograd adds the embedding's gradient of the weight to the head's.
         exact: True if the bits of a row's logits must not depend on the other rows.
         masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
         row_gradients: returns the gradients that the backward pass will be given, so that on a GPU
@@ -119,7 +119,7 @@ def logprobs_and_entropy(
             local_labels,
             temperatures,
             columns,
-            embeds,
+            is_embedding,
             chunks,
             column_masks,
         )
@@ -129,7 +129,7 @@ def logprobs_and_entropy(
             logprobs, entropy = OnePassHead.apply(*arguments, row_gradients)
     else:
         logprobs, entropy = ChunkedHead.apply(
-            hidden, weight, local_labels, temperatures, columns, embeds, exact, column_masks
+            hidden, weight, local_labels, temperatures, columns, is_embedding, exact, column_masks
         )
     return logprobs, entropy
 
@@ -137,7 +137,7 @@ def logprobs_and_entropy(
 class ChunkedHead(torch.autograd.Function):
     """Log-probabilities and entropies, in chunks of rows; see `logprobs_and_entropy`.
 
-    `apply(hidden, weight, labels, temperatures, columns, embeds, exact, masks)`: `labels` are
+    `apply(hidden, weight, labels, temperatures, columns, is_embedding, exact, masks)`: `labels` are
     counted from this rank's first column; a label outside its columns belongs to another rank.
     `columns` is the number of this rank's columns without padding, and `masks` are the rows'
     `ColumnMasks`, or None.
@@ -151,7 +151,7 @@ class ChunkedHead(torch.autograd.Function):
         labels: Tensor,
         temperatures: Tensor,
         columns: int,
-        embeds: bool,
+        is_embedding: bool,
         exact: bool,
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class ChunkedHead(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         ctx.columns = columns
-        ctx.embeds = embeds
+        ctx.is_embedding = is_embedding
         ctx.exact = exact
         ctx.masks = masks
         ctx.exponentials = exponentials
@@ -211,7 +211,7 @@ class ChunkedHead(torch.autograd.Function):
             weight,
             main_grad=ctx.main_grad,
             is_trained=ctx.needs_input_grad[1],
-            embeds=ctx.embeds,
+            is_embedding=ctx.is_embedding,
         )
 
         # d log p_l/dz_j = [j = l] − p_j;  dH/dz_j = −p_j log p_j − p_j H

@@ -90,12 +90,11 @@ head_logits_gradient.register_fake(
 class KernelHead(torch.autograd.Function):
     """Log-probabilities and entropies with Triton's kernels; see `logprobs_and_entropy`.
 
-    `apply(hidden, weight, labels, temperatures, columns, embeds, chunks, masks)`: `labels` are
+    `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks)`: `labels` are
     counted from this rank's first column, `columns` is the number of its columns without padding,
-    `embeds` is True if the embedding shares the weight and passes on a gradient itself, `chunks`
-    are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`, or
-    None. The gradient of the weight is added to Megatron's float32 buffer, if there is one. Logits
-    are float32, and never rounded to the factors' bfloat16.
+    `chunks` are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`,
+    or None. The gradient of the weight is added to Megatron's float32 buffer, if there is one.
+    Logits are float32, and never rounded to the factors' bfloat16.
     """
 
     @staticmethod
@@ -106,7 +105,7 @@ class KernelHead(torch.autograd.Function):
         labels: Tensor,
         temperatures: Tensor,
         columns: int,
-        embeds: bool,
+        is_embedding: bool,
         chunks: Sequence[slice],
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ class KernelHead(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         ctx.columns = columns
-        ctx.embeds = embeds
+        ctx.is_embedding = is_embedding
         ctx.chunks = chunks
         ctx.masks = masks
         ctx.main_grad = getattr(weight, "main_grad", None)
@@ -149,7 +148,7 @@ class KernelHead(torch.autograd.Function):
             weight,
             main_grad=ctx.main_grad,
             is_trained=ctx.needs_input_grad[1],
-            embeds=ctx.embeds,
+            is_embedding=ctx.is_embedding,
         )
         # The last chunk comes first, so that the memory of its logits is free for the others.
         logits, ctx.last_logits = ctx.last_logits, None
@@ -176,7 +175,7 @@ class KernelHead(torch.autograd.Function):
 class OnePassHead(torch.autograd.Function):
     """`KernelHead` that computes its gradients in the forward pass, while a chunk's logits exist.
 
-    `apply(hidden, weight, labels, temperatures, columns, embeds, chunks, masks, row_gradients)`, where
+    `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks, row_gradients)`:
     `row_gradients` returns the gradients of a chunk's results. The backward pass must be given the
     same gradients; it does not read them. The gradient of the weight is added to Megatron's float32
     buffer in the forward pass, so that a forward pass must be followed by its backward pass.
@@ -190,7 +189,7 @@ class OnePassHead(torch.autograd.Function):
         labels: Tensor,
         temperatures: Tensor,
         columns: int,
-        embeds: bool,
+        is_embedding: bool,
         chunks: Sequence[slice],
         masks: ColumnMasks | None,
         row_gradients: RowGradients,
@@ -201,7 +200,7 @@ class OnePassHead(torch.autograd.Function):
             weight,
             main_grad=getattr(weight, "main_grad", None),
             is_trained=ctx.needs_input_grad[1],
-            embeds=embeds,
+            is_embedding=is_embedding,
         )
         for chunk in chunks:
             logits = _float32_logits(hidden[chunk], weight, masks, chunk)

@@ -291,12 +291,12 @@ def _heads_options(group: int, kv_heads: int, dim: int) -> dict[str, Any]:
 
 @torch.library.custom_op("mcore_mas::queries_and_keys", mutates_args=())
 def _queries_and_keys(
-    packed: Tensor, weights: list[Tensor], angles: Tensor, heads: list[int], eps: float
+    packed: Tensor, weights: list[Tensor], angles: Tensor, head_sizes: list[int], eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return queries [T, kv_heads · group, d] and keys [T, kv_heads, d]; see `KernelQueriesAndKeys`."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    results = _empty_queries_and_keys(packed, weights, angles, heads, eps)
+    results = _empty_queries_and_keys(packed, weights, angles, head_sizes, eps)
     kernels.queries_and_keys_kernel[(len(packed),)](
         packed,
         tuple(weights) or None,
@@ -305,15 +305,15 @@ def _queries_and_keys(
         (packed.stride(0), angles.stride(0)),
         eps,
         num_warps=_HEADS_WARPS,
-        **_heads_options(*heads),
+        **_heads_options(*head_sizes),
     )
     return results
 
 
 def _empty_queries_and_keys(
-    packed: Tensor, weights: list[Tensor], angles: Tensor, heads: list[int], eps: float
+    packed: Tensor, weights: list[Tensor], angles: Tensor, head_sizes: list[int], eps: float
 ) -> tuple[Tensor, Tensor]:
-    group, kv_heads, dim = heads
+    group, kv_heads, dim = head_sizes
     tokens = len(packed)
     queries = packed.new_empty(tokens, kv_heads * group, dim)
     return queries, packed.new_empty(tokens, kv_heads, dim)
@@ -328,18 +328,18 @@ def _queries_and_keys_gradient(
     weights: list[Tensor],
     angles: Tensor,
     gradients: list[Tensor],
-    heads: list[int],
+    head_sizes: list[int],
     eps: float,
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of `packed`, and partial sums [programs, 2, d] of the weights' gradients.
 
     Each program of the kernel computes one partial sum. For frozen weights there are no partial sums.
-    Without norms, `packed` is None. `heads` is that of `KernelQueriesAndKeys`.
+    Without norms, `packed` is None. `head_sizes` is that of `KernelQueriesAndKeys`.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    grad_packed, weight_parts = _empty_packed_gradients(gradients[0], heads, trains_weights)
+    grad_packed, weight_parts = _empty_packed_gradients(gradients[0], head_sizes, trains_weights)
     tokens = len(grad_packed)
     packed_stride = 0 if packed is None else packed.stride(0)
     kernels.queries_and_keys_gradient_kernel[(_heads_programs(tokens),)](
@@ -351,7 +351,7 @@ def _queries_and_keys_gradient(
         (tokens, packed_stride, angles.stride(0)),
         eps,
         num_warps=_HEADS_GRADIENT_WARPS,
-        **_heads_options(*heads),
+        **_heads_options(*head_sizes),
     )
     return grad_packed, weight_parts
 
@@ -361,9 +361,9 @@ def _heads_programs(tokens: int) -> int:
 
 
 def _empty_packed_gradients(
-    grad_queries: Tensor, heads: list[int], trains_weights: bool
+    grad_queries: Tensor, head_sizes: list[int], trains_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    group, kv_heads, dim = heads
+    group, kv_heads, dim = head_sizes
     tokens = len(grad_queries)
     programs = _heads_programs(tokens) if trains_weights else 0
     weight_parts = grad_queries.new_empty(programs, 2, dim, dtype=torch.float32)
@@ -371,20 +371,21 @@ def _empty_packed_gradients(
 
 
 _queries_and_keys_gradient.register_fake(
-    lambda packed, weights, angles, gradients, heads, eps, trains_weights: _empty_packed_gradients(
-        gradients[0], heads, trains_weights
+    lambda packed, weights, angles, gradients, head_sizes, eps, trains_weights: (
+        _empty_packed_gradients(gradients[0], head_sizes, trains_weights)
     )
 )
 
 
 class KernelQueriesAndKeys(torch.autograd.Function):
-    """`apply(packed, query_weight, key_weight, angles, heads, eps)`: queries, keys and values.
+    """`apply(packed, query_weight, key_weight, angles, head_sizes, eps)`: queries, keys and values.
 
     `packed` is [T, 1, kv_heads (group + 2) d], the result of the linear layer, with the queries of a
-    group, the key and the value of each key/value head. `heads` is (group, kv_heads, d). Queries and
-    keys are normalized by `KernelNorm`'s formula, unless the weights are None, and then rotated by
-    `angles` [T, 1, 1, d] (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are
-    a view. Gradients of the weights are added to Megatron's float32 buffers, if there are some.
+    group, the key and the value of each key/value head. `head_sizes` is (group, kv_heads, d), where
+    `group` is the number of query heads of a key/value head. Queries and keys are normalized by
+    `KernelNorm`'s formula, unless the weights are None, and then rotated by `angles` [T, 1, 1, d]
+    (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are a view. Gradients of
+    the weights are added to Megatron's float32 buffers, if there are some.
     """
 
     @staticmethod
@@ -394,7 +395,7 @@ class KernelQueriesAndKeys(torch.autograd.Function):
         query_weight: Tensor | None,
         key_weight: Tensor | None,
         angles: Tensor,
-        heads: tuple[int, int, int],
+        head_sizes: tuple[int, int, int],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = packed.squeeze(1)
@@ -403,13 +404,13 @@ class KernelQueriesAndKeys(torch.autograd.Function):
         weights = []
         if query_weight is not None and key_weight is not None:
             weights = [query_weight, key_weight]
-        queries, keys = _queries_and_keys(rows, weights, token_angles, list(heads), eps)
+        queries, keys = _queries_and_keys(rows, weights, token_angles, list(head_sizes), eps)
 
-        group, kv_heads, dim = heads
+        group, kv_heads, dim = head_sizes
         values = packed.view(len(rows), 1, kv_heads, (group + 2) * dim)[..., (group + 1) * dim :]
         # Without norms, the gradient does not depend on the rows.
         ctx.save_for_backward(rows if weights else None, token_angles, *weights)
-        ctx.heads = heads
+        ctx.head_sizes = head_sizes
         ctx.eps = eps
         ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         return queries[:, None], keys[:, None], values
@@ -425,7 +426,7 @@ class KernelQueriesAndKeys(torch.autograd.Function):
             weights,
             angles,
             [gradient.contiguous() for gradient in (grad_queries, grad_keys, grad_values)],
-            list(ctx.heads),
+            list(ctx.head_sizes),
             ctx.eps,
             trains_weights,
         )

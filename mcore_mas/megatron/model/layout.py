@@ -35,16 +35,16 @@ _MIN_CALL_TOKENS = 64
 class CausalBlocks:
     """B blocks of equal length L, each of which attends to itself causally, in one call.
 
-    Either the blocks lie end to end at `token_range`, or shorter blocks are padded by their last
-    token: then `block_tokens` and the following attributes are set.
+    Either the blocks lie end to end, and only `token_range` is set. Or blocks that are shorter than L
+    are padded by repeating their last token, and the other attributes are set.
 
     Attributes:
         length: L.
-        token_range: the tokens of all blocks.
-        block_tokens: [B, L] token of each element.
+        token_range: range of the tokens of all blocks.
+        block_tokens: [B, L] index of the token at each place of a block.
         present: [B, L] bool, False for padding.
-        filled: [tokens] indices of the elements of the flat [B · L] that are not padding.
-        tokens: [tokens] their tokens.
+        filled: [n] indices into the flat [B · L] of the n places without padding.
+        tokens: [n] indices of the tokens at these places.
     """
 
     length: int

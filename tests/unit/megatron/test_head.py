@@ -40,7 +40,7 @@ def test_a_mask_renormalises_over_the_allowed_tokens(
             torch.tensor([1 if rows == [0] else 3]),
             torch.ones(1),
             5,
-            embeds=False,
+            is_embedding=False,
             exact=False,
             masks=torch.tensor([[0b00110], [0b01000]], dtype=torch.uint8),
             mask_rows=torch.tensor(rows),
