@@ -61,7 +61,8 @@ def _redirect_output(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     second_name = path.with_name(f".{path.name}.kept")
-    with suppress(OSError):  # there is no earlier log, or the file system has no hard links
+    # This fails if the log still exists or has no second name, or if there are no hard links here.
+    with suppress(OSError):
         os.link(second_name, path)
 
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

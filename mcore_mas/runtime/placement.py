@@ -189,15 +189,21 @@ class DevicePlacement:
     ) -> PlacementGroup:
         """Set bundles of devices aside.
 
+        Args:
+            bundles: number of devices of each bundle; those of a bundle are on one node.
+            strategy: Ray's strategy for the bundles, as from `packing_strategies`.
+            selectors: for each bundle, the labels that its node must have.
+
         Raises:
             PlacementError: Ray does not find room for them within a minute.
         """
+        label_selectors = None
+        if any(selectors):
+            label_selectors = [dict(selector) for selector in selectors]
         placement: PlacementGroup = placement_group(
             [{self.devices.device_type: size} for size in bundles],
             strategy=strategy,
-            bundle_label_selector=[dict(selector) for selector in selectors]
-            if any(selectors)
-            else None,
+            bundle_label_selector=label_selectors,
         )
         if not placement.wait(_RESERVE_S):
             remove_placement_group(placement)

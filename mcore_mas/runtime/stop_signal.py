@@ -224,7 +224,8 @@ class StopSignal:
             return
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._event.set)
-            # The event loop is woken nevertheless. This handler runs also while code blocks the loop.
+            # This handler takes the place of the loop's own, and also runs while code blocks the
+            # loop. The loop still calls `_event.set`: it reads the signals' numbers from a socket.
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if _early_signals:
@@ -334,7 +335,7 @@ class StopSignal:
         self._working = working
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            # Work that was interrupted ends in any way.
+            # Interrupted code may catch the interruption and return anything, so its result is not used.
             if working.done() and not self._has_interrupted:
                 return working.result()
             raise Abandoned

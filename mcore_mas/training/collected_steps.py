@@ -133,7 +133,7 @@ class CollectedSteps:
                 advantage_path(file).unlink(missing_ok=True)
 
     def _newest_version_from(self, first_step: int) -> int:
-        """Return the newest version of the weights that training on complete steps alone reaches."""
+        """Return the version of the weights after training from `first_step` through all complete steps."""
         version = first_step
         while self._metadata(version).get("complete") == "true":
             version += 1
