@@ -102,8 +102,10 @@ def _registry_name(key: str) -> str:
     """
     word = key.removesuffix(".name").rpartition(".")[2]
     for name, source in REGISTRIES.items():
-        # The last word of a kind is a config key too, such as `generator` of "task generator".
-        singulars = {name.removesuffix("s"), name.removesuffix("es"), *source.kind.split()[-1:]}
+        singulars = {name.removesuffix("s"), name.removesuffix("es")}
+        if source.kind:
+            # The last word of a kind is a config key too, such as `generator` of "task generator".
+            singulars.add(source.kind.split()[-1])
         plurals = {f"{singular}s" for singular in singulars}
         if word == name or word in singulars | plurals:
             return name

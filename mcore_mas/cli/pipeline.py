@@ -35,7 +35,7 @@ def run_suite(
     """
     from mcore_mas.cli.suite_command import snakemake_command
 
-    # Arguments of Snakemake are not known here, so that they are among the overrides.
+    # Typer does not know Snakemake's options and puts them among the overrides; the two are separated below.
     command = snakemake_command(suite, [*(overrides or []), *context.args], config_dir)
     os.execv(command[0], command)  # noqa: S606
 
@@ -126,8 +126,8 @@ def plan_suite(
 
     all_overrides = list(overrides or [])
     if named_cluster is not None and not as_configured:
-        # A suite places its runs on cluster.gpus when it is loaded. What was chosen for those GPUs
-        # must not look like the user's settings.
+        # Loading a suite places its runs on the GPUs of cluster.gpus, and writes this placement into
+        # their configs. There `place_run` would take it for settings of the user.
         all_overrides.append("cluster.gpus=null")
 
     fits = True

@@ -32,6 +32,7 @@ _OPTIONS_WITH_PAIRS = {
     "--set-scatter",
     "--set-threads",
 }
+# A Hydra override: ~KEY, KEY=, +KEY= or ++KEY=. A word with "/" before the "=" is the path of a target.
 _OVERRIDE = re.compile(r"~|\+{0,2}\w[^/=]*=")
 
 
