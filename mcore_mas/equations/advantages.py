@@ -472,8 +472,10 @@ def estimator_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None
         None if the estimator compares no turns or is not in `ESTIMATORS`. Also None for `c3`, whose
         peers are not other trajectories, but the alternatives that `trainer.replays` samples.
     """
-    if name not in ESTIMATORS or name in _TREE_GROUPINGS:
-        return _TREE_GROUPINGS.get(name)
+    if name in _TREE_GROUPINGS:
+        return _TREE_GROUPINGS[name]
+    if name not in ESTIMATORS:
+        return None
     parameters = inspect.signature(ESTIMATORS[name]).parameters.values()
     settings = {parameter.name: parameter.default for parameter in parameters} | dict(options)
     if "peers" not in settings:

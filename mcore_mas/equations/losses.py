@@ -158,7 +158,7 @@ LOSSES: dict[str, Loss] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
 }
-# Losses of which a token's value depends on that token alone.
+# Losses whose value at a token depends on that token alone.
 _TOKEN_LOSSES = (cross_entropy, reinforce, ppo_clip)
 
 

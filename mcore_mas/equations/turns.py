@@ -114,8 +114,8 @@ def mean_by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
 def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
     """Compute y_t = x_t + decay * y_{t+1} within consecutive segments.
 
-    The work is linear in the number of values: pass k updates the k-th position from the end of
-    every segment that is long enough.
+    The work is linear in the number of values: pass k updates the value k positions before the last
+    one, in every segment that is long enough.
 
     Args:
         values: [sum of lengths] x_t of all segments, one after the other.
@@ -129,8 +129,9 @@ def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
     sizes = lengths[order]
     longest = int(sizes[0]) if len(sizes) else 0
     for back in range(1, longest):
-        longer_segments = int(torch.searchsorted(-sizes, -back, right=False))
-        position = last[:longer_segments] - back
+        # `sizes` descends, so `-sizes` ascends: the search counts the segments with more than `back` values.
+        longer_count = int(torch.searchsorted(-sizes, -back, right=False))
+        position = last[:longer_count] - back
         result[position] += decay * result[position + 1]
     return result
 
@@ -262,9 +263,9 @@ class GroupStatistics:
     def scale(self) -> Tensor:
         """Divisor [n] of an advantage: σ, or 1 where the votes do not differ.
 
-        A group of one vote has divisor 1 too, as in Dr. MAS's released code. Where votes do not differ,
-        r - μ is 0, unless μ is the mean of another group (option `std` of `relative`). It is then divided
-        by 1 + ε, and not by ε alone.
+        A group of one vote has divisor 1 too, as in Dr. MAS's released code. Where the votes of a group
+        do not differ, r - μ is 0 if μ is the mean of this group. With the option `std` of `relative`, μ
+        may be the mean of another group; r - μ is then divided by 1 + ε, and not by ε alone.
         """
         return torch.where(self.votes_differ, self.std, 1.0)
 
