@@ -7,6 +7,7 @@ team of one, evaluates it, and compares it with the team.
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -67,8 +68,8 @@ class DistillSettings:
             solver, whichever finds more replies right.
         turns: "final": learn the team's answers; "all": learn all other turns too, with their prompts.
         start: model of the agent's policy that the student starts from: "trained", or "base", the model
-            before training. The trained model is then the student's teacher if the new run is
-            trained.
+            before training. With "base", the config of the new run names the trained model as the
+            student's teacher, for a further training.
         newest: number of training steps, the last ones, whose trajectories are read; None: all.
         lr: learning rate after the warm-up.
         epochs: number of passes over the replies.
@@ -214,7 +215,7 @@ def _read_successes(run: Path, newest: int | None) -> list[Trajectory]:
 def _answering_agent(
     config: RunConfig, to: Path, trajectories: Sequence[Trajectory], settings: DistillSettings
 ) -> tuple[str, str]:
-    """Return the agent and the role with the most right replies in some trajectories."""
+    """Return the agent and the role with the most right replies in the first trajectories."""
     counts: dict[tuple[str, str], int] = {}
     agents = [settings.agent] if settings.agent else list(config.agents)
     for agent in agents:
@@ -282,7 +283,8 @@ class _EmptySlots(dict[str, str]):
 
 def problem_only(template: str) -> str:
     """Return a template in which all slots but `problem` are filled with nothing."""
-    # Doubled braces are single after filling, and are doubled again for the student's template.
+    # Doubled braces stand for single ones. Filling would replace them, and they must stay doubled
+    # because the student's template is filled too, so \0 and \1 take their place meanwhile.
     filled = template.replace("{{", "\0").replace("}}", "\1").format_map(_EmptySlots())
     return filled.replace("\0", "{{").replace("\1", "}}")
 
@@ -304,9 +306,16 @@ class _RecordedPolicy:
 def _right_replies(
     student: RunConfig, config: RunConfig, trajectories: Iterable[Trajectory], agent: str
 ) -> list[Demonstration]:
-    """Return the agent's answers that are right as replies of the student, each once, with its prompt.
+    """Return the agent's answers that are right as replies of the student, each with the student's prompt.
 
-    Each is the last reply of the agent in a trajectory. The student's team plays the task with it.
+    The answers are the agent's last replies in the trajectories; equal answers to a task count once.
+    To find out whether an answer is right, the student plays the task with this reply.
+
+    Args:
+        student: config of the student's run.
+        config: config of the team's run, with the tasks and their environment.
+        trajectories: trajectories of the team.
+        agent: agent whose answers are tried.
     """
     tasks = {task.id: task for task in prepared_tasks(config.folder / "tasks", "train")}
     replies: dict[tuple[str, str], Task] = {}
@@ -362,7 +371,7 @@ def _fine_tune(
 ) -> None:
     """Fine-tune a model on the samples in this process, on one rank; write it to a folder."""
     policy: PolicyConfig = config.policies[STUDENT]
-    updates = settings.epochs * -(-len(samples) // settings.batch)
+    updates = settings.epochs * ceil(len(samples) / settings.batch)
     spec = TrainerSpec(
         model=start,
         lr=settings.lr,

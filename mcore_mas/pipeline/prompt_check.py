@@ -64,7 +64,7 @@ def prompt_problems(config: RunConfig, tasks: Sequence[Task]) -> Iterator[str]:
 
     max_lengths = {for_policy(config, policy).engine.max_length for policy in config.models}
     lengths = ", ".join(map(str, sorted(max_lengths)))
-    is_rewarded = ":" not in config.reward.name  # shipped rewards are not called
+    reward_is_unchecked = ":" in config.reward.name  # only a reward of the user is called
     for task in tasks[:_CHECKED_TASKS]:
         episode = asyncio.run(_play(config, team, task))
         if isinstance(episode.failure, PromptTooLong):
@@ -73,8 +73,8 @@ def prompt_problems(config: RunConfig, tasks: Sequence[Task]) -> Iterator[str]:
                 f"({lengths}), or shorten the prompts"
             )
             return
-        if not is_rewarded and not episode.error and episode.outcome is not None:
-            is_rewarded = True
+        if reward_is_unchecked and not episode.error and episode.outcome is not None:
+            reward_is_unchecked = False
             problem = _reward_problem(config, _group_of(config, task, episode))
             if problem:
                 yield problem

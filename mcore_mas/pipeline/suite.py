@@ -43,8 +43,8 @@ class Suite:
     # Experiment by run; runs that differ only in their seed are of one experiment.
     experiments: Mapping[str, str]
     overrides: Mapping[str, list[str]]  # Hydra overrides by run
-    # The run whose cold start the policies of each run begin with. A run that brings its own models
-    # has no entry.
+    # For each run, the run that makes the cold start of its policies. A run that brings its own
+    # models has no entry.
     cold_start_owner: Mapping[str, str]
     cross_play: CrossPlay
     # For each run, the first run whose untrained team is evaluated in the same way.
@@ -94,8 +94,9 @@ class Suite:
             runs, shared=bool(suite.get("share_cold_starts"))
         )
         run_experiments = _group_seeds(overrides)
-        # The folder of a cold-started model tells which cold start it has. Without `cold_start`, the run
-        # that makes a shared cold start equals the others, and they share one evaluation.
+        # Runs that share a cold start share the evaluation of their untrained teams. Only the run that
+        # makes the cold start still has the section `cold_start`, so it is left out of the comparison.
+        # The folder of a policy's model shows with which cold start it begins.
         evaluated_runs = {run: {**config, "cold_start": None} for run, config in runs.items()}
         return cls(
             name=suite["suite"],
