@@ -79,6 +79,7 @@ def training_costs(run: Path) -> dict[str, float]:
     if not metrics.is_file() or not done.is_file():
         return {}
 
+    # Step -1 is the validation before training.
     steps = [row for row in read_step_rows(metrics) if row["step"] >= 0]
     costs = {"tokens": sampled_tokens(steps)}
     devices = read_record(done).get("devices")

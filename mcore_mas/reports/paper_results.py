@@ -200,7 +200,10 @@ def _published_difference(table: PaperTable, cell: PaperCell, baseline: PaperCel
 
 
 def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tolerance of a line, and whether the published number is within it.
+    """Return the columns that compare a line with the paper, by name.
+
+    These are the source and the grade of the table, the tolerance of the line, and `within`: whether
+    the published number is within the tolerance. Both are None without two numbers.
 
     The tolerance is the distance from our mean to the end of its interval on the side of the
     published number, plus the rounding of that number.

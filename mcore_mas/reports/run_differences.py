@@ -46,7 +46,7 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
         values = read_run_config(run)
         folder = f"{values.get('results')}/{values.get('run')}"
         configs.append(dict(dotted_items(_without_folder(values, folder))))
-    names = tuple(config.get("run") for config in configs)
+    run_names = tuple(config.get("run") for config in configs)
     keys: list[str] = []
     for config in configs:
         keys += [key for key, value in config.items() if value != {}]
@@ -58,7 +58,9 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
             continue
         values_of_key = tuple(config.get(key) for config in configs)
         differs = any(value != values_of_key[0] for value in values_of_key)
-        if differs and values_of_key != names and key != "results":
+        # The setting `run`, and others whose value is the name of the run.
+        is_run_name = values_of_key == run_names
+        if differs and not is_run_name and key != "results":
             differences[key] = values_of_key
     return differences
 

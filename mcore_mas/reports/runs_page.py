@@ -34,7 +34,7 @@ class ShownConversation:
 
     title: str
     page: Markup
-    picture: Markup  # empty unless it is of a game
+    picture: Markup  # of a game; empty for other environments
 
 
 def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
@@ -88,8 +88,9 @@ def _job_seconds(folder: Path) -> dict[str, float]:
 def _conversations(folder: Path) -> Iterator[ShownConversation]:
     """Yield up to three conversations of a run's evaluations.
 
-    The first task that only the trained team solves, or else the first task, before and after
-    training; then the first other task that the trained team does not solve.
+    The first two are of one task, before and after training: the first task that only the trained
+    team solves, or else the first task. The third is of another task, the first that the trained
+    team does not solve.
     """
     base = _first_samples(folder / "evaluation" / "base")
     trained = _first_samples(folder / "evaluation" / "trained")

@@ -87,7 +87,7 @@ class Studio:
                 start = 0
             rows, end = read_json_lines(path, start)
         rows = [row for row in rows if has_step(row)]
-        # In the order of the rows, in which the agents of a damaged config get their colours.
+        # The charts keep the order of the rows. If the config is damaged, the page colours the agents in this order.
         charts: dict[str, dict[str, Any]] = {}
         for row in rows:
             for name in row:
