@@ -102,7 +102,7 @@ class Run:
         self.set_clock(0)
 
     def order(self, orders: str) -> None:
-        """Replace the orders of the run's failpoints."""
+        """Set what the run's failpoints do, such as "metrics.begun=full"; "": they only list what is passed."""
         partial = self._orders_file.with_suffix(".new")
         partial.write_text(f"*=list:{self._passed_file};{orders}")
         partial.replace(self._orders_file)

@@ -56,7 +56,8 @@ def forked(work: Callable[[], object], log: Path, orders: str = "") -> int:
 
     Args:
         log: file that gets the output of the fork.
-        orders: orders of failpoints.
+        orders: value of the environment variable `FAILPOINTS` in the fork, such as
+            "metrics.begun=kill"; "" for no failpoints.
     """
     child = os.fork()
     if child == 0:
@@ -159,9 +160,12 @@ def _comparable(value: object) -> object:
 def _varies(key: str, fields: dict[str, object]) -> bool:
     """Return True if a field differs between equal runs."""
     if key == "sha256":
-        # The digest of a file stays. Those of manifests include the epoch.
+        # Beside `bytes`, this is the digest of a file, which is equal. Elsewhere it is the digest of a
+        # manifest, which includes the epoch.
         return "bytes" not in fields
-    if key in ("epoch", "identity"):  # of a start; of model files, with their modification times
+    if key == "epoch":  # larger after each start
+        return True
+    if key == "identity":  # of an evaluation; includes the modification times of model files
         return True
     is_time = key.endswith(("_s", "/tokens_per_s", "/tflops"))
     return is_time or key.startswith("restarts/")  # restarts of trainers after faults

@@ -41,7 +41,7 @@ trajectories with the same SHA-256 as those of an undisturbed run.
 def read(paths: list[str]) -> dict[str, Any]:
     """Return the recorded results, updated with those of JUnit and chaos files.
 
-    A test that was skipped here keeps its recorded result, because it may have run where it can, such as on Slurm.
+    A test that was skipped here keeps its recorded result, because it may need another machine, such as one with Slurm.
     """
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     chaos_files = [Path(path) for path in paths if path.endswith(".json")]
@@ -121,7 +121,10 @@ def _table_row(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 def _results(
     row: Mapping[str, Any], results: Mapping[str, Any]
 ) -> Iterator[tuple[str, float | None]]:
-    """Yield results and seconds: of a test its duration, of a fault of the chaos until the run continued."""
+    """Yield each result of a row with its seconds.
+
+    For a test they are its duration; for a fault of the chaos, the longest time until the run continued.
+    """
     for test in row.get("tests", ()):
         recorded = results["tests"].get(test, {"result": "not run", "s": None})
         yield recorded["result"], recorded["s"]

@@ -51,7 +51,7 @@ def test_a_full_disk_is_waited_for_half_an_hour(
 
 
 def test_the_half_hour_begins_at_the_first_failure(tmp_path: Path) -> None:
-    """The files of a large checkpoint are written for longer than that before the disk is full."""
+    """A large checkpoint may be written for more than half an hour before the disk is full."""
     attempts_s: list[float] = []
 
     async def write() -> str:
