@@ -38,7 +38,7 @@ class TrainerSpec(ParallelLayout):
             gather weights during the forward pass.
         bucket: number of parameters in one overlapping exchange; None: Megatron's choice.
         host_moments: keep Adam's moments in host memory, except for the weight that is being
-            stepped.
+            updated.
         recompute: activations that the backward pass recomputes.
         layers: implementation of the linear layers, Megatron's ("local") or Transformer Engine's ("te").
         fp8: format of the layers' products in FP8; None: they are not in FP8.
@@ -65,7 +65,7 @@ class TrainerSpec(ParallelLayout):
             summed as they are.
         effective_samples: measure the effective sample size of each update.
         scales_lr: multiply the learning rate of an update by the square root of the share of
-            effective samples, which must be measured.
+            effective samples; needs `effective_samples`.
     """
 
     model: str
@@ -104,7 +104,7 @@ class TrainerSpec(ParallelLayout):
 
     @property
     def token_multiple(self) -> int:
-        """Number of tokens of which the length of every micro-batch must be a multiple.
+        """Number by which the number of tokens of every micro-batch must be divisible.
 
         Context and sequence parallelism split the tokens into equal parts. In FP8, the length of a
         part must also be a multiple of `FP8_MULTIPLES`, because it is a dimension of matrix products.

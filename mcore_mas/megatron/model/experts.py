@@ -117,7 +117,7 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
         Returns:
             Rows [T k, h] and their weights [T k], sorted by expert.
         """
-        # The attribute is detached: the layer would otherwise hold the graph, which leads back to
+        # `self.probs` is detached: the layer would otherwise hold the graph, which leads back to
         # the model, and neither would ever be freed.
         if not use_triton(hidden_states.device):
             sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(

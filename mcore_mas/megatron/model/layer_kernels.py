@@ -277,7 +277,7 @@ def queries_and_keys_gradient_kernel(
     angles,
     gradients,
     results,
-    strides,
+    tokens_and_strides,
     eps,
     sizes: tl.constexpr,
     padded_heads: tl.constexpr,
@@ -292,7 +292,9 @@ def queries_and_keys_gradient_kernel(
             [tokens, kv_heads, 2 half]; each contiguous.
         results: gradient of `packed`, contiguous; and each program's part of the gradients of the
             weights of queries and keys [programs, 2, 2 half] float32, or None if they are frozen.
-        packed, weights, angles, strides, eps, sizes: arguments of `queries_and_keys_kernel`.
+        tokens_and_strides: number of tokens; strides of `packed` and of `angles` by token.
+        packed: argument of `queries_and_keys_kernel`; not read, and may be None, without norms.
+        weights, angles, eps, sizes: arguments of `queries_and_keys_kernel`.
         padded_heads, padded_half: arguments of `queries_and_keys_kernel`.
     """
     group: tl.constexpr = sizes[0]
@@ -300,7 +302,7 @@ def queries_and_keys_gradient_kernel(
     half: tl.constexpr = sizes[2]
     grad_queries, grad_keys, grad_values = gradients
     grad_packed, weight_parts = results
-    tokens, token_stride, angle_stride = strides
+    tokens, packed_stride, angle_stride = tokens_and_strides
     head, is_query, is_key, is_value, query_head, kv_head = _packed_heads(sizes, padded_heads)
     column = tl.arange(0, padded_half)[None, :]
     in_head = column < half
@@ -313,20 +315,23 @@ def queries_and_keys_gradient_kernel(
     for token in range(first_token, tokens, tl.num_programs(0)):
         query_offset = (token * kv_heads * group + query_head) * 2 * half + column
         key_offset = (token * kv_heads + kv_head) * 2 * half + column
-        out_first, out_second = _load_halves(grad_queries, query_offset, is_query & in_head, half)
+        query_first, query_second = _load_halves(
+            grad_queries, query_offset, is_query & in_head, half
+        )
         key_first, key_second = _load_halves(grad_keys, key_offset, is_key & in_head, half)
         value_first, value_second = _load_halves(grad_values, key_offset, is_value & in_head, half)
         angle = tl.load(angles + token * angle_stride + column, mask=in_head, other=0.0)
         cos = tl.cos(angle)
         sin = tl.sin(angle)
-        out_first += key_first
-        out_second += key_second
+        # A head is of queries or of keys, and the other term is 0.
+        rotated_first = query_first + key_first
+        rotated_second = query_second + key_second
         # The opposite rotation
-        grad_first = out_first * cos + out_second * sin
-        grad_second = out_second * cos - out_first * sin
+        grad_first = rotated_first * cos + rotated_second * sin
+        grad_second = rotated_second * cos - rotated_first * sin
         if weights is not None:
             # As in `norm_gradient_kernel`
-            offset = token * token_stride + head * 2 * half + column
+            offset = token * packed_stride + head * 2 * half + column
             first, second = _load_halves(packed, offset, (is_query | is_key) & in_head, half)
             square = tl.sum(first * first + second * second, 1)[:, None]
             inverse = tl.rsqrt(square / (2 * half) + eps)
@@ -347,10 +352,8 @@ def queries_and_keys_gradient_kernel(
         in_half = tl.arange(0, padded_half) < half
         of_queries = weight_parts + tl.program_id(0) * 4 * half + tl.arange(0, padded_half)
         of_keys = of_queries + 2 * half
-        query_first = tl.sum(tl.where(is_query, part_first, 0.0), 0)
-        query_second = tl.sum(tl.where(is_query, part_second, 0.0), 0)
-        tl.store(of_queries, query_first, mask=in_half)
-        tl.store(of_queries + half, query_second, mask=in_half)
+        tl.store(of_queries, tl.sum(tl.where(is_query, part_first, 0.0), 0), mask=in_half)
+        tl.store(of_queries + half, tl.sum(tl.where(is_query, part_second, 0.0), 0), mask=in_half)
         tl.store(of_keys, tl.sum(tl.where(is_key, part_first, 0.0), 0), mask=in_half)
         tl.store(of_keys + half, tl.sum(tl.where(is_key, part_second, 0.0), 0), mask=in_half)
 
