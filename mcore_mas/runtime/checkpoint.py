@@ -364,5 +364,6 @@ def _unused_path(path: Path) -> Path:
 def _write_error(partial: Path, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return CheckpointError(
-        f"{partial}: checkpoint could not be written ({reason}); make room or rights, then run again"
+        f"{partial}: checkpoint could not be written ({reason}); make room, or make the folder "
+        "writable, then run again"
     )

@@ -39,9 +39,9 @@ _DIGESTED_ELSEWHERE = ("data.", "policies.", "retriever.")
 def input_digests(config: RunConfig) -> dict[str, str]:
     """Return digests by name of the inputs of a run, besides its tasks.
 
-    They are of the models with their tokenizers, the manifest of the index (which has the digests
-    of its files and corpus), the modules that the config names by import path, the files and
-    folders that the recipe or a task names, and the code of this project.
+    The inputs are the models with their tokenizers, the manifest of the index (which has the
+    digests of its files and corpus), the modules that the config names by import path, the files
+    and folders that the recipe or a task names, and the code of this project.
     """
     digests = {CODE_KEY: code_digest()}
     for policy, folder in config.models.items():

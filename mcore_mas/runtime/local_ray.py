@@ -19,8 +19,8 @@ from mcore_mas.runtime.stop_signal import Stopped, preserved_sigterm_handler
 
 # Tunables of glibc (malloc(3), mallopt(3)), which a process reads when it starts. By default glibc maps every large
 # tensor and unmaps it when it is freed, so a third of the time of an update on a CPU is spent on page faults.
-# With these a process keeps the memory that it frees, in one arena (others end at 64 MiB). The price is resident
-# memory; benchmarks/page_reuse.py prints both.
+# With these a process keeps the memory that it frees. All threads share one arena, because the heaps of further
+# arenas end at 64 MiB. The price is resident memory; benchmarks/page_reuse.py prints both.
 KEEP_PAGES = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(256 << 20),  # bytes; larger tensors are still mapped
@@ -120,7 +120,7 @@ def make_private_token() -> None:
     token = Path.home() / ".ray" / "auth_token"
     token.parent.mkdir(mode=0o700, exist_ok=True)
     if not token.is_file():
-        # a random name, because machines may share a home folder and the numbers of processes
+        # a random name, because machines that share a home folder may have equal process ids
         draft = token.with_name(f".auth_token.{secrets.token_hex(8)}")
         draft.touch(0o600)
         draft.write_text(secrets.token_hex(32))

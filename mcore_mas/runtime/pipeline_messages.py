@@ -132,7 +132,10 @@ def failure_message(
 
 
 def _was_stopped(events: Iterable[str], ends_of_logs: Iterable[Sequence[str] | None]) -> bool:
-    """Return True if Snakemake's log, or with --quiet the last line of a job's log, tells of Ctrl-C or SIGTERM."""
+    """Return True if Ctrl-C or SIGTERM has stopped the pipeline.
+
+    Snakemake's log says so, but not with --quiet. After Ctrl-C, the last line of a job's log does.
+    """
     if any("Terminating processes on user request" in event for event in events):
         return True
     last_lines = [lines[-1] for lines in ends_of_logs if lines]

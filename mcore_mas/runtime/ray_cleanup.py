@@ -93,7 +93,7 @@ def main(pid: int, session: Path, logs: Path | None) -> None:
     """Wait until a training has ended, and remove what it leaves behind.
 
     Args:
-        pid: number of the training's process.
+        pid: process id of the training.
         session: folder of its Ray session.
         logs: see `reaped`.
     """

@@ -112,8 +112,8 @@ def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
 def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Return the numbers of trajectories that were aborted, failed for some reasons, or were refused.
 
-    A refused trajectory is completed: its wrong answer was not computed, because it asked for too
-    much computation (`is_refused`). Counts of 0 are left out.
+    A refused trajectory is completed, and its answer counts as wrong: comparing it with the right
+    one would take too much computation (`is_refused`). Counts of 0 are left out.
     """
     counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
     for name in ("undecided", "refused", "unasked", "quarantined"):
@@ -178,9 +178,11 @@ def describe_unheeded(groups: Sequence[Group], noted: set[str]) -> str:
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """Return the ages of turns: weight updates between their sampling and their training.
+    """Return statistics of the ages of turns: of weight updates between their sampling and training.
 
-    The mean, the maximum and the number of turns of each age; over all samples and by policy.
+    Returns:
+        staleness/mean, staleness/max, and staleness/turns_N with the number of turns of age N; and
+        the same for each policy, as policy/NAME/staleness/....
     """
     ages: dict[str, list[int]] = defaultdict(list)
     for sample in samples:
