@@ -4,6 +4,7 @@
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -33,10 +34,11 @@ class Edit:
         path: path within the repository.
         old: lines to replace, without line ends; () to insert `new`.
         new: lines to put in their place.
-        line: number of the first old line, from 1, or of the line after which `new` is inserted, 0
-            for the beginning; None if the patch does not say it. Old lines that are not there must
-            be in the file exactly once. Without a line, `new` is inserted into a new or empty file
-            only.
+        line: line number in the file before all edits, or None if the patch has none. With old
+            lines it is the number of the first of them, from 1. If they are not at this number, or
+            there is none, they must occur in the file exactly once. Without old lines, `new` is
+            inserted after this line, or at the beginning for 0. If there is no number, the file
+            must be new or empty.
     """
 
     path: str
@@ -46,7 +48,9 @@ class Edit:
 
 
 def parse_patch(text: str) -> list[Edit]:
-    """Return the edits of SEARCH/REPLACE blocks, or else of a unified diff, after any thought.
+    """Return the edits of the SEARCH/REPLACE blocks of a reply, or else of its unified diff.
+
+    The text up to the last `</think>` is ignored.
 
     Raises:
         BadPatch: the text has no edit, a path leads out of the repository, or a hunk has no file.
@@ -79,17 +83,23 @@ def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, st
             say which of several places it means.
     """
     patched = dict(files)
-    # Lines that earlier edits have added to a file: line numbers are those of the original file.
-    added_lines: dict[str, int] = {}
+    # The earlier edits of each file that have a line number: the index of their place in the original
+    # file, and the number of lines that they have added there.
+    additions: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for edit in edits:
         if edit.path not in patched and edit.old:
             raise BadPatch(f"There is no file {edit.path}.")
         text = patched.get(edit.path, "")
         lines = _lines(text)
-        offset = added_lines.get(edit.path, 0)
-        start = _find_lines(edit, lines, offset)
+        original_index = _original_index(edit)
+        expected_start = None
+        if original_index is not None:
+            above = [added for index, added in additions[edit.path] if index <= original_index]
+            expected_start = original_index + sum(above)
+            additions[edit.path].append((original_index, len(edit.new) - len(edit.old)))
+
+        start = _find_lines(edit, lines, expected_start)
         lines[start : start + len(edit.old)] = edit.new
-        added_lines[edit.path] = offset + len(edit.new) - len(edit.old)
         line_end = "\r\n" if "\r\n" in text else "\n"
         patched[edit.path] = "".join(line + line_end for line in lines)
     return patched
@@ -106,22 +116,32 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
+def _original_index(edit: Edit) -> int | None:
+    """Return the index of the original line that an edit replaces first, or inserts before.
+
+    None if the edit has no line number.
+    """
+    if edit.line is None or not edit.old:
+        return edit.line
+    return max(edit.line, 1) - 1
+
+
+def _find_lines(edit: Edit, lines: Sequence[str], expected_start: int | None) -> int:
     """Return the index of the first line that an edit replaces, or at which it inserts.
 
-    If the old lines are not at the edit's line number, or it has none, they must occur exactly once.
+    If the old lines are not at the expected index, they must occur exactly once.
 
     Args:
         edit: the edit.
         lines: lines of the file, after the earlier edits.
-        offset: number of lines that the earlier edits have added.
+        expected_start: index by the edit's line number; None if it has no line number.
 
     Raises:
         BadPatch: there is no such place, or more than one.
     """
     if not edit.old:
-        if edit.line is not None:
-            return min(edit.line + offset, len(lines))
+        if expected_start is not None:
+            return min(max(expected_start, 0), len(lines))
         if lines:
             raise BadPatch(f"{edit.path} is not empty; say which lines are to be replaced.")
         return 0
@@ -132,10 +152,8 @@ def _find_lines(edit: Edit, lines: Sequence[str], offset: int) -> int:
         for start in range(len(lines) - count + 1)
         if tuple(lines[start : start + count]) == edit.old
     ]
-    if edit.line is not None:
-        expected_start = max(edit.line, 1) - 1 + offset
-        if expected_start in starts:
-            return expected_start
+    if expected_start in starts:
+        return expected_start
     if len(starts) != 1:
         problem = f"stand there {len(starts)} times" if starts else "are not there"
         raise BadPatch(f"{edit.path}: the lines to replace, from {edit.old[0]!r} on, {problem}.")
@@ -156,13 +174,9 @@ def _parse_diff(text: str) -> list[Edit]:
     rows = _lines(text)
     for index, row in enumerate(rows):
         in_hunk = line is not None
-        header = _HUNK_HEADER.match(row)
-        names_file = row.startswith(("--- ", "+++ "))
-        if in_hunk and names_file:
-            # The row may also be the removed line `-- ...` or the added line `++ ...`.
-            names_file = _FILE_HEADER.match("\n".join(rows[index : index + 3])) is not None
+        names_file = _names_file(rows, index, in_hunk)
         has_sign = not row or row[0] in "+- \\"
-        if in_hunk and has_sign and not header and not names_file:
+        if in_hunk and has_sign and not names_file:
             if not row.startswith("\\"):  # "\ No newline at end of file" is no line
                 hunk.append(row or " ")
             continue
@@ -170,6 +184,7 @@ def _parse_diff(text: str) -> list[Edit]:
         edits += _edit_of_hunk(hunk, path, line)
         hunk = []
         line = None
+        header = _HUNK_HEADER.match(row)
         if header:
             if not path:
                 raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
@@ -180,6 +195,17 @@ def _parse_diff(text: str) -> list[Edit]:
                 path = _repository_path(name)
     edits += _edit_of_hunk(hunk, path, line)
     return edits
+
+
+def _names_file(rows: Sequence[str], index: int, in_hunk: bool) -> bool:
+    """Return True if a row of a diff is a line `--- path` or `+++ path`.
+
+    In a hunk the row may also be the removed line `-- ...` or the added line `++ ...`. There it names
+    a file only if the header of the file's first hunk follows.
+    """
+    if not rows[index].startswith(("--- ", "+++ ")):
+        return False
+    return not in_hunk or _FILE_HEADER.match("\n".join(rows[index : index + 3])) is not None
 
 
 def _edit_of_hunk(hunk: Sequence[str], path: str, line: int | None) -> list[Edit]:

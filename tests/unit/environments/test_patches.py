@@ -80,6 +80,14 @@ def test_lines_are_inserted_at_the_beginning_of_a_file() -> None:
     assert patched(two_hunks)["pkg/a.py"] == "zero\none\ntwo\n3\ntwo\nfive\n"
 
 
+def test_hunks_further_down_do_not_move_lines_that_are_inserted_after_them() -> None:
+    head = "--- a/pkg/a.py\n+++ b/pkg/a.py\n"
+    downwards = f"{head}@@ -1,0 +2 @@\n+new\n@@ -4,2 +5,0 @@\n-two\n-five\n"
+    upwards = f"{head}@@ -4,2 +5,0 @@\n-two\n-five\n@@ -1,0 +2 @@\n+new\n"
+    assert patched(downwards)["pkg/a.py"] == "one\nnew\ntwo\nthree\n"
+    assert patched(upwards)["pkg/a.py"] == "one\nnew\ntwo\nthree\n"
+
+
 def test_changed_lines_that_look_like_names_of_files_are_part_of_a_hunk() -> None:
     files = {"q.sql": "-- old\nselect 1\n"}
     comment = (
