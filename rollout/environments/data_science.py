@@ -198,10 +198,13 @@ class DataScienceEnv:
 
 
 def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
-    """Decode a task's `answers`: files that the team may read by name, and the target.
+    """Decode a task's `answers`.
+
+    Returns:
+        The content of each file that the team may read, by file name; and the target.
 
     Raises:
-        EnvError: the answers cannot be read, a file is missing, or the metric is unknown.
+        EnvError: the answers cannot be read, a file or the target is missing, or the metric is unknown.
     """
     files: dict[str, bytes] = {}
     target = None

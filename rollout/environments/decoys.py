@@ -42,10 +42,9 @@ def draw_candidates(expected: Any) -> Candidates:
     copies = [expected]
     texts = [repr(expected)]
     if type(expected) in (int, float):
-        # A number between these is smaller than one of them and not smaller than the other, so an
-        # object that claims the same of all candidates is detected. The other decoys are near the
-        # expected value: a number may be smaller than all of them, and an approximation with a wide
-        # tolerance may equal all of them.
+        # The other decoys are near the expected value, so a correct result may be smaller than all of
+        # them, or larger. It lies between these two, so `<` is true for one of them and false for
+        # the other. An object whose `<` is always true is therefore detected.
         texts += [repr(10**15), repr(-(10**15))]
     for _ in range(_MAX_DRAWS):
         if len(texts) > _DECOYS:

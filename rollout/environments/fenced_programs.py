@@ -60,10 +60,11 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
 
 
 def last_program(text: str) -> str | None:
-    """Return the last fenced program after any thought; None if there is none, or if it is blank.
+    """Return the last fenced program of a reply; None if there is none, or if it is blank.
 
-    A program is a closed block that is labelled as Python. Blocks without a label are programs if no
-    block is labelled as Python; otherwise they are outputs and samples.
+    The text up to the last `</think>` is ignored. A program is a closed block that is labelled as
+    Python. Blocks without a label are programs if no block is labelled as Python; otherwise they are
+    outputs and samples.
     """
     blocks = list(fenced_blocks(text.rpartition(_THOUGHT_END)[2]))
     programs = [block.content for block in blocks if block.label in _PYTHON_LABELS]

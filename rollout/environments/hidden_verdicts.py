@@ -181,9 +181,13 @@ class _Judge:
         return False
 
     def _tests_of_function(self, name: str) -> list[HiddenTest]:
-        """Return the functions of the file that a test may have run; several if it is inherited."""
-        # A name of pytest is `path/test_a.py::TestAdd::test_one[parameters]`. The separator is a
-        # pattern, because the architecture test takes its text for an address to listen on.
+        """Return the functions of the file that a test may have run.
+
+        An inherited test has the name of the subclass, so every function of the same name may be it.
+        """
+        # pytest names a test `path/test_a.py::TestAdd::test_one[parameters]`. The separator is written
+        # `:{2}`, because the architecture test takes a string of two colons for the IPv6 address of a
+        # server that listens everywhere.
         _, *parts = re.split(r":{2}", name.partition("[")[0])
         qualified_name = ".".join(parts)
         if qualified_name in self._file.tests:

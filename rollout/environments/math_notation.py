@@ -112,10 +112,10 @@ _VULGAR_FRACTION = re.compile("(\\d*)([¼½¾⅐-⅞])")
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` after any thought, or None.
+    """Return the content of the last `\\boxed{...}` of a reply, or None.
 
-    Braces that LaTeX shows, `\\{` and `\\}`, are not counted. A last box that never closes is no
-    answer, even if an earlier one closed.
+    The text up to the last `</think>` is ignored. Braces that LaTeX shows, `\\{` and `\\}`, are not
+    counted. A last box that never closes is no answer, even if an earlier one closed.
     """
     text = text.rpartition("</think>")[2]
     boxes = list(_BOX_START.finditer(text))

@@ -167,7 +167,11 @@ class OpenEnvEnv(WorldEnv):
 
 
 def _fill(value: JsonValue, text: str) -> JsonValue:
-    """Return a value of the option `action` with an agent's text in it."""
+    """Return a value of the option `action`, with an agent's text in place of `{text}` or `{json}`.
+
+    Raises:
+        AgentMistake: the value is `{json}`, and the text is not JSON.
+    """
     if isinstance(value, dict):
         return {name: _fill(part, text) for name, part in value.items()}
     if isinstance(value, list):
@@ -181,7 +185,7 @@ def _fill(value: JsonValue, text: str) -> JsonValue:
 
 
 def _finite_reward(value: Any) -> float:
-    """Return a reward as the protocol has it, where null is 0.
+    """Return the reward of a message of the protocol as a float; null is 0.
 
     Raises:
         EnvError: the value is not a finite number.
