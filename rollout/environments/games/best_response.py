@@ -4,7 +4,7 @@ A behaviour strategy is a table: the probability of each legal action in every i
 information set is all that a player has seen, in the words of `ZeroSumGame.observe`.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ _State = TypeVar("_State", bound=Hashable)
 InformationSet = tuple[str, str]
 # Probability of each legal action, by information set.
 Strategy = Mapping[InformationSet, Mapping[str, float]]
-# Probability that chance and the opponent play towards a state, by state.
+# Probability that chance and the opponent lead to a state, by state.
 _Weights = dict[_State, float]
 
 
@@ -69,29 +69,22 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
     """Return the largest expected payoff of `player` against an opponent who follows `strategy`."""
     sign = 1 if player == FIRST else -1
 
-    def until_turn(states: Iterable[tuple[_State, float]], reached: _Weights[_State]) -> None:
-        """Follow the opponent's strategy up to the next turn of the player, or to the end.
-
-        Args:
-            reached: gets the states of these turns and ends.
-        """
-        for state, weight in states:
-            mover = game.player(state)
-            if mover is None or mover == player:
-                reached[state] = reached.get(state, 0.0) + weight
-                continue
-            replies = strategy[mover, game.observe(state)]
-            until_turn(
-                [
-                    (game.play(state, action), weight * probability)
-                    for action, probability in replies.items()
-                ],
-                reached,
-            )
+    def follow_opponent(state: _State, weight: float) -> Iterator[tuple[_State, float]]:
+        """Yield the states of the player's next turns, and ends before them, with their weights."""
+        mover = game.player(state)
+        if mover is None or mover == player:
+            yield state, weight
+            return
+        for action, probability in strategy[mover, game.observe(state)].items():
+            yield from follow_opponent(game.play(state, action), weight * probability)
 
     def value(states: Iterable[tuple[_State, float]]) -> float:
+        """Return the player's largest expected payoff, given states and the probability of each."""
         reached: _Weights[_State] = {}
-        until_turn(states, reached)
+        for start, start_weight in states:
+            for state, weight in follow_opponent(start, start_weight):
+                reached[state] = reached.get(state, 0.0) + weight
+
         total = 0.0
         by_information_set: dict[str, _Weights[_State]] = {}
         for state, weight in reached.items():
@@ -109,10 +102,14 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
 
     @cache
     def best_value(beliefs: tuple[tuple[_State, float], ...]) -> float:
-        """Return the value of the best action, given the probability of each state that it may be.
+        """Return the expected payoff of the best action in an information set.
 
-        The player cannot tell these states apart, so one action is best in all. The result is stored,
-        because many histories of a game without hidden information lead to one state.
+        The player cannot tell its states apart, so the same action is taken in all of them. The
+        result is stored, because many histories of a game without hidden information lead to one
+        state.
+
+        Args:
+            beliefs: states of the information set, and the probability that the game is in each.
         """
         return max(
             value([(game.play(state, action), belief) for state, belief in beliefs])

@@ -315,6 +315,7 @@ class Sokoban(_GridGame[SokobanRoom]):
                 f"Sokoban: {len(players)} players, {len(boxes)} boxes, {len(goals)} goals; "
                 "expected one player and as many boxes as goals"
             )
+        (player,) = players
         height = len(rows)
         width = len(rows[0])
         for row, column in cells:
@@ -325,7 +326,7 @@ class Sokoban(_GridGame[SokobanRoom]):
             walls=walls,
             goals=goals,
             boxes=boxes,
-            player=min(players),
+            player=player,
             rows=height,
             columns=width,
         )
@@ -346,8 +347,12 @@ class Sokoban(_GridGame[SokobanRoom]):
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
 
         reward = self.step if pushed else self.impossible
-        boxes_gained = len(after.boxes & state.goals) - len(state.boxes & state.goals)
-        reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[boxes_gained]
+        boxes_before = len(state.boxes & state.goals)
+        boxes_after = len(after.boxes & state.goals)
+        if boxes_after > boxes_before:
+            reward += self.box_on
+        elif boxes_after < boxes_before:
+            reward += self.box_off
         # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
         if self.solved(after):
@@ -420,7 +425,7 @@ class SokobanSource(_GridSource):
     name_format = "sokoban_{0.size}x{0.size}_{0.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
-        """Draw a solvable room in which no box is on a goal, with up to `tries` placements in it."""
+        """Draw a room, and place boxes, goals and player in it up to `tries` times until it can be solved."""
         floor = self._carve(random)
         if len(floor) < 2 * self.boxes + 1 or not owns(f"sokoban{self.size}{floor}"):
             return None
@@ -452,8 +457,8 @@ class SokobanSource(_GridSource):
             if random.random() < self.turn or neighbour(position, direction) not in inside:
                 direction = random.choice(moves)
             ahead = neighbour(position, direction)
-            # The floor is two cells wide, because a player can hardly get around a box in a corridor
-            # of one cell.
+            # Another neighbour is carved too, because a player can hardly get around a box in a
+            # corridor that is one cell wide.
             beside = neighbour(position, random.choice(moves))
             floor |= {ahead, beside} & inside
             if ahead in floor:

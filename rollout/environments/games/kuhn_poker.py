@@ -42,7 +42,9 @@ class KuhnPoker(ZeroSumGame[Hand]):
 
     def read(self, deal: str) -> Hand:
         if deal not in self.deals():
-            raise BadPuzzle(f"'{deal[:80]}' is no deal of Kuhn poker; expected two of J, Q, K: K J")
+            raise BadPuzzle(
+                f"'{deal[:80]}' is no deal of Kuhn poker; expected two of J, Q, K, such as K J"
+            )
         return Hand(cards=deal.replace(" ", ""))
 
     def player(self, state: Hand) -> str | None:

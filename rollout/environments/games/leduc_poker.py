@@ -48,7 +48,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
         if deal not in _DEALS:
             raise BadPuzzle(
                 f"'{deal[:80]}' is no deal of Leduc poker; expected three of "
-                f"{', '.join(_CARDS)}: Js Qh Kh"
+                f"{', '.join(_CARDS)}, such as Js Qh Kh"
             )
         return LeducHand(ranks="".join(card[0] for card in deal.split()))
 

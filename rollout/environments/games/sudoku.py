@@ -262,18 +262,18 @@ class SudokuSource(PuzzleSource):
         if self.size == 9 and not owns(_canonical(grid)):
             return None
         cells = list(grid)
-        left = self.size**2
+        digits_left = self.size**2
         for index in random.sample(range(len(cells)), len(cells)):
-            if left == self._givens:
+            if digits_left == self._givens:
                 break
             digit = cells[index]
             cells[index] = 0
             if len(list(islice(solutions(tuple(cells)), 2))) == 1:
-                left -= 1
+                digits_left -= 1
             else:
                 cells[index] = digit
         given = tuple(cells)
-        if left > self._givens or (self.size == 4 and not owns(_canonical(given))):
+        if digits_left > self._givens or (self.size == 4 and not owns(_canonical(given))):
             return None
         return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 

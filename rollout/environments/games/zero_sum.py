@@ -122,7 +122,7 @@ class ZeroSumEnv(Generic[_State]):
         return Step(reward=payoff, done=True, metrics=metrics)
 
     def state(self) -> str:
-        """Return the information set of the player whose turn it is; "" without one."""
+        """Return the information set of the player whose turn it is; "" if no game is being played."""
         if self._state is None or self._done:
             return ""
         return self._game.observe(self._state)
