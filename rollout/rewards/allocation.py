@@ -27,7 +27,7 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
             and does not train. Turns that are masked already stay masked.
 
     Raises:
-        RewardError: a trajectory is of another task, or a reward is not finite.
+        RewardError: a trajectory is of another task, or a reward is not a finite number.
     """
 
     def rewarded(trajectory: Trajectory) -> Trajectory:
@@ -186,12 +186,12 @@ def shared_outcome(group: Group) -> Group:
 
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     def rewards(trajectory: Trajectory) -> list[float]:
-        # `outcome` takes turns with a node for those of a tree. Alternatives have nodes without
-        # being branches of a tree, so they are left out.
-        first_replies = tuple(
+        # `outcome` refuses a trajectory in which a turn has a node, as a tree. An alternative has a
+        # node without a tree, so `outcome` gets only the turns that are not alternatives.
+        original_turns = tuple(
             turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores
         )
-        team_outcome = outcome(replace(trajectory, turns=first_replies))
+        team_outcome = outcome(replace(trajectory, turns=original_turns))
         return [turn.scores.get(REPLAY_OUTCOME, team_outcome) for turn in trajectory.turns]
 
     return allocate(group, rewards)
@@ -278,24 +278,24 @@ def shares(
 
     def turn_shares(trajectory: Trajectory) -> dict[str, float]:
         """Return the share of the outcome that each turn of an agent gets, by agent."""
-        calls = Counter(turn.agent for turn in trajectory.turns)
-        agent_weights = {agent: float(weights.get(agent, 1.0)) for agent in calls}
+        turn_counts = Counter(turn.agent for turn in trajectory.turns)
+        agent_weights = {agent: float(weights.get(agent, 1.0)) for agent in turn_counts}
         if split == "full":
             return agent_weights
-        if split == "turns":
-            total = sum(agent_weights[agent] * n for agent, n in calls.items())
-        else:
-            total = sum(agent_weights.values())
-        if calls and not total:
+        if turn_counts and not any(agent_weights.values()):
             raise RewardError(
                 f"{describe_position(trajectory)}: no agent has a share of the outcome, because the weights of "
                 f"{list(agent_weights)} are 0"
             )
-        # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents.
         # Source: UnityMAS-O, outcome_share_mode: split.
-        turns_per_part = dict.fromkeys(calls, 1) if split == "turns" else calls
+        if split == "turns":
+            # w_a / sum_i w_a(i), over the turns i
+            total = sum(agent_weights[agent] * count for agent, count in turn_counts.items())
+            return {agent: weight / total for agent, weight in agent_weights.items()}
+        # w_a / sum_b w_b / n_a, over the agents b that spoke
+        total = sum(agent_weights.values())
         return {
-            agent: weight / total / turns_per_part[agent] for agent, weight in agent_weights.items()
+            agent: weight / total / turn_counts[agent] for agent, weight in agent_weights.items()
         }
 
     def rewards(trajectory: Trajectory) -> list[float]:

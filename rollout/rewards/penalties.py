@@ -5,7 +5,7 @@ overlong         penalty of a reply near its token limit (DAPO)
 mask_truncated   mask of a reply that was cut off, which then does not train (DAPO)
 
 Options:
-    coef: size of the penalty.
+    coef: size of the penalty, of `invalid` and `overlong`.
 """
 
 import math

@@ -126,13 +126,16 @@ SHAPING_FORMULAS: dict[Formula, Callable[[float, float], float]] = {
 History = Literal["own", "rounds", "before", "proposers"]
 
 
-def _turns_of_agent(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the earlier turns of the same agent."""
+def _earlier_turns_of_agent(turns: Sequence[Turn], i: int) -> list[int]:
+    """Return the indices of the earlier turns of the same agent."""
     return [j for j in range(i) if turns[j].agent == turns[i].agent]
 
 
 def _turns_of_earlier_rounds(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return all agents' turns of earlier rounds."""
+    """Return the indices of all agents' turns of earlier rounds.
+
+    Round n of a debate has turn number n of each agent; it is not `Turn.round`.
+    """
     rounds = allocation.agent_turn_counts(turns)
     return [j for j in range(len(turns)) if rounds[j] < rounds[i]]
 
@@ -142,7 +145,7 @@ def _all_earlier_turns(turns: Sequence[Turn], i: int) -> list[int]:
 
 
 def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the other agents' turns for the last turn, and none for all other turns, which are not shaped."""
+    """Return the indices of the other agents' turns if this is the last turn; other turns are not shaped."""
     if i < len(turns) - 1:
         return []
     return [j for j in range(i) if turns[j].agent != turns[i].agent]
@@ -151,7 +154,7 @@ def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
 # (turns, index of a turn) -> indices of the turns whose mean score is Q. Source: MARTI; its debate
 # class, debate in its generic class, chain, and mixture of agents.
 HISTORY_SELECTORS: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
-    "own": _turns_of_agent,
+    "own": _earlier_turns_of_agent,
     "rounds": _turns_of_earlier_rounds,
     "before": _all_earlier_turns,
     "proposers": _turns_of_proposers,
