@@ -166,7 +166,7 @@ class Chat:
         a call that cannot be parsed or made describes the problem.
 
         Args:
-            max_turns: maximum number of replies to ask for.
+            max_turns: maximum number of replies to ask for; calls of the last one stay open.
 
         Raises:
             ValueError: the agent has not replied yet.
@@ -194,6 +194,7 @@ class Chat:
                 first_new = index
         new_messages = self.messages[first_new:]
 
+        # The first two messages are the system prompt, if there is one, and the question.
         folded = []
         parts = []
         for message in self.messages[:2]:
@@ -262,7 +263,10 @@ class Chat:
         return make_room is not None and await make_room(self)
 
     async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
-        """Make the tool calls of a reply; return their results."""
+        """Make the tool calls of a reply; return their results.
+
+        The result of a call that is not made is the reason.
+        """
         results = [self._refusal(number, call, reply) for number, call in enumerate(calls)]
         allowed = [number for number, refusal in enumerate(results) if not refusal]
         parallel = [number for number in allowed if self._is_parallel(calls[number])]
@@ -272,7 +276,8 @@ class Chat:
             for number in numbers:
                 results[number] = await self._call(calls[number], reply)
 
-        sequences = [in_order, *([number] for number in parallel)]
+        sequences = [in_order]
+        sequences += [[number] for number in parallel]
         await gather_or_cancel(make_calls(numbers) for numbers in sequences)
         return results
 

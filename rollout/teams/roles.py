@@ -79,9 +79,9 @@ def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], P
     def register(parse: Parser) -> Parser:
         role = Role(name=name, system=system, user=user, parse=parse)
         registered = ROLES.get(name)
-        if registered is None or _ships(registered):
+        if registered is None or _is_built_in(registered):
             ROLES[name] = role
-        elif not _ships(role):
+        elif not _is_built_in(role):
             raise ValueError(
                 f"agent role '{name}' is registered twice, in {registered.parse.__module__} and in "
                 f"{parse.__module__}; give one of them another name"
@@ -91,7 +91,7 @@ def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], P
     return register
 
 
-def _ships(role: Role) -> bool:
+def _is_built_in(role: Role) -> bool:
     """Return True if a role is part of this package."""
     return role.parse.__module__.partition(".")[0] == "rollout"
 

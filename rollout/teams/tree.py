@@ -152,7 +152,7 @@ class Tree(BranchedPlay):
         self.error = self.episode.error
 
     async def _play_round(self) -> None:
-        """Grow a branch for each of `width` answers to the open calls, and continue with one."""
+        """Grow `width` branches from the leading one, each with its own answers, and continue with one."""
         leading = self._branches[0]
         parent = leading.node
         rounds = list(leading.rounds)
@@ -269,8 +269,9 @@ class BranchSession(TeamSession):
 class Branch:
     """An instance of the orchestra that is played one round at a time.
 
-    A round consists of the calls that are open when only replies let the orchestra go on. They are
-    asked concurrently, and their replies are handed over together, in the order of the calls.
+    A round consists of the calls that are open once the orchestra waits for nothing else. The
+    policies answer them concurrently, and the answers are handed over together, in the order of the
+    calls.
     """
 
     def __init__(self, episode: Episode, session: BranchSession) -> None:
