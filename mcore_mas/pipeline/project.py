@@ -16,6 +16,7 @@ from rollout.base.files import write_text
 # torch and drawing weights would take ten times as long as everything else here.
 _TEMPLATE = Path(__file__).with_name("scaffold")
 _TEMPLATE_NAME = "my_team"  # the project's name in these files
+# Not nan or inf, in any case, which Hydra reads as numbers.
 _PACKAGE_NAME = re.compile(r"(?!(?i:nan|inf)$)[A-Za-z]\w{0,99}", re.ASCII)
 
 

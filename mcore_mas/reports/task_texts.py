@@ -39,7 +39,7 @@ def read_task_texts(paths: Collection[Path], task_ids: Collection[str]) -> dict[
 def find_task_texts(file: Path, task_ids: Collection[str]) -> dict[str, TaskText]:
     """Return the texts by id of tasks of the run that a file of trajectories lies in.
 
-    Tasks that the run does not have are left out; these are all if the file lies in no run's folder.
+    Tasks that the run does not have are left out. The result is {} if the file lies in no run's folder.
     """
     for folder in file.resolve().parents:
         if (folder / "tasks").is_dir():
