@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_mas.config.credit import (
-    check_several_votes,
-)
+from mcore_mas.config.credit import check_several_votes
 from mcore_mas.config.opponents import OpponentConfig, PastConfig
-from mcore_mas.config.policy import (
-    check_shared_bases,
-    policies_on_base,
-)
+from mcore_mas.config.policy import check_shared_bases, policies_on_base
 from mcore_mas.config.run_sections import RunSections, for_policy, schedule_length
-from mcore_mas.equations.advantages import (
-    REQUIRED_COLUMN,
-    estimator_grouping,
-)
+from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
 from mcore_mas.equations.filters import filter_grouping
 from rollout.base.hints import nearest_hint
 from rollout.base.lookup import UnknownName, lookup
@@ -51,9 +43,10 @@ def check_sections(config: RunSections) -> None:
 
 
 def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
-    """Refuse plain values in which an agent names a policy that is not there, or nobody plays a policy.
+    """Check that the policy of each agent is defined, and that each policy is played.
 
-    This comes before the validation of the sections: the section of a misspelt policy would lack all of its keys.
+    The sections are not validated yet. An override such as `policies.solvr.lr=1e-4`, with a misspelt policy, adds a
+    policy that has only this key; the validation would report its missing keys, and not the misspelt name.
 
     Args:
         agents: section `agents`, as YAML yields it; other types than mappings are left to the validation.
@@ -61,7 +54,7 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         opponents: section `opponents`.
 
     Raises:
-        ValueError: see above.
+        ValueError: an agent names a policy that is not defined, or nobody plays a policy.
     """
     if not isinstance(agents, dict) or not isinstance(policies, dict):
         return
@@ -72,25 +65,35 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         for name, agent in agents.items()
         if isinstance(agent.get("policy"), str)
     }
-    for name, policy in policy_of_agent.items():
-        if policy not in policies:
-            nearest_policies = nearest_hint(policy, policies)
-            playable = [agent for agent in policy_of_agent if policy_of_agent[agent] in policies]
-            nearest_agents = nearest_hint(name, playable).replace("nearest", "nearest agents")
-            raise ValueError(
-                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
-                f"{nearest_policies or nearest_agents}; set agents.{name}.policy to one of them, "
-                f"define policies.{policy}, or "
-                "take an experiment of this team (`mcore-mas list experiments`)"
-            )
-    opponent_names = set(opponents) if isinstance(opponents, Mapping) else set()
-    unplayed = sorted(
-        policies.keys() - set(policy_of_agent.values()) - opponent_names - _teacher_names(policies)
-    )
-    if unplayed and len(policy_of_agent) == len(agents):
-        nearest_policies = nearest_hint(unplayed[0], policies.keys() - unplayed)
+    _check_policies_defined(policy_of_agent, policies)
+    if len(policy_of_agent) < len(agents):
+        return  # the validation reports the agents that name no policy
+    used = set(policy_of_agent.values()) | _teacher_names(policies)
+    if isinstance(opponents, Mapping):
+        used.update(opponents)
+    unused = sorted(policies.keys() - used)
+    if unused:
+        nearest_policies = nearest_hint(unused[0], policies.keys() - unused)
         raise ValueError(
-            f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
+            f"policy '{unused[0]}' is played by no agent; remove it or name it in agents{nearest_policies}"
+        )
+
+
+def _check_policies_defined(
+    policy_of_agent: Mapping[str, str], policies: Mapping[str, Any]
+) -> None:
+    for agent, policy in policy_of_agent.items():
+        if policy in policies:
+            continue
+        hint = nearest_hint(policy, policies)
+        if not hint:
+            # The agent may be misspelt: an override of `agents.solvr` adds this agent, with policy `solvr`.
+            others = [other for other in policy_of_agent if policy_of_agent[other] in policies]
+            hint = nearest_hint(agent, others).replace("nearest", "nearest agents")
+        raise ValueError(
+            f"agent '{agent}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}"
+            f"{hint}; set agents.{agent}.policy to one of them, define policies.{policy}, or "
+            "take an experiment of this team (`mcore-mas list experiments`)"
         )
 
 
@@ -181,7 +184,8 @@ def _check_cold_start(config: RunSections) -> None:
         return
     options = config.cold_start.options
     config.data.demonstration_arguments(options)
-    if config.data.generator in GENERATORS:  # their options name agents, if they name anything
+    if config.data.generator in GENERATORS:
+        # The lists and mappings in a shipped generator's options for demonstrations name agents.
         check_agent_names("cold_start.options", options, config.agents)
     for name, policy in config.policies.items():
         if policy.chat_template or policy.chat_template_kwargs:
@@ -232,20 +236,25 @@ def _check_replays(config: RunSections) -> None:
             f"trainer.replays.budget {replays.budget} is less than one alternative for each of the "
             f"{trajectories} trajectories of a step; raise it, or leave it out"
         )
-    problems = {
-        "trainer.branching, because a trajectory is replayed or sampled as a tree": (
-            config.trainer.branching is not None
-        ),
-        f"orchestra '{config.orchestra.name}', which grows its own tree": (
-            config.orchestra.name in TREE_ORCHESTRAS
-        ),
-        f"reward '{config.reward.name}'; expected 'shared_outcome', because an alternative is paid the "
-        "outcome of its replay": config.reward.name != "shared_outcome",
-        "a filter, which compares trajectories": config.filter is not None,
-    }
-    for problem, is_given in problems.items():
-        if is_given:
-            raise ValueError(f"trainer.replays cannot be used with {problem}")
+    conflict = _conflict_with_replays(config)
+    if conflict:
+        raise ValueError(f"trainer.replays cannot be used with {conflict}")
+
+
+def _conflict_with_replays(config: RunSections) -> str:
+    """Return the first setting that excludes `trainer.replays`, with the reason; "" if there is none."""
+    if config.trainer.branching is not None:
+        return "trainer.branching, because a trajectory is replayed or sampled as a tree"
+    if config.orchestra.name in TREE_ORCHESTRAS:
+        return f"orchestra '{config.orchestra.name}', which grows its own tree"
+    if config.reward.name != "shared_outcome":
+        return (
+            f"reward '{config.reward.name}'; expected 'shared_outcome', because an alternative is paid the "
+            "outcome of its replay"
+        )
+    if config.filter is not None:
+        return "a filter, which compares trajectories"
+    return ""
 
 
 def _check_credit(config: RunSections) -> None:
@@ -306,11 +315,11 @@ def _check_schedules(config: RunSections) -> None:
         for key, optimizer in ((name, policy), (f"{name}.critic", policy.critic)):
             if optimizer is None or optimizer.schedule == "constant":
                 continue
-            last = optimizer.decay_steps or schedule_length(config, name)
-            if last <= optimizer.warmup_steps:
+            last_update = optimizer.decay_steps or schedule_length(config, name)
+            if last_update <= optimizer.warmup_steps:
                 raise ValueError(
-                    f"policies.{key}: schedule '{optimizer.schedule}' ends with update {last}, but warmup_steps is "
-                    f"{optimizer.warmup_steps}; lower it, or raise decay_steps"
+                    f"policies.{key}: schedule '{optimizer.schedule}' ends with update {last_update}, but "
+                    f"warmup_steps is {optimizer.warmup_steps}; lower it, or raise decay_steps"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Sections of a run, and what follows from several of them."""
+"""Sections of a run, and properties that depend on several of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ from pydantic_core import to_json
 
 from mcore_mas.config.cluster import ClusterConfig
 from mcore_mas.config.cold_start import ColdStartConfig
-from mcore_mas.config.credit import (
-    CreditedAgentConfig,
-    LossConfig,
-)
+from mcore_mas.config.credit import CreditedAgentConfig, LossConfig
 from mcore_mas.config.estimators import AdvantageConfig, FilterConfig
 from mcore_mas.config.evaluation import EvaluationConfig
 from mcore_mas.config.opponents import OpponentConfig
-from mcore_mas.config.policy import (
-    PolicyConfig,
-    TeacherConfig,
-    policies_on_base,
-)
+from mcore_mas.config.policy import PolicyConfig, TeacherConfig, policies_on_base
 from mcore_mas.config.tracking import TrackingConfig
 from mcore_mas.config.trainer import TrainerConfig
-from mcore_mas.equations.advantages import (
-    REPLAY_ESTIMATORS,
-)
+from mcore_mas.equations.advantages import REPLAY_ESTIMATORS
 from mcore_mas.equations.agreement import Precision
 from rollout.base.error_lines import error_line
 from rollout.base.section import Section
@@ -60,7 +51,7 @@ class RunSections(Section):
     orchestra: OrchestraConfig
     agents: dict[FolderName, CreditedAgentConfig] = Field(min_length=1)
     policies: dict[FolderName, PolicyConfig] = Field(min_length=1)
-    # Opponents by their policy: a model folder, such as the base or an exported checkpoint, or a remote model.
+    # Opponents, each under the name of the frozen policy that plays it.
     # None: every agent is always played by its own policy.
     opponents: dict[FolderName, OpponentConfig] | None = None
     reward: RewardConfig
@@ -225,7 +216,7 @@ class RunSections(Section):
         if step > trained and not self.collects_ahead:
             return False
         for policy in self.trained:
-            syncs = sum(policy in self.in_turn(between) for between in range(trained, step))
+            syncs = sum(policy in self.in_turn(earlier) for earlier in range(trained, step))
             if syncs > self.staleness_of(policy):
                 return False
         return True
@@ -234,7 +225,7 @@ class RunSections(Section):
         """Return the largest number of concurrent trajectories of an evaluation or validation.
 
         Args:
-            servers: number of engines and of their replicas.
+            servers: number of inference servers of all policies together.
         """
         if self.evaluation.in_flight is not None:
             return self.evaluation.in_flight

@@ -41,6 +41,7 @@ class AgentConfig(Section):
     role: str = ""
     # System prompt in place of the role's; "" leaves the message out.
     system: str | None = None
+    # Template of the user's messages in place of the role's.
     user: str | None = None
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -17,6 +17,7 @@ from rollout.environments.protocol import Env
 from rollout.environments.worker_env import WorkerEnv
 from rollout.records.trajectory import Task
 
+# Methods of an environment with their parameters.
 _METHODS = {"reset": ("task",), "async step": ("action",)}
 _SEARCH_TOOLS = ("search", "passages")
 # Environments that start processes themselves, with the option in place of `workers`.
