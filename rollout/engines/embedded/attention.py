@@ -5,7 +5,8 @@ longest sequence. A `GroupBlock` has groups of rows with the same prompt, whose 
 once for all of them.
 
 Letters of shapes: n rows of a block, S rows and M positions of the cache, L layers, H query heads, KV
-key and value heads, D head dimension, G groups, P tokens of the longest common prefix.
+key and value heads, D head dimension, G groups, W cache rows of a group (with idle ones), P tokens of
+the longest common prefix.
 """
 
 from __future__ import annotations
@@ -238,13 +239,13 @@ class GroupBlock(_Window):
         else:
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
-        self._grid = (len(runs), distance)  # groups, and cache rows from one group to the next
+        self._grid = (len(runs), distance)  # G and W: the rows of a group end where the next begins
         shared = [_shared_tokens(batch, run) for run in runs]
         self._shared = np.repeat(shared, distance)  # common tokens of each row of the window
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
     def _update_mask(self) -> None:
-        """Compute the mask [G, 1, rows of a group, 1, keys]; None if all rows are equally long."""
+        """Compute the mask [G, 1, W, 1, keys]; None if all rows are equally long."""
         positions = self._positions[:, None]
         shared = self._shared[:, None]
         # Positions after the common keys, at which every row reads its own keys.
@@ -260,36 +261,42 @@ class GroupBlock(_Window):
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
     ) -> Tensor:
-        """Return the attention of the block; see `RowBlock.attend`. It is never exact."""
+        """Return the attention of the block; see `RowBlock.attend`. It is never exact.
+
+        All rows of a group attend to its prefix in one product, and each row to its own suffix. The
+        products with the prefix have shapes that begin with [G, KV, W], and those with the suffix
+        [G, W, KV].
+        """
         kv_heads = keys.shape[1]
         heads, head_dim = q.shape[1:]
-        groups, distance = self._grid
+        groups, rows = self._grid
         heads_per_kv = heads // kv_heads
-        q = self._spread(q).reshape(groups, distance, kv_heads, heads_per_kv, head_dim)
+        by_group = (groups, kv_heads, rows, heads_per_kv)
+        by_row = (groups, rows, kv_heads, heads_per_kv)
 
-        # Scores of the common keys (one product for each group) and of the keys after them.
-        folded = q.transpose(1, 2).reshape(groups * kv_heads, -1, head_dim)
-        prefix_scores = torch.bmm(folded, self._prefix_keys[layer])
+        q = self._spread(q).reshape(*by_row, head_dim)
+        group_q = q.transpose(1, 2).reshape(groups * kv_heads, rows * heads_per_kv, head_dim)
+        prefix_scores = torch.bmm(group_q, self._prefix_keys[layer])
         suffix_keys = keys[self._rows].flatten(0, 1)[:, :, self._suffix]
         suffix_scores = torch.bmm(q.flatten(0, 2), suffix_keys)
-        suffix_scores = suffix_scores.view(groups, distance, kv_heads, heads_per_kv, -1).transpose(
-            1, 2
-        )
-        scores = torch.cat([prefix_scores.view(*suffix_scores.shape[:-1], -1), suffix_scores], -1)
+
+        # Scores and weights of all keys, [G, KV, W, H / KV, keys].
+        prefix_scores = prefix_scores.view(*by_group, -1)
+        suffix_scores = suffix_scores.view(*by_row, -1).transpose(1, 2)
+        scores = torch.cat([prefix_scores, suffix_scores], -1)
         if self._mask is not None:
             scores.add_(self._mask)
         weights = scores.softmax(-1)
+        prefix_weights = weights[..., : self._prefix_tokens]
+        suffix_weights = weights[..., self._prefix_tokens :]
 
-        prefix_weights = weights.view(groups * kv_heads, distance * heads_per_kv, -1)
-        prefix_weights = prefix_weights[..., : self._prefix_tokens]
+        prefix_weights = prefix_weights.flatten(2, 3).flatten(0, 1)
         prefix_attended = torch.bmm(prefix_weights, self._prefix_values[layer])
-        suffix_weights = weights[..., self._prefix_tokens :].transpose(1, 2).flatten(0, 2)
+        suffix_weights = suffix_weights.transpose(1, 2).flatten(0, 2)
         suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
         attended = torch.bmm(suffix_weights, suffix_values).view(q.shape)
-        attended += prefix_attended.view(
-            groups, kv_heads, distance, heads_per_kv, head_dim
-        ).transpose(1, 2)
-        return self._select_live(attended.view(groups * distance, heads * head_dim))
+        attended += prefix_attended.view(*by_group, head_dim).transpose(1, 2)
+        return self._select_live(attended.view(groups * rows, heads * head_dim))
 
 
 def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:

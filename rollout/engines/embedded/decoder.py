@@ -3,7 +3,7 @@
 It supports Qwen2, Qwen3 (dense and mixtures of experts) and Llama.
 
 Letters of shapes: N rows, T tokens of a prompt, V vocabulary, H query heads, KV key and value heads, D
-head dimension, M positions, k experts of a token.
+head dimension, M positions, k experts of a token, C tokens of a reply.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class CachedDecoder:
         token_ids = np.concatenate([span.token_ids for span in spans])
         x = F.embedding(self._to_device(token_ids), self._active.embed).float()
 
-        numbers = np.array([span.adapter for span in spans])
-        low_rank = self._low_rank(np.repeat(numbers, sizes))
+        adapter_numbers = np.array([span.adapter for span in spans])
+        low_rank = self._low_rank(np.repeat(adapter_numbers, sizes))
         experts: list[Tensor] = []
         # In the last layer, the last tokens alone can be computed, unless the experts of all tokens
         # are recorded.
@@ -242,7 +242,7 @@ class CachedDecoder:
             reduced = index == reduced_layer
             if reduced:
                 x = x[last]
-                low_rank = self._low_rank(numbers)
+                low_rank = self._low_rank(adapter_numbers)
             attended = x.new_empty(len(x), q[0].numel())
             for number, (span, size, end) in enumerate(
                 zip(spans, sizes, ends.tolist(), strict=True)
@@ -306,11 +306,11 @@ class CachedDecoder:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _low_rank(self, numbers: np.ndarray) -> Sequence[AddLowRank]:
-        """Return the function of each layer that adds the adapters of the rows, by number [N]."""
+    def _low_rank(self, adapter_numbers: np.ndarray) -> Sequence[AddLowRank]:
+        """Return a function for each layer, which adds the output of each row's adapter; see `for_rows`."""
         if self.adapters is None:
             return [_add_nothing] * self.shape.layers
-        return self.adapters.for_rows(self._to_device(numbers))
+        return self.adapters.for_rows(self._to_device(adapter_numbers))
 
     def _project(
         self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank

@@ -91,7 +91,7 @@ class GpuDecoder(CachedDecoder):
         self,
         cache: KVCache,
         token_ids: Tensor,
-        numbers: Tensor,
+        adapter_numbers: Tensor,
         coordinates: Tensor,
         blocks: Tensor,
     ) -> Tensor:
@@ -107,7 +107,7 @@ class GpuDecoder(CachedDecoder):
             tile_rows=decoding_tile_rows(self._heads_per_kv),
             splits=decoding_splits(len(token_ids), kv_heads, self.max_length),
         )
-        x, experts = self._compute_layers(cache, token_ids, numbers, coordinates, attend)
+        x, experts = self._compute_layers(cache, token_ids, adapter_numbers, coordinates, attend)
         if cache.routing is not None:
             host_coordinates = coordinates.cpu().numpy()
             cache.routing[host_coordinates[:, 0], host_coordinates[:, 1]] = stack_experts(experts)
@@ -135,7 +135,7 @@ class GpuDecoder(CachedDecoder):
         sizes = np.array([len(span.token_ids) for span in spans])
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         host_blocks, tile_rows = query_blocks(rows, starts, sizes, self._heads_per_kv, self.dtype)
-        token_ids, numbers, coordinates, blocks, last = upload_arrays(
+        token_ids, adapter_numbers, coordinates, blocks, last = upload_arrays(
             [
                 np.concatenate([span.token_ids for span in spans]),
                 np.repeat([span.adapter for span in spans], sizes),
@@ -146,26 +146,31 @@ class GpuDecoder(CachedDecoder):
             self.device,
         )
         attend = partial(attend_to_cache, blocks=blocks, tile_rows=tile_rows, splits=1)
-        x, experts = self._compute_layers(cache, token_ids, numbers, coordinates, attend)
+        x, experts = self._compute_layers(cache, token_ids, adapter_numbers, coordinates, attend)
         if cache.routing is not None:
             record_routing(cache.routing, spans, stack_experts(experts))
         return x[last] if last_only else x
 
     def _compute_layers(
-        self, cache: KVCache, token_ids: Tensor, numbers: Tensor, coordinates: Tensor, attend: Any
+        self,
+        cache: KVCache,
+        token_ids: Tensor,
+        adapter_numbers: Tensor,
+        coordinates: Tensor,
+        attend: Any,
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute all layers for tokens, and write their keys and values into the cache.
 
         Args:
             token_ids: [T].
-            numbers: adapter of each token [T].
+            adapter_numbers: number of each token's adapter [T]; 0 for none.
             coordinates: cache row and position of each token [T, 2].
             attend: function of queries [T, H, D] and a layer's keys and values.
 
         Returns:
             Output of the last layer [T, hidden], and the experts [T, k] of each sparse layer.
         """
-        low_rank = self._low_rank_of(numbers)
+        low_rank = self._low_rank_of(adapter_numbers)
         experts: list[Tensor] = []
         x = F.embedding(token_ids, self._active.embed).float()
         # Output of the latest attention or MLP, which the next `add_norm` adds to `x` in place.
@@ -218,11 +223,11 @@ class GpuDecoder(CachedDecoder):
             add_low_rank(name, x.float(), product)
         return product
 
-    def _low_rank_of(self, numbers: Tensor) -> Sequence[AddLowRank | None]:
-        """Return the function of each layer that adds the adapters of tokens, by number [T]."""
+    def _low_rank_of(self, adapter_numbers: Tensor) -> Sequence[AddLowRank | None]:
+        """Return a function for each layer, which adds the output of each token's adapter; None without adapters."""
         if self.adapters is None:
             return [None] * self.shape.layers
-        return self.adapters.for_rows(numbers)
+        return self.adapters.for_rows(adapter_numbers)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return float32 logits [N, V], which are not rounded to the type of the factors."""

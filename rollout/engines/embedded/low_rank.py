@@ -103,9 +103,13 @@ class LowRank:
                         a_part[ranks] = new_a
                         b[ranks] = scale * new_b.t()
 
-    def for_rows(self, numbers: Tensor) -> list[AddLowRank]:
-        """Return the function of each layer that adds the adapters of the rows, by number [N]."""
-        others = self._others[numbers, None]
+    def for_rows(self, adapter_numbers: Tensor) -> list[AddLowRank]:
+        """Return a function for each layer, which adds the output of each row's adapter.
+
+        Args:
+            adapter_numbers: number of each row's adapter [N]; 0 for none.
+        """
+        others = self._others[adapter_numbers, None]
         return [partial(self._add, layer, others) for layer in self._layers]
 
     def _add(
