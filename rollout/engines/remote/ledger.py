@@ -78,7 +78,7 @@ class LedgerReply:
 
 
 class Ledger:
-    """Replies and spending of one process, in a file that no other process may open meanwhile.
+    """Replies and spending of a frozen model, in a file that one process at a time can open.
 
     Attributes:
         spent: spending over all starts, with the upper bounds of calls that are not settled.

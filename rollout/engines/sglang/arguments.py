@@ -16,8 +16,9 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "number": ("a number", (int, float)),
 }
 _UNCHECKED = "other"  # kind of the arguments whose values are not checked
-# Environment variable with which CUDA graphs of decoding are freed together with the KV cache.
-_SAVE_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+# Environment variable of the memory saver: a server that sleeps frees the CUDA graphs of decoding too,
+# together with the KV cache.
+_FREE_GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
 @cache
@@ -56,10 +57,10 @@ def argument_error(options: Mapping[str, Any]) -> str:
 def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """Return the reason why a server that must be able to sleep would not start, or "".
 
-    SGLang's `BreakableCudaGraphBackend` refuses to save graphs of decoding while it makes graphs of
-    prompts.
+    SGLang's `BreakableCudaGraphBackend`, which makes the CUDA graphs of prompts, refuses the
+    variable that has the graphs of decoding freed.
     """
-    if environment.get(_SAVE_GRAPHS, "").lower() not in ("1", "true"):
+    if environment.get(_FREE_GRAPHS_VARIABLE, "").lower() not in ("1", "true"):
         return ""
     arguments = with_dashes(options)
     if arguments.get("disable-prefill-cuda-graph") or arguments.get("disable-cuda-graph"):
@@ -70,7 +71,7 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
     if backends & {"full", "disabled"}:
         return ""
     return (
-        f"with {_SAVE_GRAPHS}, a server that makes CUDA graphs of prompts does not start; "
+        f"with {_FREE_GRAPHS_VARIABLE}, a server that makes CUDA graphs of prompts does not start; "
         "set options.disable-prefill-cuda-graph"
     )
 

@@ -144,9 +144,9 @@ class Replica:
         Raises:
             EngineError: the server has ended, or is not ready within `start_s`.
         """
-        async with AsyncExitStack() as turns:
+        async with AsyncExitStack() as gpu_locks:
             for gpu in sorted(self.shared_gpus):
-                await turns.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
+                await gpu_locks.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
             if self._client is None:
                 await self.start()
             await self._wait_until_up(start_s)
