@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import traceback
@@ -21,12 +22,20 @@ from rollout.records.trajectory import Message, Sampling, Task, Trajectory
 from rollout.teams.team import RecordedReply, Team
 
 _REPLY = TypeAdapter(PolicyReply)
+_MAX_TASK_NAME_CHARS = 100  # of the part of a file's name that is made of a task's id
 
 
 def quarantine_path(folder: Path, step: int, task_id: str, sample: int) -> Path:
-    """Return the file of a quarantined trajectory in the folder of these files."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", f"{step}-{task_id}"[:100])
-    return folder / f"{stem}-{sample}.json"
+    """Return the file of a quarantined trajectory in the folder of these files.
+
+    An id of a task that is long, or has other characters than letters, digits, `.`, `_` and `-`, is
+    changed in the name. A digest of the id is then added, so that no two tasks have the same file.
+    """
+    task_name = re.sub(r"[^A-Za-z0-9._-]", "_", task_id[:_MAX_TASK_NAME_CHARS])
+    if task_name != task_id:
+        digest = hashlib.sha256(task_id.encode(errors="surrogatepass")).hexdigest()
+        task_name = f"{task_name}-{digest[:12]}"
+    return folder / f"{step}-{task_name}-{sample}.json"
 
 
 def write_quarantined(

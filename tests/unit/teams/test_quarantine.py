@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ from rollout.records.trajectory import (
 )
 from rollout.rewards.penalties import VALIDITY_RULES
 from rollout.tasks.generators import GENERATORS
-from rollout.teams.quarantine import Quarantined, write_quarantined
+from rollout.teams.quarantine import Quarantined, quarantine_path, write_quarantined
 from rollout.teams.roles import ROLES
 from rollout.teams.team import RecordedReply
 from rollout.teams.tree import Branching
@@ -76,6 +77,16 @@ def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> No
         error=ValueError("x"),
     )
     assert Quarantined.read(path).replies == {7: reply}
+
+
+def test_trajectories_of_different_tasks_are_quarantined_in_different_files(tmp_path: Path) -> None:
+    assert quarantine_path(tmp_path, 3, "train-1", 0) == tmp_path / "3-train-1-0.json"
+    long_id = "x" * 200
+    ids = ["a_b", "a/b", "a b", "一", "二", f"{long_id}1", f"{long_id}2"]
+    names = [quarantine_path(tmp_path, 3, task_id, 0).name for task_id in ids]
+    assert len(set(names)) == len(ids)
+    assert names[0] == "3-a_b-0.json"
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,130}", name) for name in names)
 
 
 def test_records_repair_invalid_text() -> None:
