@@ -26,19 +26,21 @@ from retrieval.searcher import Searcher
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
+# One client for all requests, because each client reads the certificates of the system
+CLIENT = httpx.Client(timeout=30, trust_env=False)
+
+
 def post(url: str, body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/retrieve", json=body, timeout=30, trust_env=False)
+    return CLIENT.post(f"{url}/retrieve", json=body)
 
 
 def post_bytes(url: str, content: Any) -> httpx.Response:
     headers = {"Content-Type": "application/json"}
-    return httpx.post(
-        f"{url}/retrieve", content=content, headers=headers, timeout=30, trust_env=False
-    )
+    return CLIENT.post(f"{url}/retrieve", content=content, headers=headers)
 
 
 def get(url: str) -> httpx.Response:
-    return httpx.get(url, timeout=30, trust_env=False)
+    return CLIENT.get(url)
 
 
 def test_with_scores_documents_are_wrapped(server_url: str, passages: list[Passage]) -> None:
@@ -110,7 +112,7 @@ def test_bad_requests_get_422_and_the_reason(server_url: str, body: Any, message
     [{}, {"ids": "0"}, {"ids": [0]}, {"ids": ["0"], "around": 6}, {"ids": ["0"], "around": True}],
 )
 def test_bad_requests_for_passages_get_422(server_url: str, body: dict[str, Any]) -> None:
-    assert httpx.post(f"{server_url}/passages", json=body, trust_env=False).status_code == 422
+    assert CLIENT.post(f"{server_url}/passages", json=body).status_code == 422
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'{"queries": ["\\ud800"]}'])
@@ -169,7 +171,7 @@ def test_metrics_count_requests(server_url: str) -> None:
     ("method", "path"), [("GET", "/retrieve"), ("POST", "/health"), ("PUT", "/")]
 )
 def test_other_methods_and_paths_are_4xx(server_url: str, method: str, path: str) -> None:
-    assert httpx.request(method, server_url + path, trust_env=False).status_code in (404, 405)
+    assert CLIENT.request(method, server_url + path).status_code in (404, 405)
 
 
 JSON = st.recursive(
