@@ -209,7 +209,10 @@ def _closing_bracket(text: str, start: int) -> int:
     """Return the position of the bracket that closes the one at `start`; the length of the text if none does."""
     depth = 0
     for position in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        if text[position] == "(":
+            depth += 1
+        elif text[position] == ")":
+            depth -= 1
         if depth == 0:
             return position
     return len(text)
