@@ -14,14 +14,15 @@ from mcore_mas.megatron.main_grad import add_product
 
 
 def patch_fallbacks() -> None:
-    """Replace four of Megatron's fallbacks on a GPU.
+    """Replace three of Megatron's fallbacks on a GPU, and its copies of master weights.
 
-    The first two also replace the kernels of Transformer Engine and Apex, so that installing one of
-    these changes no result.
+    The first two functions also replace the kernels of Transformer Engine and Apex, so that
+    installing one of these changes no result.
 
     - Norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
     - Scaling of gradients: the fallback launches one kernel per parameter.
-    - Copies of master weights to weights in bfloat16: Megatron launches one kernel per parameter.
+    - Copies of master weights to weights in bfloat16: Megatron launches one kernel per parameter,
+      with Apex or without.
     - Gradient of a weight: the fallback computes it in bfloat16, and then adds it to the float32
       buffer.
     """
