@@ -20,7 +20,7 @@ _HOST = "127.0.0.1"  # MLflow's pages have no password
 
 # Query of MLflow's page of an experiment: its trainings, the best validation accuracy first. Without
 # an order, MLflow collapses the runs of a suite below their parent.
-_TRAININGS = urlencode(
+_TRAININGS_QUERY = urlencode(
     {
         "searchFilter": "tags.stage = 'train'",
         "orderByKey": "metrics.`validation/accuracy`",
@@ -62,6 +62,7 @@ def open_mlflow(
         "DO_NOT_TRACK": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
+    # SIGTERM raises KeyboardInterrupt too, so that the server is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = start_group(command, env=environment, death=signal.SIGTERM)
     page = _newest_experiment(Path(path)) if scheme == "sqlite" else ""
@@ -86,4 +87,4 @@ def _newest_experiment(store: Path) -> str:
             return ""
     if row is None:
         return ""
-    return f"/#/experiments/{row[0]}/runs?{_TRAININGS}&compareRunsMode=CHART"
+    return f"/#/experiments/{row[0]}/runs?{_TRAININGS_QUERY}&compareRunsMode=CHART"

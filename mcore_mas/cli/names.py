@@ -34,10 +34,8 @@ class NameSource:
 
     def shipped(self) -> Iterable[str]:
         """Return the names that ship; for a config group, also those of the user's files in configs/."""
-        names = getattr(import_module(self.module), self.attribute)
-        if self.config_group:
-            names = names(self.config_group)
-        return names  # type: ignore[no-any-return]
+        registry = getattr(import_module(self.module), self.attribute)
+        return registry(self.config_group) if self.config_group else registry  # type: ignore[no-any-return]
 
     def installed(self) -> list[str]:
         """Return the names that other installed packages offer, each with its package."""

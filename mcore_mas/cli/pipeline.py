@@ -253,12 +253,15 @@ def distill_team(
     ] = None,
     turns: Annotated[
         Literal["final", "all"],
-        typer.Option(help="final: learn the answers; all: learn all other turns too."),
+        typer.Option(help="final: learn the team's answers; all: learn its other turns too."),
     ] = "final",
     start: Annotated[
         Literal["trained", "base"],
         typer.Option(
-            help="Model of the agent's policy to start from; with base, the trained one teaches it later."
+            help=(
+                "Start from the trained or the base model of the agent's policy. With base, the config of "
+                "the new run makes the trained model the teacher of its student."
+            )
         ),
     ] = "trained",
     newest: Annotated[
@@ -266,7 +269,7 @@ def distill_team(
     ] = None,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 1e-5,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the replies.")] = 2,
-    batch: Annotated[int, typer.Option(min=1, help="Replies of an update.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Replies per update.")] = 64,
 ) -> None:
     """Distil a trained team into one model that answers in one call, and compare the two."""
     stop_at_start()

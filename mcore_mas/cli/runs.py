@@ -52,6 +52,7 @@ def serve_run(
     """
     from mcore_mas.evaluation.serve import serve
 
+    # SIGTERM raises KeyboardInterrupt too, so that the team's engines are closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve(

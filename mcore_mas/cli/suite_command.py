@@ -47,7 +47,7 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
 
     Raises:
         SuiteError: there is no such suite, experiment or `config_dir`.
-        UsageError: Snakemake has no such option.
+        UsageError: Snakemake does not take these arguments, or would misunderstand them.
     """
     overrides, snakemake_arguments = split_overrides(arguments)
     _check_arguments(snakemake_arguments)

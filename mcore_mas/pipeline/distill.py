@@ -73,7 +73,7 @@ class DistillSettings:
         newest: number of training steps, the last ones, whose trajectories are read; None: all.
         lr: learning rate after the warm-up.
         epochs: number of passes over the replies.
-        batch: number of replies of an update.
+        batch: number of replies per update.
     """
 
     agent: str | None = None
