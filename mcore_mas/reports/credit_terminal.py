@@ -66,7 +66,8 @@ def print_credit(
 
     Args:
         file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
-        name: name of the estimator; None: those in the config of the file's run, after its filter.
+        name: name of the estimator for all agents; None: apply the filter and the estimators that the
+            config of the file's run has.
         options: options of the estimator; without a name, they take precedence over those of the
             config.
         task: print only this task's turns.
@@ -153,7 +154,11 @@ def _print_task(
     estimators: Mapping[str, AdvantageConfig],
     console: Console,
 ) -> None:
-    """Print an estimator's groups of a task's turns, and the turns of the estimator's agents."""
+    """Print how an estimator compared the turns of a task, and the advantages that it gave.
+
+    The turns with advantages are those of the agents that have this estimator. The peer groups may
+    also hold turns of other agents.
+    """
     compared = [samples[index] for index in applied.indices]
     rows = [i for i, sample in enumerate(compared) if sample.task == task]
     trained_rows = [i for i in rows if estimators[compared[i].agent] == applied.estimator]

@@ -12,7 +12,14 @@ _Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class ScoreRow(BaseModel):
-    """Mean of a metric over the tasks of one data source, or of all data sources."""
+    """Mean of a metric over the tasks of one data source, or of all data sources.
+
+    The row in the file also names the data source, which no reader needs.
+
+    Attributes:
+        metric: name of the metric, such as "avg@4".
+        value: mean, as a fraction of 1.
+    """
 
     metric: str
     value: _Score

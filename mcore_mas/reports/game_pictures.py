@@ -56,7 +56,7 @@ def write_game_pictures(
 
 
 def draw_trajectory(task: Task, trajectory: Trajectory) -> str | None:
-    """Return the picture of a trajectory as SVG; None if its task is not a game."""
+    """Return the picture of a trajectory as SVG; None if its task is no puzzle of a game."""
     if task.env not in GAMES:
         return None
     try:
@@ -73,8 +73,8 @@ def picture_name(trajectory: Trajectory) -> str:
 def game_actions(trajectory: Trajectory) -> list[str]:
     """Return the actions of each step of a game; "" for a step without actions.
 
-    The actions of a step are those that its last turn decided on, or that the program which this
-    turn wrote has printed.
+    The actions of a step are those that its last turn decided on, or those that this turn's program
+    printed.
     """
     last_turns = {turn.round: turn for turn in trajectory.path}
     printed = {
@@ -89,9 +89,14 @@ def game_actions(trajectory: Trajectory) -> list[str]:
 
 
 def draw_boards(task: Task, actions: Sequence[str]) -> str:
-    """Return a task's boards from left to right as SVG, one more after each list of actions.
+    """Draw the boards that a task went through from left to right; return the SVG.
 
-    The board is repeated after a text that is not a list of actions.
+    The first board is the task's own, and one more follows for each step.
+
+    Args:
+        task: puzzle of a game.
+        actions: actions of each step, as `game_actions` returns them. A text that is no list of
+            actions repeats the board before it.
 
     Raises:
         BadPuzzle: the task's prompt is not a puzzle of its game.

@@ -11,7 +11,7 @@ import numpy as np
 
 # Elo's unit: a difference of 400 points means expected scores of 10 to 1.
 _POINTS = 400 / math.log(10)
-_Z95 = 1.959964
+_Z95 = 1.959964  # 97.5 % quantile of the standard normal distribution
 _MAX_UPDATES = 100
 
 
@@ -30,7 +30,7 @@ class Games:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rating:
-    """Rating of a player in Elo points above the mean of all players, and half of its interval."""
+    """Estimated number of Elo points and its 95 % interval, `value` ± `margin`."""
 
     value: float
     margin: float
@@ -44,8 +44,8 @@ class Ratings:
     """Ratings of all players.
 
     Attributes:
-        players: rating by player; their mean is 0.
-        first_move: points that the first move is worth.
+        players: rating by player, relative to the mean of all players, which is 0.
+        first_move: points that the advantage of the first move is worth.
     """
 
     players: Mapping[str, Rating]

@@ -100,8 +100,8 @@ def squared_advantages_by_agent(groups: Sequence[Sequence[Trajectory]]) -> dict[
 
     By Lemma 4.2 of Dr. MAS (arXiv 2602.08847), A² of agent k is (σ_k² + (μ_k - μ)²) / σ², computed
     here as a mean over turns. μ and σ (with n - 1) are those of the mean rewards of the completed
-    trajectories of a group. A group whose trajectories all have the same mean reward counts as 0,
-    because its σ is 0.
+    trajectories of a group. The turns of a group count as 0 if its σ is 0, because all its mean
+    rewards are equal, or undefined, because it has only one.
     """
     squares: dict[str, list[float]] = defaultdict(list)
     for group in groups:
@@ -226,13 +226,15 @@ def _read_accuracy(path: Path) -> float:
 
 
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the mean of each measure over seeds, by setting and for differences to the first one.
+    """Yield the mean of each measure over seeds, with its 95 % interval.
+
+    There is a row for each setting, and for the difference of each further setting to the first.
 
     Raises:
         MetricsError: there is only one setting, or their seeds differ.
     """
     # A run lacks measures of agents that were never called; these values are unknown (NaN). A run
-    # whose norms are all finite lacks the number of the others, which is 0.
+    # whose norms are all finite lacks "norms not finite", a count that is 0 then.
     missing_values: dict[str, float] = {}
     for run in runs:
         for measure in run:

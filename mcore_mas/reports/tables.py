@@ -26,7 +26,7 @@ _NOTE = (
     "differences in points."
 )
 # Columns of numbers, which are aligned to the right.
-_NUMBERS = {"score", "95 % interval", "tasks", "replies", "seeds", "base", "trained", "gain"}
+_NUMBER_COLUMNS = {"score", "95 % interval", "tasks", "replies", "seeds", "base", "trained", "gain"}
 
 # Columns of a table in CSV that `result_rows` reads.
 _RESULT_COLUMNS = (
@@ -66,7 +66,10 @@ def make_table(
         ".csv": table.to_csv(index=False, float_format="%.6f", lineterminator="\n"),
         ".md": f"{markdown_table(readable)}\n\n{_NOTE}\n",
         ".html": render_page(
-            "table.html.jinja", rows=readable.to_dict("records"), numbers=_NUMBERS, note=_NOTE
+            "table.html.jinja",
+            rows=readable.to_dict("records"),
+            numbers=_NUMBER_COLUMNS,
+            note=_NOTE,
         ),
     }
     for path in outputs:
@@ -213,8 +216,8 @@ def _describe_replies(row: Mapping[str, Any]) -> str:
 
 def markdown_table(table: pd.DataFrame) -> str:
     """Return a Markdown table of text cells, with columns of numbers aligned to the right."""
-    alignments = ["right" if name in _NUMBERS else "left" for name in table.columns]
-    cells = table.map(lambda cell: cell.replace("|", "/"))
+    alignments = ["right" if name in _NUMBER_COLUMNS else "left" for name in table.columns]
+    cells = table.map(lambda cell: cell.replace("|", "/"))  # "|" would end the cell
     return str(cells.to_markdown(index=False, disable_numparse=True, colalign=alignments))
 
 
