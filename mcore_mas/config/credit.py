@@ -71,7 +71,8 @@ class LossConfig(Choice):
     entropy: float = Field(0.0, ge=0)
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    # Weights of π_old with a correction: those at the "start" of the step, or those that "sampled" each token.
+    # π_old of a correction: the trainer's policy with its weights at the "start" of the step, or with those that
+    # "sampled" each token.
     old_policy: Literal["start", "sampled"] = "start"
     # "agents": rescale the gradients of a policy's agents, so that their norms are in proportion to the loss weights.
     balance: Literal["none", "agents"] = "none"
@@ -87,11 +88,6 @@ class LossConfig(Choice):
             )
         return self
 
-    @property
-    def scores_sampling_weights(self) -> bool:
-        """True if π_old of a token is the trainer's policy with the weights that sampled it."""
-        return self.old_policy == "sampled" and self.correction.name != "none"
-
     @model_validator(mode="after")
     def _check_norm(self) -> Self:
         needs_norm = AGGREGATIONS[self.aggregation].normed
@@ -102,6 +98,11 @@ class LossConfig(Choice):
                 f"aggregation '{self.aggregation}' does not divide by a constant; leave norm out"
             )
         return self
+
+    @property
+    def scores_with_sampling_weights(self) -> bool:
+        """True if the trainer computes π_old of each token with the weights that sampled it."""
+        return self.old_policy == "sampled"
 
 
 def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str:

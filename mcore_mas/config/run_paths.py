@@ -87,7 +87,7 @@ def _exists(path: Path) -> bool:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested values with every text replaced by `change`."""
+    """Return nested values with every text replaced by `change(text)`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -137,14 +137,17 @@ class RunSections(Section):
 
     @property
     def collects_ahead(self) -> bool:
-        """True if trajectories of later steps may be collected while a step is trained; see `may_collect`."""
+        """True if trajectories of later steps may be collected while a step is trained.
+
+        `may_collect` says which steps these are.
+        """
         if not self.trained:
             return False
         may_be_stale = [self.staleness_of(policy) > 0 for policy in self.trained]
         if self.trainer.alternate is None:
-            # Each step syncs all trained policies, so the next trajectories are stale for all of them.
+            # Every step changes all trained policies, so earlier trajectories are stale for each of them.
             return all(may_be_stale)
-        # Each step syncs one policy; collection is ahead in the steps of those that may be stale.
+        # A step changes one policy. If it may be stale, the next step's trajectories are collected meanwhile.
         return any(may_be_stale)
 
     def trained_agents(self, policy: str) -> dict[str, float]:

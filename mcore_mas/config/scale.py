@@ -77,7 +77,7 @@ def _limited(value: Any, limits: Mapping[str, int]) -> Any:
         return value
     limited = {}
     for key, item in value.items():
-        if key in limits and type(item) is int:
+        if key in limits and type(item) is int:  # bool is a subclass of int
             limited[key] = min(item, limits[key])
         else:
             limited[key] = _limited(item, limits)

@@ -359,7 +359,7 @@ def estimate_host_memory(config: RunConfig, models: Models) -> float:
         # With adapters, the reference is the model without them, which is in memory already.
         reference = memory.weights if uses_reference and policy.lora is None else 0.0
         # Copies of the weights that sampled the replies; with adapters only those are copied.
-        keeps_versions = for_policy(config, name).loss.scores_sampling_weights
+        keeps_versions = for_policy(config, name).loss.scores_with_sampling_weights
         versions = 0.0
         if keeps_versions and part == "trainer" and policy.lora is None:
             versions = memory.weights * config.staleness_of(name)

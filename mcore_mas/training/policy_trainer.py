@@ -93,7 +93,7 @@ class PolicyTrainer:
         # Versions whose weights the trainer retains, the oldest first, and their largest number.
         self._retained_versions: list[int] = []
         self._max_retained = 0
-        if self._config.loss.scores_sampling_weights:
+        if self._config.loss.scores_with_sampling_weights:
             self._max_retained = config.staleness_of(policy)
         # Number of steps in a row without any finite gradient, whose updates were all skipped.
         self._steps_without_gradient = 0
