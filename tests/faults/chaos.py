@@ -102,7 +102,7 @@ class Run:
         self.set_clock(0)
 
     def order(self, orders: str) -> None:
-        """Set what the run's failpoints do, such as "metrics.begun=full"; "": they only list what is passed."""
+        """Set what the run's failpoints do, such as "metrics.begun=full"; "": only list the boundaries."""
         partial = self._orders_file.with_suffix(".new")
         partial.write_text(f"*=list:{self._passed_file};{orders}")
         partial.replace(self._orders_file)
@@ -240,10 +240,10 @@ class Run:
         return was_passed
 
     def corrupt_answers(self, fault: str, count: int = 3) -> bool:
-        """Let the proxy inject a fault into the next answers of the retriever.
+        """Let the proxy inject a fault into the retriever's next `count` answers; wait until it has.
 
         Returns:
-            False if the training finishes before it has asked for so many.
+            False if the training finishes before `count` answers had the fault.
         """
         self._retriever_proxy.faulty = (fault, count)
         return self.wait(lambda: self._retriever_proxy.faulty[1] == 0)

@@ -113,5 +113,5 @@ class FaultProxy:
             server.close()
             for task in asyncio.all_tasks(loop):
                 task.cancel()
-            loop.run_until_complete(asyncio.sleep(0))
+            loop.run_until_complete(asyncio.sleep(0))  # lets the cancelled tasks end
             loop.close()
