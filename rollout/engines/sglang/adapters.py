@@ -30,7 +30,8 @@ class _AdapterSlot:
             are computed by the bare model.
         folder: folder from which the servers read the present version.
         version: number of the present version.
-        open_requests: number of open requests by name of the version.
+        open_requests: number of open requests by name of the version; the update to a version counts
+            as one.
     """
 
     shape: AdapterShape
@@ -110,7 +111,7 @@ class AdapterServers(SGLangEngine):
         """
         slot = self._slots[number]
         name = f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}"
-        slot.open_requests[name] = 0
+        slot.open_requests[name] += 1  # requests that end meanwhile must not unload the version
         starts: int | None = None
         try:
             # Servers that were started again meanwhile get the version once more.
@@ -123,6 +124,7 @@ class AdapterServers(SGLangEngine):
             slot.folder = update.location
             slot.version = update.version
         finally:
+            slot.open_requests[name] -= 1
             self._unload_old_versions(slot)
         return 0.0
 

@@ -197,6 +197,8 @@ class SGLangSettings:
     def read_members(self) -> list[str]:
         """Return the URLs that the file `members` has now; none without a file.
 
+        Lines that begin with "#" are comments.
+
         Raises:
             EngineError: a server is on another machine, without a key or a folder for weights.
         """
@@ -206,7 +208,7 @@ class SGLangSettings:
         urls = []
         for line in read_regular_text(file).splitlines():
             url = line.strip().rstrip("/")
-            if url and not line.startswith("#") and url not in urls:
+            if url and not url.startswith("#") and url not in urls:
                 self._check_url(url)
                 urls.append(url)
         return urls

@@ -152,6 +152,34 @@ def test_a_version_is_unloaded_when_its_last_request_has_ended(make: Make) -> No
     asyncio.run(play())
 
 
+def test_a_request_that_ends_during_an_update_does_not_unload_the_new_version(make: Make) -> None:
+    (engine,) = make(shape(), replicas=2)
+    on_first_server = Sampling(max_tokens=3, session="task")
+
+    async def play() -> None:
+        await engine.load_weights(adapter_tensors(), 1)
+        running = asyncio.create_task(engine.generate([15], on_first_server))
+        await wait_for_request(engine)
+        first, second = engine.host.fleet.replicas
+        second_pid = await pid_of(second)
+        assert second_pid is not None
+        os.kill(second_pid, signal.SIGSTOP)
+        update = asyncio.create_task(engine.load_weights(adapter_tensors(), 2))
+        while "1-v2" not in await loaded_adapters(engine):
+            await asyncio.sleep(0.01)
+        # The second server does not load the version yet, so the update is still under way.
+        await first.client.call("/free", {})
+        assert spans(await running) == [(1, 0, 3)]
+        assert not update.done()
+        os.kill(second_pid, signal.SIGCONT)
+        await update
+        await asyncio.gather(*engine.host.background)
+        assert await loaded_adapters(engine) == ["1-v2"]
+        assert spans(await engine.generate([1], on_first_server)) == [(2, 0, 3)]
+
+    asyncio.run(play())
+
+
 def test_a_restarted_server_gets_all_present_adapters_before_it_answers(make: Make) -> None:
     first, second = make(shape(), shape(), tell=lambda line: None)
 

@@ -82,6 +82,13 @@ def test_settings_that_cannot_work_are_refused(folder: Path, make: Make) -> None
         asyncio.run(generate(server, [1]))
 
 
+def test_a_file_of_members_may_have_comments_and_empty_lines(folder: Path, tmp_path: Path) -> None:
+    members = tmp_path / "members"
+    members.write_text("# of job 7\n\nhttp://127.0.0.1:1/\n  # gone: http://127.0.0.1:2\n")
+    settings = SGLangSettings(folder=folder, max_length=64, members=members)
+    assert settings.read_members() == ["http://127.0.0.1:1"]
+
+
 def test_options_replace_default_arguments(folder: Path, tmp_path: Path) -> None:
     options = {
         "mem-fraction-static": 0.8,
