@@ -38,8 +38,8 @@ _ENGINE_ACTOR: Any = ray.remote(num_cpus=0)(EngineActor)
 class HostedEngine(Dispatcher, TrainedEngine):
     """Embedded engine in a Ray actor; Ray must be running.
 
-    Concurrent `generate` calls share calls to the actor: each of these sends the new requests and
-    returns the replies that have ended.
+    Concurrent calls of `generate` share the calls to the actor. Each call to the actor sends the new
+    requests and returns the replies that have ended.
 
     An actor that dies or hangs is started again, up to `restarts` times an hour. It continues with
     the weights in shared memory, and samples all open requests again with the same seeds.
@@ -244,6 +244,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         if actor is not self._actor:
             return  # another call has started it already
         never_scheduled = isinstance(error, ray.exceptions.ActorUnschedulableError)
+        # Ray's message names the constructor if that failed; it would fail again.
         never_started = never_scheduled or "__init__" in str(error)
         if self._closed or never_started or not self._restarts.take():
             raise _actor_error(error) from error
