@@ -46,17 +46,23 @@ def with_output(program: str, output: str) -> str:
 
 
 def parse_spoken(text: str) -> str | None:
-    """Return the text after any thought; None if there is none."""
+    """Return the text after the last `</think>`, or the whole text without one; None if empty."""
     return after_thought(text) or None
 
 
 def parse_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` after any thought; None if missing or empty."""
+    """Return the content of the last `\\boxed{...}`; None if it is missing or empty.
+
+    The text up to the last `</think>` is ignored.
+    """
     return last_boxed(text) or None
 
 
 def parse_solution(text: str) -> str | None:
-    """Return the text after any thought, as the environment `math` reads it; None without a box."""
+    """Return the text, which the environment `math` reads; None if it has no box.
+
+    The text up to the last `</think>` is left out.
+    """
     text = after_thought(text)
     return text if last_boxed(text) else None
 
@@ -86,7 +92,10 @@ def parse_approval(text: str) -> str | None:
 
 
 def parse_review(text: str) -> str | None:
-    """Return status and feedback as two lines; None if one is missing or the status is unknown."""
+    """Return status and feedback as two lines; None if one is missing or the status is unknown.
+
+    The text up to the last `</think>` is ignored.
+    """
     text = after_thought(text)
     status = last_tag(text, "status")
     feedback = last_tag(text, "feedback")
@@ -98,7 +107,8 @@ def parse_review(text: str) -> str | None:
 def parse_cases(text: str) -> str | None:
     """Return tests as a JSON list of [input, output].
 
-    None if there is no test, or if a tag is outside of the tests.
+    None if there is no test, or if a tag is outside of the tests. The text up to the last
+    `</think>` is ignored.
     """
     text = after_thought(text)
     cases = [(given.strip(), expected.strip()) for given, expected in _CASE.findall(text)]
@@ -109,7 +119,10 @@ def parse_cases(text: str) -> str | None:
 
 
 def parse_repair(text: str) -> str | None:
-    """Return the text after any thought; None if it has no patch."""
+    """Return the text, which the environment `repository` reads; None if it has no patch.
+
+    The text up to the last `</think>` is left out.
+    """
     try:
         parse_patch(text)
     except BadPatch:
@@ -118,17 +131,22 @@ def parse_repair(text: str) -> str | None:
 
 
 def _tag_parser(name: str, *, skip_thought: bool = False) -> Callable[[str], str | None]:
-    """Make a parser of a tag, which ignores tags in a thought if `skip_thought` is True."""
+    """Make a parser of a tag.
+
+    Args:
+        name: name of the tag.
+        skip_thought: True to ignore the text up to the last `</think>`.
+    """
 
     def parse(text: str) -> str | None:
         if skip_thought:
             text = after_thought(text)
         return last_tag(text, name) or None
 
-    position = " after any thought" if skip_thought else ""
-    parse.__doc__ = (
-        f"Return the content of the last `<{name}>` tag{position}; None if it is missing or empty."
-    )
+    doc = f"Return the content of the last `<{name}>` tag; None if it is missing or empty."
+    if skip_thought:
+        doc += "\n\nThe text up to the last `</think>` is ignored."
+    parse.__doc__ = doc
     return parse
 
 
@@ -255,7 +273,7 @@ def parse_decided(text: str) -> str | None:
 
 
 def parse_search_or_answer(text: str) -> str | None:
-    """Return the last answer, or else the last search, with its tags.
+    """Return the last answer, or else the last search, with its tags; None if there is neither.
 
     The environment `search` reads such texts.
     """
@@ -267,9 +285,9 @@ def parse_search_or_answer(text: str) -> str | None:
 
 
 def parse_call_or_answer(text: str) -> str | None:
-    """Return the last answer, or else the last tool call, after any thought, with its tags.
+    """Return the last answer, or else the last tool call, with its tags; None if there is neither.
 
-    The environment `mcp` reads such texts.
+    The text up to the last `</think>` is ignored. The environment `mcp` reads such texts.
     """
     text = after_thought(text)
     for name in ("answer", "call"):
