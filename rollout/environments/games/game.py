@@ -61,7 +61,7 @@ class Game(Protocol[_State]):
 
     @property
     def fail(self) -> float:
-        """Reward that is added if the turns or the moves of the game end without a solution."""
+        """Reward that is added if the game ends without a solution, after the last turn or the last move."""
 
     def read(self, puzzle: str) -> _State:
         """Return the first state of a puzzle that `show` has written.
@@ -75,7 +75,7 @@ class Game(Protocol[_State]):
         return "\n".join(" ".join(row) for row in self.board(state))
 
     def board(self, state: _State) -> list[list[str]]:
-        """Return the rows of squares of the state, each a sign or a label, for a picture."""
+        """Return the rows of the state's squares; a square is a sign or a label, as pictures show it."""
 
     def play(self, state: _State, actions: str) -> Played[_State] | None:
         """Carry out a list of actions; return None if the text is not such a list."""
@@ -91,9 +91,9 @@ class Game(Protocol[_State]):
         """Return metrics of a state, among them `progress` in [0, 1]."""
 
     def solve(self, state: _State) -> str | None:
-        """Return the text of a list of actions that solves a state; None if there is none.
+        """Return a list of actions that solves a state, as a text; None if there is none.
 
-        Games that can search for a shortest list return it.
+        Games that can search for a shortest list return a shortest one.
         """
 
 

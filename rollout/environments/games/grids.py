@@ -342,11 +342,12 @@ class Sokoban(_GridGame[SokobanRoom]):
         return "." if on_goal else "_"
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
-        pushed = _push(state.walls, state.player, state.boxes, move)
-        player, boxes = pushed or (state.player, state.boxes)
+        moved = _player_and_boxes_after(move, state.walls, state.player, state.boxes)
+        possible = moved is not None
+        player, boxes = moved or (state.player, state.boxes)
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
 
-        reward = self.step if pushed else self.impossible
+        reward = self.step if possible else self.impossible
         boxes_before = len(state.boxes & state.goals)
         boxes_after = len(after.boxes & state.goals)
         if boxes_after > boxes_before:
@@ -357,7 +358,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))
         if self.solved(after):
             reward += self.win
-        return Played(state=after, reward=reward, impossible_actions=0 if pushed else 1)
+        return Played(state=after, reward=reward, impossible_actions=0 if possible else 1)
 
     def solved(self, state: SokobanRoom) -> bool:
         return state.boxes == state.goals
@@ -372,19 +373,19 @@ class Sokoban(_GridGame[SokobanRoom]):
         def successors(node: _PlayerAndBoxes) -> Iterator[tuple[str, _PlayerAndBoxes]]:
             player, boxes = node
             for move in MOVES:
-                pushed = _push(state.walls, player, boxes, move)
-                if pushed:
-                    yield move, pushed
+                moved = _player_and_boxes_after(move, state.walls, player, boxes)
+                if moved is not None:
+                    yield move, moved
 
         start = (state.player, state.boxes)
         moves = puzzles.breadth_first(start, successors, lambda node: node[1] == state.goals)
         return None if moves is None else " ".join(moves)
 
 
-def _push(
-    walls: frozenset[Cell], player: Cell, boxes: frozenset[Cell], move: str
+def _player_and_boxes_after(
+    move: str, walls: frozenset[Cell], player: Cell, boxes: frozenset[Cell]
 ) -> _PlayerAndBoxes | None:
-    """Return player and boxes after a move; None if the move is impossible."""
+    """Return player and boxes after a move, which may push a box; None if it is impossible."""
     target = neighbour(player, move)
     if target in walls:
         return None
