@@ -106,7 +106,7 @@ def _file_functions(
 
 @asynccontextmanager
 async def search_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
-    """Yield the search of the environment `search`, which counts and records every query."""
+    """Yield a tool that searches through the environment `search`, which counts and records queries."""
 
     async def search(*, query: str) -> str:
         """Search the corpus for passages about a query."""
@@ -123,7 +123,7 @@ _PassageId = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^<>]
 
 @asynccontextmanager
 async def passage_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
-    """Yield a reader of passages by their ids, which the environment `search` shows in style `id`."""
+    """Yield a tool that reads a passage by its id; `search` shows ids if its option `style` is `id`."""
 
     async def read_passage(*, id: _PassageId, around: Annotated[int, Field(ge=0, le=5)] = 0) -> str:
         """Read a passage of the corpus by its id.

@@ -191,11 +191,7 @@ def _unit_powers(normalized: str) -> dict[str, int]:
     Returns:
         Power by unit, such as {"m": 1, "s": -2}; {} without units, or if one is not known.
     """
-    text = _MARKED_TEXT.sub(lambda match: "~" + match[1].replace("per", "/"), normalized)
-    text = _DEGREE_SIGN.sub("~degree", text).replace("\\%", "~percent")
-    text = text.replace("\\cdot~", "~")
-    text = _UNIT_QUOTIENT.sub(r"\1/\2", text)
-    suffix = _UNIT_SUFFIX.search(text)
+    suffix = _UNIT_SUFFIX.search(_write_units_plainly(normalized))
     if suffix is None:
         return {}
 
@@ -205,10 +201,21 @@ def _unit_powers(normalized: str) -> dict[str, int]:
         if unit is None:
             return {}
         power = int(exponent) if exponent else _POWER_OF_WORD[word]
-        if "/" in separator:
+        if "/" in separator:  # divides by this unit only
             power = -power
         powers[unit] = powers.get(unit, 0) + power
     return powers
+
+
+def _write_units_plainly(normalized: str) -> str:
+    """Rewrite units that are LaTeX: `5\\text{mpers}` becomes `5~m/s`, and `5^\\circ` `5~degree`.
+
+    `~` stands before each of them; a normalized answer has no other `~`.
+    """
+    text = _MARKED_TEXT.sub(lambda match: "~" + match[1].replace("per", "/"), normalized)
+    text = _DEGREE_SIGN.sub("~degree", text).replace("\\%", "~percent")
+    text = text.replace("\\cdot~", "~")
+    return _UNIT_QUOTIENT.sub(r"\1/\2", text)
 
 
 def _known_unit(name: str, exponent: str) -> str | None:

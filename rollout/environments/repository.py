@@ -121,8 +121,8 @@ class _Instance:
     Attributes:
         sources: content of each file by path.
         shown: paths of the files that agents read.
-        checks: tests of a generated task; () for a SWE-bench instance.
-        tests: names of the tests `fail_to_pass` and `pass_to_pass`.
+        checks: tests of a generated task; none for a SWE-bench instance.
+        tests: names of the tests of each kind, by the kind: `fail_to_pass` or `pass_to_pass`.
         test_patch: diff that adds pytest tests; "" for a generated task.
         permissions: names in `_PERMISSION_WORDS` that the checkout's code needs.
     """
@@ -261,7 +261,7 @@ class RepositoryEnv(SandboxedEnv):
     async def _require_failing_tests(self, instance: _Instance) -> None:
         """Raise EnvError if a test that the repair must make pass has passed before it.
 
-        Such a test says nothing about a repair. The answer is remembered for each task.
+        Such a test says nothing about a repair. Each task is checked once.
         """
         task = (*self.task.answers, self.checkouts)
         if task in _TASKS_WITH_FAILING_TESTS:
@@ -302,7 +302,7 @@ class RepositoryEnv(SandboxedEnv):
 
 
 def _render_files(instance: _Instance) -> str:
-    """Return the paths of the other files, and then the files that agents read with their content."""
+    """Return the files for the prompt: first the paths of those not shown, then path and content of the rest."""
     paths = sorted(path for path in instance.sources if path not in instance.shown)
     parts = ["\n".join(paths)] if paths else []
     for path in instance.shown:

@@ -151,14 +151,16 @@ def gini(pairs: Pairs) -> float:
 def _gini(pairs: Pairs) -> float:
     """Return the Gini coefficient before normalisation.
 
-    It is the mean, over rows by falling prediction, of the share of the truths' sum that the rows so
-    far have, minus the share of rows so far.
+    Take the rows in the order of falling predictions. After each row, compute the rows' share so far
+    of the sum of all truths, and subtract their share of the number of rows. The coefficient is the
+    mean of these differences.
     """
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     total = sum(truth for truth, _ in pairs)
     if not total:
         raise ValueError("gini needs truths whose sum is not 0")
     shares = accumulate(truth / total for truth, _ in ordered)
+    # The shares of the number of rows, 1 / n, 2 / n, ..., 1, sum to (n + 1) / 2.
     return float((sum(shares) - (len(pairs) + 1) / 2) / len(pairs))
 
 
@@ -185,6 +187,7 @@ def spearman(pairs: Pairs) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal values have their mean rank."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
@@ -192,7 +195,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def kappa(pairs: Pairs) -> float:
     """Return Cohen's kappa with quadratic weights; 1 if all truths and predictions are equal.
 
-    It is 1 - E[(t - p)^2] / E[(t - p')^2], where p' is the prediction of another row, at random.
+    It is 1 - E[(t - p)^2] / E[(t - p')^2], where p' is the prediction of a row drawn at random.
     """
     truths = [truth for truth, _ in pairs]
     predictions = [prediction for _, prediction in pairs]
