@@ -64,7 +64,7 @@ def main(
         boundaries = passed_file.read_text().splitlines()
 
         def check(orders: str, fault: str, statuses: tuple[int, ...]) -> None:
-            """Assert that the work ends with one of the statuses, and gives the same files later."""
+            """Assert that the work ends with one of the statuses, and gives the same files when it is run again."""
             shutil.rmtree(folder)
             shutil.copytree(pristine, folder)
             log.unlink()

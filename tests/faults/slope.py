@@ -24,7 +24,7 @@ from tests.faults.forked import run_folder
 from tests.support.in_process import training_here
 
 WINDOW = 10
-ALLOWED_KIB = 0.5  # growth per step: the weight versions are kept; 10,000 steps are 5 MiB
+ALLOWED_KIB = 0.5  # growth per step by the numbers that a run keeps; 10,000 steps are 5 MiB
 MAX_NOISE_KIB = 1.0  # three standard errors; with more noise the test proves nothing
 
 

@@ -69,14 +69,14 @@ def flip_bits(path: Path, flips: Sequence[Flip] = ()) -> Iterator[Flip]:
 def count_refusals(
     path: Path,
     read: Callable[[], Any],
-    errors: type[Exception],
+    error_type: type[Exception],
     flips: Sequence[Flip] = (),
 ) -> int:
     """Flip bits of a file one by one; return how many of the flips are refused.
 
     Args:
         read: reads the file.
-        errors: exception that a refusal must be. Its message must be one line and name the file.
+        error_type: exception that a refusal must be. Its message must be one line and name the file.
         flips: bits to flip, by default random ones.
 
     Raises:
@@ -87,7 +87,7 @@ def count_refusals(
     for byte, bit in flip_bits(path, flips):
         try:
             result = read()
-        except errors as error:
+        except error_type as error:
             refusals += 1
             assert "\n" not in str(error)
             assert path.name in str(error)
