@@ -24,7 +24,7 @@ class PastConfig(Section):
 class OpponentConfig(Section):
     """Games of the trained policies against one frozen policy, beside self-play."""
 
-    # Probability that the opponent plays one of `agents` in the games of a task; all are equally likely.
+    # Probability that the opponent plays one of `agents` in the games of a task; each agent is equally likely.
     share: float = Field(0.5, gt=0, le=1)
     # Trained agents that the opponent plays; []: all.
     agents: list[str] = Field(default_factory=list)

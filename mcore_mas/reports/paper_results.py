@@ -228,7 +228,7 @@ def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
 def _mean_with_interval(scores: Mapping[str, pd.Series], name: str) -> dict[str, Any]:
     """Return the mean of the data sources' means, with its 95 % interval over tasks.
 
-    The interval of a mean of G independent means m with intervals [l, u] is
+    The interval of the mean M of G independent means m with intervals [l, u] is
     [M - √Σ(m - l)² / G, M + √Σ(u - m)² / G] (Zou & Donner 2008, equation 5).
 
     Args:

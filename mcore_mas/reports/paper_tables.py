@@ -121,8 +121,8 @@ class PaperTable(Section):
         cells: list[PaperCell] = []
         for block in self.blocks:
             for row in self.rows:
-                for number, column in enumerate(self.columns):
-                    cells += self._cells_at(block, row, column, number)
+                for column_index, column in enumerate(self.columns):
+                    cells += self._cells_at(block, row, column, column_index)
         return tuple(cells)
 
     @property
@@ -136,8 +136,8 @@ class PaperTable(Section):
         pairs = [(cell.experiment, state) for cell in self.cells for state in cell.states]
         return tuple(dict.fromkeys(pairs))
 
-    def _cells_at(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
-        """Return the cells of all metrics in one row and column; `number` is that of the column.
+    def _cells_at(self, block: str, row: str, column: str, column_index: int) -> list[PaperCell]:
+        """Return the cells of all metrics in one row and column.
 
         Raises:
             ValueError: the values or the state of these cells are invalid.
@@ -149,7 +149,7 @@ class PaperTable(Section):
         state = fields.get("state", "trained")
         valid_states = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
 
-        numbers = self._published_numbers(block, row, number)
+        numbers = self._published_numbers(block, row, column_index)
         if state not in valid_states:
             raise ValueError(
                 f"state '{state}' of {row}, {column}; expected {', '.join(valid_states)}"
@@ -169,14 +169,16 @@ class PaperTable(Section):
             for (metric, our_metric), published in zip(self.metrics.items(), numbers, strict=True)
         ]
 
-    def _published_numbers(self, block: str, row: str, number: int) -> list[float | str | None]:
+    def _published_numbers(
+        self, block: str, row: str, column_index: int
+    ) -> list[float | str | None]:
         """Return the numbers of all metrics in a row and a column, None where the paper has none."""
         values: Mapping[str, Any] = self.blocks[block].get("values", {})
         unknown = values.keys() - self.rows.keys()
         if unknown:
             raise ValueError(f"values of '{min(unknown)}', which is not a row")
         row_values = values.get(row, [])
-        value = row_values[number] if number < len(row_values) else None
+        value = row_values[column_index] if column_index < len(row_values) else None
         return _split_metrics(value, len(self.metrics))
 
 
