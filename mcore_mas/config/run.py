@@ -54,7 +54,7 @@ class RunConfig(RunSections):
             raise ConfigError(f"{path}: not YAML ({message}); make it again") from error
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{path}: {type(values).__name__}, where a config is a mapping; name another file"
+                f"{path}: holds a {type(values).__name__}; expected a mapping; name another file"
             )
         return cls.from_values(relocate_paths(values, path), str(path))
 

@@ -103,7 +103,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
         raise FolderError(f"{file}: not YAML ({reason}); make it again") from error
     if not isinstance(values, dict):
         raise FolderError(
-            f"{file}: {type(values).__name__}, where a config is a mapping; make it again"
+            f"{file}: holds a {type(values).__name__}; expected a mapping; make it again"
         )
     return values
 

@@ -86,7 +86,8 @@ class EnvConfig(Choice):
             for tool in _SEARCH_TOOLS:
                 if tool in agent.tools:
                     raise ValueError(
-                        f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'"
+                        f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'; "
+                        "leave the tool out, or choose env.name=search"
                     )
 
     def check_task(self, task: Task) -> None:

@@ -34,7 +34,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "missing.yaml: no run here; expected a run's folder, its name in results/, or its "
             "config.yaml",
         ),
-        ("train {text}", "text: str, where a config is a mapping; name another file"),
+        ("train {text}", "text: holds a str; expected a mapping; name another file"),
         ("train {folder}", ": no run here; expected a run's folder"),
         (
             "evaluate demo_math --state trainde",
