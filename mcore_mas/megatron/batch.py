@@ -17,7 +17,7 @@ from rollout.models.architecture import Architecture, read_architecture
 # Columns of a micro-batch that have an entry for each token; the others have one for each row.
 _TOKEN_COLUMNS = ("token_ids", "position_ids", "routing")
 
-# All bytes of `Microbatch.routing` of a token whose experts are not on record.
+# Value of every byte in `Microbatch.routing` for a token whose experts were not recorded.
 UNKNOWN_EXPERT = 255
 
 # `CostModel.batch_counts` proposes up to this number of micro-batches for each pipeline rank. More and
@@ -130,7 +130,7 @@ class Microbatch:
     def select(self, selected: Tensor) -> Microbatch:
         """Return a micro-batch of the selected rows and of the segments that they depend on.
 
-        `tokens_without_sharing` keeps its value.
+        `tokens_without_sharing` still counts the samples of all rows.
 
         Args:
             selected: [N] bool.

@@ -136,11 +136,14 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 
 def _with_unequal_sizes(equal: Any, unequal: Any) -> Any:
-    """Return a collective that calls `unequal` if several ranks have parts of given sizes, else `equal`.
+    """Return a collective that calls `unequal` if it is given the ranks' sizes, and else `equal`.
+
+    A single rank always calls `equal`.
 
     Args:
-        equal: Megatron's collective of equal parts.
-        unequal: the same collective of parts of given sizes.
+        equal: Megatron's collective, which needs parts of equal size.
+        unequal: the same collective as a function of a tensor, its group, and the size of each
+            rank's part.
     """
 
     def collective(

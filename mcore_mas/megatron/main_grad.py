@@ -69,9 +69,10 @@ class HeadWeightGrad:
     def result(self) -> Tensor | None:
         """Return the gradient that the head's backward pass returns to autograd; None for a frozen weight.
 
-        If the gradient is already in Megatron's buffer, the result carries no values: it is a
-        placeholder, or None if the weight is also the embedding. Autograd then still gets the
-        embedding's gradient, and Megatron's hook must add that one to the buffer.
+        If the gradient is already in Megatron's buffer, autograd gets a placeholder, whose values
+        Megatron's hook ignores. If the weight is also the embedding, autograd gets None instead: a
+        placeholder would be added to the embedding's gradient, which the hook still has to add to
+        the buffer.
         """
         if self._total is None:
             return None

@@ -105,7 +105,8 @@ class TreeAttention(torch.nn.Module):
             [T, heads · head_dim]
         """
         kernel = _transformer_engine_attention(q.shape[1], k.shape[1], q.shape[2], self.scale)
-        # On a CPU the rotated queries and keys are float32, whatever the values are.
+        # Rotated queries and keys are float32 on a CPU, where tests run a stand-in for Transformer
+        # Engine. The kernel takes tensors of one type.
         out = kernel(
             q.to(v.dtype),
             k.to(v.dtype),

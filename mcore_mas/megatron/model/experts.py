@@ -30,9 +30,10 @@ Groups = Tensor | list[int]
 # torch's grouped product needs rows that are a multiple of this number of elements.
 _ROW_MULTIPLE = 8
 
-# Tile of the gradient kernel: rows and columns of a gradient, tokens per iteration, and warps.
+# Gradient kernel: rows and columns of a gradient's tile, rows of bfloat16 factors that are summed in an
+# iteration, and warps.
 _TILE_SIZE = 128
-_TOKENS_PER_ITERATION = 64
+_ROWS_PER_ITERATION = 64
 _WARPS = 8
 
 
@@ -41,20 +42,19 @@ def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
     """Add the product leftᵀ right of each expert's rows to `total`, in float32.
 
     Args:
-        total: [E, rows, columns] float32, changed in place.
-        left: [R, rows], sorted by expert.
-        right: [R, columns], sorted by expert.
+        total: [E, left columns, right columns] float32, changed in place.
+        left: [R, left columns], sorted by expert.
+        right: [R, right columns], sorted by expert.
         ends: [E] int32, end index of each expert's rows.
     """
     from mcore_mas.megatron.model.layer_kernels import add_grouped_kernel
 
-    experts, rows, columns = total.shape
-    grid = (-(-columns // _TILE_SIZE), -(-rows // _TILE_SIZE), experts)
-    # Half as many tokens in float32 take the same amount of shared memory.
-    tokens = 2 * _TOKENS_PER_ITERATION // left.element_size()
-    add_grouped_kernel[grid](
-        total, left, right, ends, (rows, columns), _TILE_SIZE, tokens, num_warps=_WARPS
-    )
+    experts, left_columns, right_columns = total.shape
+    grid = (-(-right_columns // _TILE_SIZE), -(-left_columns // _TILE_SIZE), experts)
+    # Half as many rows in float32 take the same amount of shared memory.
+    rows = 2 * _ROWS_PER_ITERATION // left.element_size()
+    sizes = (left_columns, right_columns)
+    add_grouped_kernel[grid](total, left, right, ends, sizes, _TILE_SIZE, rows, num_warps=_WARPS)
 
 
 add_grouped.register_fake(lambda *_: None)
@@ -199,23 +199,24 @@ class GroupedExperts(torch.nn.Module):
 
 
 class GroupedLinear(torch.nn.Module):
-    """Linear layer of several experts, whose weights [rows, inputs] are stacked in one parameter.
+    """Linear layer of several experts, whose weights [outputs, inputs] are stacked in one parameter.
 
     The parameter's name has the numbers of the first and the last expert.
     """
 
     def __init__(
-        self, config: TransformerConfig, experts: int, rows: int, inputs: int, *, cut: int
+        self, config: TransformerConfig, experts: int, outputs: int, inputs: int, *, cut: int
     ) -> None:
         """Allocate the parameter.
 
         Args:
-            rows, inputs: sizes of an expert's weight on this rank.
-            cut: dimension that tensor parallelism splits.
+            experts: number of experts on this rank.
+            outputs, inputs: sizes of an expert's weight on this rank.
+            cut: dimension of the weight that tensor parallelism splits.
         """
         super().__init__()
         weight: Any = torch.nn.Parameter(
-            torch.empty(experts * rows, inputs, dtype=config.params_dtype, device=rank_device())
+            torch.empty(experts * outputs, inputs, dtype=config.params_dtype, device=rank_device())
         )
         set_tensor_model_parallel_attributes(weight, True, cut, 1)
         # With expert parallelism, gradients are summed over fewer ranks.
@@ -225,14 +226,14 @@ class GroupedLinear(torch.nn.Module):
         self.register_parameter(self._name, weight)
 
     def forward(self, x: Tensor, groups: Groups) -> tuple[Tensor, None]:
-        """Return products [R, rows] for x [R, inputs] sorted by expert, and None for the bias."""
+        """Return products [R, outputs] for x [R, inputs] sorted by expert, and None for the bias."""
         return _GroupedProduct.apply(x, self.get_parameter(self._name), groups, self._exact), None
 
 
 class _GroupedProduct(torch.autograd.Function):
     """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
 
-    x is [R, inputs], sorted by expert; the weight [E · rows, inputs]; the result [R, rows].
+    x is [R, inputs], sorted by expert; the weight [E · outputs, inputs]; the result [R, outputs].
     """
 
     @staticmethod
@@ -270,7 +271,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
-    """Compute x weightᵀ of x [R, inputs], with each expert's weight of stack [E, rows, inputs]."""
+    """Compute x weightᵀ of x [R, inputs], with each expert's weight of stack [E, outputs, inputs]."""
     if isinstance(groups, Tensor):
         return F.grouped_mm(x, stack.transpose(1, 2), offs=groups)
     multiply = row_product if exact else linear_product

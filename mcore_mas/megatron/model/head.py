@@ -83,7 +83,7 @@ def logprobs_and_entropy(
     """Compute log-probabilities of `labels` and entropies of the policy, in float32.
 
     The policy is softmax(hidden · weightᵀ / temperature) over the tokens that a row's mask allows.
-    Both are differentiable; an entropy that no loss uses costs nothing in the backward pass. Logits
+    Both results are differentiable; an entropy that no loss uses costs nothing in the backward pass. Logits
     are computed in chunks of rows, so that they never exist for all rows at once. Without
     `row_gradients`, most of them are computed again in the backward pass.
 

@@ -1,8 +1,9 @@
 """Head of a policy on a GPU: two Triton launches for each chunk of float32 logits.
 
-`KernelHead` computes logits in the forward pass and again in the backward pass. `OnePassHead`
-computes them once: it needs the gradients of the results while the chunk's logits exist, and thus a
-loss that is a sum over rows. torch knows the shapes of both operators without a GPU.
+`KernelHead` computes logits in the forward pass, and those of all chunks but the last again in the
+backward pass. `OnePassHead` computes them once: it needs the gradients of the results while the
+chunk's logits exist, and thus a loss that is a sum over rows. The fake implementations of
+`head_row_statistics` and `head_logits_gradient` give torch the shapes of results without a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ _HEAD_WARPS = 8
 def head_row_statistics(
     logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int
 ) -> Tensor:
-    """Reduce the rows of a chunk of logits.
+    """Compute the softmax statistics of each row of a chunk of logits.
 
     Args:
         logits: [rows, padded columns] float32.
@@ -90,11 +91,12 @@ head_logits_gradient.register_fake(
 class KernelHead(torch.autograd.Function):
     """Log-probabilities and entropies with Triton's kernels; see `logprobs_and_entropy`.
 
-    `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks)`: `labels` are
-    counted from this rank's first column, `columns` is the number of its columns without padding,
-    `chunks` are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`,
-    or None. The gradient of the weight is added to Megatron's float32 buffer, if there is one.
-    Logits are float32, and never rounded to the factors' bfloat16.
+    `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks)`: `hidden` is
+    [N, hidden], and `weight` is [columns with padding, hidden], the part of this rank.
+    `labels` are counted from its first column, `columns` is the number of its columns without padding,
+    `chunks` are the row ranges that are computed together, and `masks` are the rows' `ColumnMasks`, or
+    None. The gradient of the weight is added to Megatron's float32 buffer, if there is one. Logits are
+    float32, and never rounded to the factors' bfloat16.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ _MIN_MULTIPLICATIONS = 1 << 26
 
 
 def linear_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x weightᵀ of x [..., inputs] and a weight [rows, inputs], without autograd."""
+    """Compute x weightᵀ of x [..., inputs] and a weight [outputs, inputs], without autograd."""
     is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
     is_large = x.numel() * len(weight) >= _MIN_MULTIPLICATIONS
     if is_float32_on_cpu and is_large and _one_dnn_linear is not None:
@@ -86,15 +86,15 @@ def trained_linear(
     Args:
         megatron_forward: Megatron's implementation, called with all other arguments but `exact`.
         x: [..., inputs].
-        weight: [rows, inputs].
-        bias: [rows].
+        weight: [outputs, inputs].
+        bias: [outputs].
         exact: a row of the output has the same bits whatever the other rows are.
         allreduce_dgrad: the gradient of `x` is summed over ranks.
         sequence_parallel: the tokens of `x` are split over ranks.
         options: further arguments of Megatron.
 
     Returns:
-        [..., rows]
+        [..., outputs]
     """
     ranks_communicate = allreduce_dgrad or sequence_parallel
     is_frozen = not weight.requires_grad

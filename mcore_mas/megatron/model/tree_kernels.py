@@ -294,7 +294,8 @@ def _add_key_gradients(
     """Add the part of a block of queries to the gradients of a tile of keys and values.
 
     Args:
-        state: gradients of the keys and of the values so far; those of the keys lack the factor `scale`.
+        state: gradients of the keys and of the values so far. The gradients of the keys lack the
+            softmax scale: the calling kernel multiplies with it when it stores them.
         key_tile: keys, values, the token of each key, and its `end` (see the module).
         tensors: queries, gradient of the output, log-sum-exps and deltas.
     """
@@ -307,8 +308,8 @@ def _add_key_gradients(
     lse = _load_block_numbers(lses, block, kv_head, is_used, plan, shape) * _LOG2_E
 
     # The scores have keys as rows, so that the weights enter the next product without being
-    # transposed, which would spill registers. Rows that are not used have a gradient of 0, and add
-    # nothing.
+    # transposed, which would spill registers. A query row that is not used has an output gradient
+    # and a delta of 0, so it adds nothing.
     scores = _product(keys, tl.trans(queries), None, shape) * plan[_LOG2_SCALE]
     if masked:
         attends = (key_token[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
@@ -360,6 +361,7 @@ def backward_kv_kernel(q, k, v, grad_out, grad_k, grad_v, plan, shape: tl.conste
 
     zeros = tl.zeros([shape[_KEYS], shape[_PADDED_DIM]], tl.float32)
     state = (zeros, zeros)
+    # One loop goes through both masked ranges, so that the kernel has the masked code only once.
     diagonal_blocks = unmasked_start - start
     for number in range(diagonal_blocks + stop - unmasked_stop):
         is_diagonal = number < diagonal_blocks

@@ -1,4 +1,7 @@
-"""Tree attention in Triton: operators whose shapes torch knows without a GPU, and their gradients."""
+"""Tree attention in Triton: an operator for each direction, and `KernelAttention`, which calls them.
+
+The operators' fake implementations give torch the shapes of results and gradients without a GPU.
+"""
 
 from dataclasses import astuple
 from typing import Any
