@@ -80,7 +80,11 @@ def require_no_tree(trajectory: Trajectory) -> Trajectory:
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """Return the outcome of a trajectory; raise RewardError if it is missing or not finite, or for a tree."""
+    """Return the outcome of a trajectory.
+
+    Raises:
+        RewardError: the trajectory is a tree, or its outcome is missing or not finite.
+    """
     value = require_no_tree(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(

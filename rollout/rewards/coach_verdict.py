@@ -74,6 +74,7 @@ def _check_answer_comes_first(visible_reply: str) -> None:
 
 
 def _parse_score(name: str, text: str, highest: float) -> float:
+    """Return a score, clamped to [0, highest]; raise MalformedVerdict if it is not a finite number."""
     if not _NUMBER.fullmatch(text) or not math.isfinite(float(text)):
         raise MalformedVerdict(f"{name} is {text[:40]!r}, expected a number from 0 to {highest:g}")
     return min(max(float(text), 0.0), highest)

@@ -18,11 +18,11 @@ def local_team(
 ) -> Group:
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree, the environment's reward in the turn's round takes the place of the score "team",
-    because a branch that did not continue lacks the "team" of later steps. The score "branch" of a
-    node is the sum of its turns' local scores plus this reward times `trainer.branching.alpha`. So
-    the allocator subtracts the local scores from "branch", and the difference has the factor
-    `trainer.branching.alpha` already. At most one of the two alphas may differ from 1.
+    In a tree, the reward that the environment gave between the turn's node and the next one is used
+    in place of the score "team". The score "team" may also have rewards of later steps, which a
+    branch that did not continue never reached. The score "branch" of a node is the sum of its turns'
+    local scores, plus this reward times `trainer.branching.alpha`. So "branch" minus the local scores
+    is this reward with that factor. Only one of the two alphas may differ from 1.
 
     Args:
         alpha: weight of the score "team".
