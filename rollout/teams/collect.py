@@ -66,8 +66,8 @@ class Collector:
     """Collector of one step's trajectories, with a team, an environment and an orchestra.
 
     Attributes:
-        policies_of: returns the policy of each agent that does not play its own one in the
-            trajectories of a task, by the task's id; None: all play their own.
+        policies_of: takes the id of a task, and returns the policies of those agents that play
+            another policy than their own in its trajectories; None: all agents play their own.
     """
 
     team: Team

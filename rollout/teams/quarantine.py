@@ -86,7 +86,7 @@ def _reply_row(call_seed: int, recorded: RecordedReply) -> dict[str, object]:
 class Quarantined:
     """Contents of a quarantined trajectory's file."""
 
-    trajectory: str
+    trajectory: str  # id
     error: str
     task: Task
     seed: int  # of the run
@@ -96,7 +96,7 @@ class Quarantined:
 
     @classmethod
     def read(cls, path: Path) -> Quarantined:
-        """Read a file that `write_quarantined` wrote; raise RecordError if it is another file."""
+        """Read a file that `write_quarantined` wrote; raise RecordError if it is missing or another file."""
         try:
             value = read_json(path)
             task_fields = value["task"]

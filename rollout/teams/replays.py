@@ -36,7 +36,8 @@ class Replays(Section):
     alternatives: int = Field(ge=1)
     # Most alternatives of a step, divided equally among its trajectories; None: no bound.
     budget: int | None = Field(None, ge=1)
-    # Also replay each turn with an empty reply: score `removal`, which `explain` shows and no advantage uses.
+    # Also replay with an empty reply in place of each turn that may get alternatives: score `removal`,
+    # which `explain` shows and no advantage uses.
     removal: bool = False
 
 
@@ -45,10 +46,10 @@ class ReplayPlan:
     """Replays of one trajectory.
 
     Attributes:
-        agents: agents whose turns get alternatives.
+        agents: agents whose turns may get alternatives.
         alternatives: maximum number of alternatives of a turn.
         budget: maximum number of alternatives of the trajectory; None: no bound.
-        removal: True to replay each turn with an empty reply too.
+        removal: True to also replay with an empty reply in place of each of the agents' turns.
     """
 
     agents: Collection[str]
@@ -59,7 +60,7 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """A turn of the trajectory that gets alternatives; its call is in round `round`."""
+    """A turn of the trajectory that may get alternatives; its call is in round `round`."""
 
     turn: int
     round: int
@@ -96,7 +97,7 @@ class ReplayedPlay(BranchedPlay):
             await gather_or_cancel(map(self._replay_without, decisions))
 
     def _decisions(self) -> list[_Decision]:
-        """Return the turns that get alternatives: those that can train, of the plan's agents."""
+        """Return the turns that may get alternatives: those of the plan's agents that can train."""
         turns = {turn.index: turn for turn in self.episode.turns}
         decisions = []
         for number, answered in enumerate(self._branches[0].rounds):
@@ -111,9 +112,9 @@ class ReplayedPlay(BranchedPlay):
     async def _replay_within_budget(self, decisions: Sequence[_Decision]) -> None:
         """Replay every decision; with a budget, spend it where the outcomes vary most.
 
-        Every decision gets one alternative first, or as many decisions as the budget allows, at
-        random. The rest of the budget goes to the decisions with the highest variance of outcomes,
-        and none to those whose outcomes are equal.
+        First every decision gets one alternative. If the budget is too small for that, decisions
+        that are chosen at random get one each. The rest of the budget goes to the decisions with the
+        highest variance of outcomes, and none of it to those whose outcomes are equal.
         """
         budget = self.plan.budget
         max_alternatives = self.plan.alternatives

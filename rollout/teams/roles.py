@@ -103,7 +103,7 @@ class Agent:
     name: str
     role: Role
     policy: str
-    sampling: Sampling  # stop and seed are set for each call
+    sampling: Sampling  # stop, seed and session are set for each call
     chats: ChatRules = field(default_factory=ChatRules)
     tools: Mapping[str, ToolMaker] = field(default_factory=dict)  # opened for each trajectory
 

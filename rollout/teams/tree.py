@@ -86,7 +86,7 @@ class BranchedPlay:
         return Branch(episode, session)
 
     async def play(self) -> None:
-        """Play to the end; fail if the orchestra or the environment is not deterministic."""
+        """Play to the end; set `error` if the orchestra or the environment is not deterministic."""
         try:
             await self._branches[0].run_to_calls()
             await self._play_branches()
@@ -146,7 +146,7 @@ class Tree(BranchedPlay):
         self._side_tools: list[ToolEvent] = []
 
     async def _play_branches(self) -> None:
-        """Grow the tree to its end; fail if all branches of a round fail."""
+        """Grow the tree to its end; set `error` if all branches of a round fail."""
         while not self._branches[0].ended:
             await self._play_round()
         self.error = self.episode.error
@@ -238,9 +238,10 @@ class BranchSession(TeamSession):
             self.changed.set()
 
     def set_node(self, turn: int, /, node: str) -> None:
-        """Raise ValueError: the tree sets the nodes of this session's turns."""
+        """Raise ValueError: the play sets the nodes of its branches, so the orchestra cannot set them."""
         raise ValueError(
-            f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching"
+            f"turn {turn} cannot be node {node}: the orchestra grows its own tree; leave out "
+            "trainer.branching and trainer.replays"
         )
 
     def _branch_name(self) -> str:
@@ -317,7 +318,7 @@ class Branch:
             self._task.result()
 
     async def close(self) -> None:
-        """End the orchestra where it is."""
+        """Cancel the orchestra, unless it has ended."""
         if self._task is not None:
             await cancel_tasks([self._task])
 

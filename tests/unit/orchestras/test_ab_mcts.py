@@ -197,4 +197,4 @@ def test_a_trajectory_fails_without_a_valid_grade(
 def test_a_tree_of_turns_cannot_contain_a_searched_tree() -> None:
     replies = {("generator", 0, ""): WRONG, ("generator", 0, "1"): WRONG}
     trajectory = grow("ab_mcts", SOLVER, replies, max_nodes=1)
-    assert "grows its own tree; set no branching" in trajectory.error
+    assert "grows its own tree; leave out trainer.branching" in trajectory.error
