@@ -64,10 +64,15 @@ def leave_out_idle_processes(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Node, method, lambda *_, **__: None)
 
 
-def fork_agents(patch: pytest.MonkeyPatch) -> None:
-    """Let the Rays that this process starts fork the agents of their nodes."""
-    from ray._private import services
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """Let the Rays that this process starts fork their workers and the agents of their nodes.
 
+    The process that listens at the socket of `tests.support.ray_worker.VARIABLE` forks them.
+    """
+    from ray._private import ray_constants, services
+
+    os.environ[_AGENTS_READ_A_PIPE] = "1"
+    patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", SCRIPT)
     patch.setattr(
         services,
         "_build_python_executable_command_memory_profileable",
@@ -77,7 +82,6 @@ def fork_agents(patch: pytest.MonkeyPatch) -> None:
 
 def listen() -> socket.socket:
     """Return a socket whose name the script reads from this process's environment."""
-    os.environ[_AGENTS_READ_A_PIPE] = "1"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses a name
     listener.listen(64)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray._private import ray_constants
 
 from tests.support import ray_forks
 from tests.support.forked_program import (
@@ -132,9 +131,8 @@ def forked_ray_workers() -> Iterator[None]:
             target=ray_forks.serve, args=(listener,)
         )
         server.start()
-        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", ray_forks.SCRIPT)
         ray_forks.leave_out_idle_processes(patch)
-        ray_forks.fork_agents(patch)
+        ray_forks.fork_processes(patch)
         try:
             yield
         finally:
@@ -147,8 +145,7 @@ def _start_fork_helper() -> None:
     global _fork_helper
     _fork_helper, requests = multiprocessing.Pipe()
     ray_workers = ray_forks.listen()
-    ray_constants.SETUP_WORKER_FILENAME = ray_forks.SCRIPT
-    ray_forks.fork_agents(pytest.MonkeyPatch())
+    ray_forks.fork_processes(pytest.MonkeyPatch())
     subprocess.Popen = Forked  # type: ignore[misc]
     if os.fork():
         requests.close()

@@ -23,6 +23,7 @@ from rollout.records.files import read_trajectories
 from rollout.sync.memory import MEMORY
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.in_process import training_here
+from tests.support.ray_worker import VARIABLE as RAY_FORKS
 from tests.support.rewards import WAIT_FILE
 from tests.support.run_folder import make_run, metrics_of
 
@@ -187,14 +188,16 @@ def assert_ended(run: Path, unbroken: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("forked_ray_workers")
 def test_a_training_that_was_killed_and_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bits(
     run: Path, unbroken: Path, slurm: Slurm
 ) -> None:
     kill_in_training(run)
     before = max(finished_steps(run))
     # Slow steps, so that the job still trains when it is preempted
-    slow_steps = f"--export=ALL,{FAILPOINTS}=metrics.written=sleep:2"
-    job = slurm.train(run, slow_steps)
+    variables = {FAILPOINTS: "metrics.written=sleep:2", RAY_FORKS: os.environ[RAY_FORKS]}
+    export = ",".join(f"{name}={value}" for name, value in variables.items())
+    job = slurm.train(run, f"--export=ALL,{export}")
     wait_until(
         lambda: max(finished_steps(run)) > before or slurm.job(job)["JobState"] == "FAILED", 300
     )
