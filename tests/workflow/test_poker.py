@@ -15,6 +15,19 @@ from tests.support.run_folder import cold_started_run, metrics_of
 
 # Always betting, where policies end that do not read their card, is exploited by 1/3.
 BOUND = 0.15
+# A quarter of the experiment's games per step, with larger steps, and with a stronger pull towards a first model that
+# plays more randomly. With the seeds 1, 2 and 3 the exploitability ends at 0.108, 0.068 and 0.113.
+SETTINGS = (
+    "cold_start.options.spread=0.3",
+    "cold_start.max_steps=120",
+    "cold_start.first_check=120",
+    "policies.shared.lr=3.0e-4",
+    "policies.shared.warmup_steps=3",
+    "loss.kl.coef=0.3",
+    "trainer.steps=45",
+    "trainer.group_size=16",
+    "trainer.validate_every=15",
+)
 
 
 @pytest.mark.slow
@@ -22,9 +35,7 @@ BOUND = 0.15
 def test_self_play_is_exploited_less_and_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = cold_started_run(
-        tmp_path, "trainer.steps=75", "trainer.validate_every=25", experiment="demo_poker"
-    )
+    run = cold_started_run(tmp_path, *SETTINGS, experiment="demo_poker")
     config = run / "config.yaml"
     with training_here(monkeypatch):
         train(config)
