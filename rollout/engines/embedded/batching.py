@@ -112,6 +112,7 @@ class EmbeddedEngine:
         self._rows = CacheRows(decoder.rows_that_fit(rows), decoder.max_length, version)
         self._graphs = graphs and decoder.shape.experts is None
         self._cache: KVCache | None = None
+        self._attention: AttentionPlanner | None = None  # None on a GPU, and without a cache
         self._steps: GpuSteps | None = None
         self._asleep: set[Tag] = set()
         self._waiting: deque[Generation] = deque()
@@ -379,6 +380,7 @@ class EmbeddedEngine:
         if "kv_cache" in tags:
             self._rows.cached[:] = 0
             self._cache = None
+            self._attention = None  # it holds the cache and copies of prefixes
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes on this GPU
 
@@ -496,6 +498,7 @@ class EmbeddedEngine:
         """Return the attention blocks of a batch; in exact mode, only row blocks."""
         if self.decoder.exact:
             return row_blocks(batch, self.decoder.device)
+        assert self._attention is not None
         return self._attention.plan(batch)
 
     def _sample(self, rows: np.ndarray, logits: Tensor) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -440,6 +441,16 @@ def test_sleep_frees_keys_and_keeps_weights(qwen2: Path) -> None:
     completion = drain(engine)[4]
     assert completion.cached_tokens == 0
     assert largest_logprob_error(model, prompt, completion) < LOGPROB_TOLERANCE
+
+
+def test_sleep_frees_the_cache_that_attention_was_planned_for(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
+    engine.submit(1, [5, 6, 7], Sampling(max_tokens=4))
+    drain(engine)
+    assert engine._cache is not None
+    cache = weakref.ref(engine._cache)
+    engine.sleep(("kv_cache",))
+    assert cache() is None
 
 
 def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:
