@@ -66,8 +66,8 @@ class EmbeddedEngine:
     A request's tokens depend on its prompt, its sampling and the weights. Other requests of the
     batch change only the last bits of log-probabilities, because sums over more rows are made in
     another order. In deterministic mode they change nothing, and a trainer in deterministic mode
-    computes the same bits (`ExactDecoder`). For a model that `ExactDecoder` does not support, every
-    sequence is then decoded alone, which is several times slower.
+    computes the same bits (`ExactDecoder`). If `ExactDecoder` does not support the model,
+    deterministic mode decodes every sequence alone, which is several times slower.
 
     Attributes:
         decoder: the model and its weights.
@@ -92,8 +92,8 @@ class EmbeddedEngine:
         """Allocate the KV cache.
 
         Args:
-            rows: number of sequences that the cache holds, running or for the reuse of their
-                prefixes. There are fewer if a GPU has no memory for all of them.
+            rows: number of sequences that the cache holds: running ones, and ended ones whose
+                prefixes may be reused. There are fewer if a GPU has no memory for all of them.
             version: version of the decoder's weights.
             reuse_prefixes: start a prompt from the cached keys of the longest prefix.
             deterministic: give a reply the same bits in any batch.
@@ -209,8 +209,8 @@ class EmbeddedEngine:
     ) -> list[Report]:
         """Take new requests, abort others, and decode for about `budget_s`, but at least for one step.
 
-        If no request has ended by then, decoding continues for several times `budget_s`, until one
-        ends or the client interrupts it. It does not continue if a request reports every token
+        If no request has ended by then, decoding continues until one ends or the client interrupts
+        it, for at most several times `budget_s`. It does not continue if a request reports every token
         (`notify_every` is 1).
 
         Returns:
@@ -364,9 +364,9 @@ class EmbeddedEngine:
         self._rows.set_version(version, number)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the KV cache, and the decoder's copy of the active weights, such as that on a GPU.
+        """Free the memory that `tags` name: the KV cache, and the decoder's copies of the active weights.
 
-        The decoder's two halves of weights stay in the host's memory.
+        The two halves of weights, from which `wake` makes the copies again, stay in the host's memory.
 
         Raises:
             EngineError: requests are running.
@@ -536,9 +536,12 @@ class EmbeddedEngine:
 def _parts(
     replies: Sequence[ScoredReply], tokens: int, *, one_by_one: bool
 ) -> Iterator[list[ScoredReply]]:
-    """Split replies with their prompts into parts of one reply, or of at most `tokens` tokens.
+    """Split replies into parts that are scored in one pass.
 
-    Each reply of a part counts as if it were as long as the longest, as in the part's cache.
+    Args:
+        tokens: maximum number of tokens of a part with several replies. Each reply counts with its
+            prompt, and as if it were as long as the longest, as in the part's cache.
+        one_by_one: give each reply a part of its own.
     """
     part: list[ScoredReply] = []
     longest = 0

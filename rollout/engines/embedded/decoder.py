@@ -27,7 +27,8 @@ from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import DecoderWeights, LayerWeights
 from rollout.models.tensors import WEIGHT_UPDATE, WeightStream
 
-# Prompt tokens of one attention product: bounds its memory, and skips most of the masked half.
+# Prompt tokens of one attention product: bounds its memory, and skips most of the masked half. Also
+# the tokens of a reply whose logits are computed at a time.
 QUERY_BLOCK = 128
 
 
@@ -202,7 +203,8 @@ class CachedDecoder:
             end = start + len(span.token_ids)
             hidden = x[start + prompt_size - 1 : end - 1]
             labels = self._to_device(span.token_ids[prompt_size:])
-            # All logits of a reply may be larger than the model.
+            # The logits are computed for a block of tokens at a time, because those of a whole reply
+            # may be larger than the model.
             parts = [
                 token_logprobs(self._logits(rows), row_labels, temperature)
                 for rows, row_labels in zip(

@@ -37,7 +37,10 @@ def pack_arrays(arrays: Sequence[np.ndarray]) -> Tensor:
 
 
 def unpack_arrays(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Return the parts of `packed` that hold `arrays`; floating-point arrays get their type again."""
+    """Return the parts of `packed` in the shapes of the arrays that `pack_arrays` concatenated.
+
+    Parts of float32 arrays are viewed as float32; the others stay int32.
+    """
     ends = accumulate((array.size for array in arrays), initial=0)
     tensors = []
     for array, (start, end) in zip(arrays, pairwise(ends), strict=True):

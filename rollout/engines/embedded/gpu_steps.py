@@ -88,7 +88,7 @@ class GpuSteps:
             uniform: float32 [N], see `sample_tokens`.
         """
         count = len(token_ids)
-        size = count if self._capture is None else self._padded(count)
+        size = count if self._capture is None else self._graph_rows(count)
         # Index of the row that each row of the padded batch repeats; padding repeats the first one.
         index = np.zeros(size, dtype=np.int64)
         index[:count] = np.arange(count)
@@ -104,8 +104,8 @@ class GpuSteps:
         logits, sampled = self._compute(size, inputs)
         return DecodedStep(logits[:count], sampled)
 
-    def _padded(self, count: int) -> int:
-        """Return the number of rows of the graph for `count` rows."""
+    def _graph_rows(self, count: int) -> int:
+        """Return the number of rows of the graph for `count` rows: a power of two, or all of the cache."""
         cache_rows: int = self._cache.keys.shape[1]
         return min(1 << (count - 1).bit_length(), cache_rows)
 

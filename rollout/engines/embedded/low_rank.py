@@ -54,9 +54,11 @@ class LowRank:
 
         # [1 + adapters, R]: True at the ranks that do not belong to the adapter; row 0 stands for no
         # adapter.
-        self._others = torch.ones(1 + len(adapters), total_rank, dtype=torch.bool, device=device)
+        self._masked_ranks = torch.ones(
+            1 + len(adapters), total_rank, dtype=torch.bool, device=device
+        )
         for number, ranks in enumerate(self._ranks, 1):
-            self._others[number, ranks] = False
+            self._masked_ranks[number, ranks] = False
 
         output_slices = _output_slices(architecture)
         targets: set[Projection] = set()
@@ -109,17 +111,17 @@ class LowRank:
         Args:
             adapter_numbers: number of each row's adapter [N]; 0 for none.
         """
-        others = self._others[adapter_numbers, None]
-        return [partial(self._add, layer, others) for layer in self._layers]
+        masked_ranks = self._masked_ranks[adapter_numbers, None]  # [N, 1, R]
+        return [partial(self._add, layer, masked_ranks) for layer in self._layers]
 
     def _add(
-        self, layer: _LayerAdapters, others: Tensor, linear: str, x: Tensor, output: Tensor
+        self, layer: _LayerAdapters, masked_ranks: Tensor, linear: str, x: Tensor, output: Tensor
     ) -> None:
         """Add scale B A x to `output` [N, outputs] of a linear layer, each row with its own adapter.
 
         Args:
             layer: adapters of the decoder layer.
-            others: [N, 1, R] True at the ranks that do not belong to the adapter of the row.
+            masked_ranks: [N, 1, R] True at the ranks that do not belong to the adapter of the row.
             linear: name of the linear layer.
             x: [N, inputs] input of the linear layer.
             output: output of the linear layer, which is changed in place.
@@ -127,7 +129,7 @@ class LowRank:
         if linear not in layer:
             return
         a, parts = layer[linear]
-        low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
+        low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(masked_ranks, 0.0)
         for number, (outputs, b) in enumerate(parts.values()):
             output[:, outputs].addmm_(low[:, number], b)
 

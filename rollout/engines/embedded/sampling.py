@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # increment of splitmix64's counter
-_BLOCK = 64  # number of neighbouring tokens whose weights are summed first; see `_invert`
+_BLOCK = 64  # number of neighbouring tokens whose weights are summed first; see `_invert_cdf`
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ def sample_tokens(
             top_k=torch.from_numpy(top_k[truncated]).to(device),
         )
 
-    tokens = _invert(weights, torch.from_numpy(uniform).to(device)[:, None])
+    tokens = _invert_cdf(weights, torch.from_numpy(uniform).to(device)[:, None])
     if greedy.any():
         is_greedy = torch.from_numpy(greedy).to(device)[:, None]
         tokens = torch.where(is_greedy, logits.argmax(-1, keepdim=True), tokens)
@@ -96,7 +96,7 @@ def sample_on_device(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tu
     peak, likeliest = logits.max(-1, keepdim=True)
     weights = (logits - peak).exp_()
     log_sum = weights.sum(-1, keepdim=True).log_()
-    tokens = torch.where(greedy, likeliest, _invert(weights, uniform[:, None]))
+    tokens = torch.where(greedy, likeliest, _invert_cdf(weights, uniform[:, None]))
     logprobs = logits.gather(-1, tokens) - peak - log_sum
     return tokens[:, 0], logprobs[:, 0]
 
@@ -135,12 +135,12 @@ def likeliest_tokens(
     return top.indices.cpu().numpy(), top.values.cpu().numpy()
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token [N, 1] at which the running sum of `weights` [N, V] exceeds a point.
+def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Sample a token [N, 1] for each row by inverting the cumulative distribution.
 
-    The point is `uniform` [N, 1] times the sum of all weights.
-
-    The sum is taken over blocks of tokens first, and then inside the block where it is exceeded.
+    This is the first token at which the running sum of `weights` [N, V] exceeds `uniform` [N, 1]
+    times their total. The search compares sums of blocks of tokens first, and then the tokens of the
+    block that it has found.
     """
     missing = -weights.shape[1] % _BLOCK
     padded = F.pad(weights, (0, missing)) if missing else weights
@@ -148,10 +148,11 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     block_sums = blocks.sum(-1).cumsum_(-1)
     point = uniform * block_sums[:, -1:]
     block = _first_above(block_sums, point)
+    # Subtract the sum of all blocks before this one.
     point -= torch.where(block > 0, block_sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     sums = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].cumsum_(-1)
     token = block * _BLOCK + _first_above(sums, point)
-    return token.clamp_(max=weights.shape[1] - 1)
+    return token.clamp_(max=weights.shape[1] - 1)  # NaN may lead to the padding of the last block
 
 
 def _first_above(sums: Tensor, point: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ class _AdapterSlot:
     """One adapter on the servers.
 
     Attributes:
+        shape: rank, scale and targets of the adapter.
         name: name of the present version on the servers; None before the first update, when requests
             are computed by the bare model.
         folder: folder from which the servers read the present version.
         version: number of the present version.
-        open_requests: number of open requests by name of the version; the update to a version counts
-            as one.
+        open_requests: number of open requests of each version, by its name. While a version is loaded,
+            its update counts as a request.
     """
 
     shape: AdapterShape

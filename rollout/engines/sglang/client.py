@@ -332,8 +332,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
     is sparse.
 
     Raises:
-        EngineError: the experts are missing, too few, too many or out of range, or a token has an
-            expert twice.
+        EngineError: the experts are missing, too few, too many or out of range, or the first two
+            experts of a token are the same.
     """
     encoded = reply["meta_info"].get("routed_experts")
     if encoded is None:
@@ -351,6 +351,8 @@ def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts
             f"{numbers.max(initial=0)}; expected {' x '.join(map(str, shape))} below "
             f"{experts.count}"
         )
+    # A kernel that does not report its routing leaves expert 0 everywhere, so two of a token's experts
+    # are enough to find it.
     first = numbers[:: experts.per_token]
     second = numbers[1 :: experts.per_token]
     if experts.per_token > 1 and (first == second).any():

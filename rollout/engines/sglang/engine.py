@@ -291,7 +291,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 ) from None
 
     async def load_present_weights(self, replica: Replica) -> bool:
-        """Load the present weights into a server that was started again; return False if they are gone."""
+        """Load the present weights into a server that was started again.
+
+        Returns:
+            False if there are no files to load them from: they were pushed, or an update is open.
+        """
         if self._last_update is None:
             return True
         pushed = self._last_update.transport in PUSH_TRANSPORTS

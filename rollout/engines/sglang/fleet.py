@@ -53,7 +53,7 @@ class Fleet:
         Args:
             tell: called with one line when a server is started again, joins or leaves.
             load_weights: loads the present weights into a server that was started again; returns
-                False if they are gone.
+                False if there are no files to load them from.
             request_weights: waits until a paused server has got weights by an update.
             restart_guard: context manager around the restart of a server.
         """

@@ -96,7 +96,7 @@ class Replica:
         return self._client
 
     async def start(self, node_timeout_s: float | None = None) -> None:
-        """Start the server, also after it has ended; it does not answer at once.
+        """Start the server, also after it has ended; do not wait until it answers.
 
         Args:
             node_timeout_s: seconds that Ray may look for another node for the server; None: no limit.

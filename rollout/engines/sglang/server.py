@@ -75,7 +75,7 @@ class Server:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, devices: Sequence[str] = ()) -> str:
-        """Start the server, after stopping the one before; it does not answer at once.
+        """Stop the server if it runs and start it; do not wait until it answers.
 
         Args:
             devices: GPUs that the server sees; empty: all that this process sees.
@@ -118,10 +118,13 @@ class Server:
         return f"http://{address}:{port}"
 
     def memory_arguments(self, devices: Sequence[str]) -> list[str]:
-        """Return the arguments for `memory_share` on these GPUs; [] without a share or without GPUs.
+        """Return the arguments for `memory_share` on these GPUs.
 
         SGLang takes a fraction of the memory that is free when it starts, so the share of the total
         memory is converted to such a fraction.
+
+        Returns:
+            []: there is no share, or the free memory of the GPUs is not known or 0.
         """
         if self.memory_share is None:
             return []

@@ -123,7 +123,7 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the servers for adapters, routing and grammars, and from `options`."""
+        """Arguments of the servers for adapters, routing and grammars; those in `options` override them."""
         options = with_dashes(self.options)
         arguments: dict[str, Any] = {}
         if self.adapters:
@@ -142,7 +142,8 @@ class SGLangSettings:
             arguments["enable-return-routed-experts"] = True
             if not options.keys() & {"quantization", "moe-a2a-backend"}:
                 # On Blackwell, SGLang's own choice routes within a kernel and returns 0 for all
-                # experts (`bind_runner_backend` of layers/moe/topk.py).
+                # experts (`bind_runner_backend` of layers/moe/topk.py). It chooses otherwise with an
+                # all-to-all backend, and for some quantizations, which may have no Triton kernel.
                 arguments["moe-runner-backend"] = "triton"
         if self.grammar:
             # The trainer computes the masks with the same library.

@@ -54,13 +54,13 @@ class WeightCheck:
             self._checksums = checksums
             return
         if len(checksums) != len(self._checksums):
-            return  # a server of another tensor parallelism cuts the tensors otherwise
+            return  # the server has another tensor parallelism, and so other tensors per rank
         for rank, (first, other) in enumerate(zip(self._checksums, checksums, strict=True)):
-            differ = sorted(name for name in first if first[name] != other.get(name))
-            if differ:
-                more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+            differing = sorted(name for name in first if first[name] != other.get(name))
+            if differing:
+                more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
                 raise EngineError(
-                    f"SGLang: tensor '{differ[0]}'{more} of rank {rank} at version {version} is "
+                    f"SGLang: tensor '{differing[0]}'{more} of rank {rank} at version {version} is "
                     f"not the same in the servers at {self._url} and {replica.client.url}; the "
                     "weight sync is broken (engine.compare_servers: false skips this comparison)"
                 )
