@@ -65,7 +65,7 @@ def measure(
     from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, write_model
     from mcore_mas.config.policy import LoraConfig
     from mcore_mas.equations.losses import ValueObjective
-    from mcore_mas.megatron.batch import CostModel
+    from mcore_mas.megatron.batch import CostModel, Microbatch
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
@@ -84,21 +84,29 @@ def measure(
     with OnMeta(), METER, CHANGES[change]():
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
-        batches = []
-        for agent in range(agents):
-            for seed in range(microbatches * trainer_spec.dp):
-                batch = make_batch(LAYOUTS[layout], vocab=vocab, seed=seed)
-                if is_critic:
-                    batch = replace(batch, values=batch.weights, returns=batch.advantages)
-                batches.append(replace(batch, agent=f"agent {agent}"))
 
-        calls: list[Callable[[Any], Any]] = [trainer.update] * updates
+        def make_batches(layout: str, agents: int, microbatches: int) -> list[Microbatch]:
+            batches = []
+            for agent in range(agents):
+                for seed in range(microbatches * trainer_spec.dp):
+                    batch = make_batch(LAYOUTS[layout], vocab=vocab, seed=seed)
+                    if is_critic:
+                        batch = replace(batch, values=batch.weights, returns=batch.advantages)
+                    batches.append(replace(batch, agent=f"agent {agent}"))
+            return batches
+
+        # Earlier updates only show that Adam has its moments, so they are small.
+        small_batches = make_batches("small", 1, 1)
+        for _ in range(updates - 1):
+            trainer.update(small_batches)
+        batches = make_batches(layout, agents, microbatches)
+        calls: list[Callable[[Any], Any]] = [trainer.update]
         if reference:
             calls += [partial(trainer.score, reference=True)] * 2
         for call in calls:
             METER.clear()
-            persistent_bytes = METER.bytes - bytes_of_earlier_trainers
             call(batches)
+        persistent_bytes = METER.bytes - bytes_of_earlier_trainers
         destroy_process_groups()
 
     layers = layers or int(MODELS[model]["num_hidden_layers"])

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -162,6 +163,11 @@ class Meter(TorchDispatchMode):
         self.mixed: Counter[str] = Counter()
         # (first autograd sequence number, region of the nodes from there on)
         self._region_marks: list[tuple[int, str]] = [(0, OTHER)]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler, which would be asked at each operation."""
+        return False
 
     @property
     def waits(self) -> Counter[str]:
@@ -325,7 +331,7 @@ class Meter(TorchDispatchMode):
             return True, torch.empty(*shape, dtype=torch.int64, device=META)
         target = kwargs.get("device")
         if name == "_to_copy" and target is not None and torch.device(target).type == "cpu":
-            copied = torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+            copied = _host_zeros(x.shape, kwargs.get("dtype") or x.dtype)
             if kwargs.get("non_blocking"):
                 self.pin(copied)  # as torch allocates it then
             self._count_transfer(x, copied, waits=not kwargs.get("non_blocking"))
@@ -539,6 +545,12 @@ class Meter(TorchDispatchMode):
     def _attention_elements(self, *, queries: torch.Tensor, ends: torch.Tensor) -> int:
         """Return visible pairs · heads · head dimension."""
         return self._visible_pairs(ends) * queries.shape[1] * queries.shape[2]
+
+
+def _host_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in host memory that take memory only when they are read, as NumPy makes them."""
+    zero_bytes = np.zeros(shape.numel() * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(zero_bytes).view(dtype).view(shape)
 
 
 def _attention_rate(rate: float, head_dim: int) -> float:

@@ -22,9 +22,10 @@ _STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 def calling_function() -> str:
     """Return the file and name of the innermost function of the project or of Megatron."""
-    for frame in reversed(traceback.extract_stack()):
-        if any(part in frame.filename for part in ("/mcore_mas/", "/rollout/", "/megatron/core/")):
-            return f"{Path(frame.filename).name} {frame.name}"
+    for frame, _ in traceback.walk_stack(None):
+        path = frame.f_code.co_filename
+        if any(part in path for part in ("/mcore_mas/", "/rollout/", "/megatron/core/")):
+            return f"{Path(path).name} {frame.f_code.co_name}"
     return "?"
 
 

@@ -183,9 +183,9 @@ UPDATE_BUDGETS = {
     ),
 }
 
-# The second update is metered, in which Adam has its moments from the start.
-MEMORY_CASE = {"model": "0.5b", "layout": "groups", "updates": 2}
-# Sums over agents and swaps of the reference's weights are alike in all 24 layers.
+# The second update is metered, in which Adam has its moments from the start. All layers are alike, so
+# half of them are enough, and a quarter for sums over agents and swaps of the reference's weights.
+MEMORY_CASE = {"model": "0.5b", "layers": 12, "layout": "groups", "updates": 2}
 FEW_LAYERS = {"layers": 6}
 
 # Settings of an update of 16384 tokens, and the smallest share of the planned peak that the meter may
@@ -193,15 +193,15 @@ FEW_LAYERS = {"layers": 6}
 # the gradient of the output layer, of which only one is there at a time.
 MEMORY_CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 0.97),
-    "recomputed": ({"recompute": "full"}, 0.9),
+    "recomputed": ({"recompute": "full", "layers": 24}, 0.9),
     "norms and SwiGLU recomputed": ({"recompute": "selective"}, 0.97),
-    "two ranks share tensors and sequences": ({"tp": 2, "sp": True}, 0.97),
+    "two ranks share tensors and sequences": ({"tp": 2, "sp": True, "layers": 24}, 0.97),
     "two ranks share a context": ({"cp": 2}, 0.97),
     "two ranks share the optimizer": ({"dp": 2, "distributed_optimizer": True}, 0.97),
     "adapters": ({"lora": {"rank": 4, "alpha": 8.0}}, 0.97),
     "a critic": ({"head": "value"}, 0.97),
     "norms of queries and keys": ({"model": "1.7b"}, 0.97),
-    "a mixture": ({"model": "30b-a3b"}, 0.96),
+    "a mixture": ({"model": "30b-a3b", "layers": 2}, 0.96),
     "three agents": ({"agents": 3, **FEW_LAYERS}, 0.96),
     "three agents, two ranks share the optimizer": (
         {"agents": 3, "dp": 2, "distributed_optimizer": True, **FEW_LAYERS},
