@@ -108,7 +108,8 @@ def nccl(options: argparse.Namespace) -> None:
     ranks = devices(options, 2)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, folder, options.cpu)
-        start_processes(_all_reduce, arguments, nprocs=ranks, start_method="spawn")
+        start_method = "fork" if options.cpu else "spawn"  # CUDA does not work in forks
+        start_processes(_all_reduce, arguments, nprocs=ranks, start_method=start_method)
         say(**json.loads((Path(folder) / "result.json").read_text()))
 
 
