@@ -49,7 +49,11 @@ class Measurement:
 
 
 def train_rows(
-    rows: Sequence[Row], folder: Path, other_jobs: Sequence[ranks.Job] = (), steps: int = STEPS
+    rows: Sequence[Row],
+    folder: Path,
+    other_jobs: Sequence[ranks.Job] = (),
+    steps: int = STEPS,
+    start_method: str = "forkserver",
 ) -> None:
     """Train each row for some steps, and write the results to `folder`.
 
@@ -57,6 +61,8 @@ def train_rows(
         rows: rows to train.
         folder: gets a subfolder for each row, by its index, and each rank's threads in threads.json.
         other_jobs: further jobs for the same set of processes.
+        steps: number of steps of each row.
+        start_method: of the processes; see `ranks.run_jobs`.
     """
     write_models(rows, folder)
     row_jobs = [
@@ -65,7 +71,7 @@ def train_rows(
     ]
     # Neighbouring jobs with the same layout share their process groups.
     jobs = sorted([*other_jobs, *row_jobs], key=lambda job: astuple(job.layout))
-    threads = ranks.run_jobs(jobs)
+    threads = ranks.run_jobs(jobs, start_method)
     (folder / "threads.json").write_text(json.dumps(threads))
 
 

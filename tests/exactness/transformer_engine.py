@@ -117,8 +117,9 @@ def main(folder: Path) -> None:
         *_folder_jobs(folder),
         *_agreement_jobs(folder),
     ]
-    train_rows(rows_with_transformer_engine(), folder, other_jobs, TESTED_STEPS)
-    ranks.run_jobs(resumed_jobs)
+    # A server of forks would import everything again, because only this program has the stand-in.
+    train_rows(rows_with_transformer_engine(), folder, other_jobs, TESTED_STEPS, "fork")
+    ranks.run_jobs(resumed_jobs, "fork")
 
 
 def _job(function: Any, layout: dict[str, Any], model: Path, **arguments: Any) -> ranks.Job:

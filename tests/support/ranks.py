@@ -69,11 +69,15 @@ class Job:
         return self.layout.ranks
 
 
-def run_jobs(jobs: Sequence[Job]) -> list[list[int]]:
+def run_jobs(jobs: Sequence[Job], start_method: str = "forkserver") -> list[list[int]]:
     """Run the jobs one after another in one set of processes.
 
-    The processes are forks of a server that has imported their modules. Consecutive jobs of one
-    layout share their process groups.
+    Consecutive jobs of one layout share their process groups.
+
+    Args:
+        jobs: the jobs.
+        start_method: "forkserver": the processes are forks of a server that has imported their
+            modules; "fork": of this process, which must have one thread.
 
     Returns:
         For each rank, its number of threads after each layout that it was part of.
@@ -82,7 +86,7 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         processes = max(job.ranks for job in jobs)
         start_processes(
-            _run_rank, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver"
+            _run_rank, args=(jobs, Path(folder)), nprocs=processes, start_method=start_method
         )
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
