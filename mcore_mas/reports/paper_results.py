@@ -142,7 +142,7 @@ def make_paper_table(
 def _cell_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
     """Yield a line for each cell of a table; scores and published numbers are fractions of 1."""
     for cell in table.cells:
-        scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.our_metric)
+        scores = _cell_scores(evaluations, cell)
         published = cell.published
         if isinstance(published, float) and not table.fraction:
             published /= 100
@@ -158,14 +158,13 @@ def _cell_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[st
 
 
 def _difference_lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Yield the differences of each pair of rows (or columns) in `table.compare`, in every block.
+    """Yield the differences of each pair of rows or of columns in `table.compare`, in every block.
 
     The scores of a method and of its baseline are paired by task.
     """
-    compares_rows = all(name in table.rows for pair in table.compare for name in pair)
-    axis = "row" if compares_rows else "column"
     cells = {tuple(_position(cell).values()): cell for cell in table.cells}
     for method, baseline in table.compare:
+        axis = table.compared_axis(method, baseline)
         for cell in table.cells:
             if getattr(cell, axis) != method:
                 continue
@@ -279,7 +278,11 @@ def _markdown_by_row_and_column(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _format_cell(line: Mapping[str, Any]) -> str:
-    """Return `ours [interval] (published)`, in % or points; `=` marks a number that agrees."""
+    """Return the text of a cell: `ours [interval] (published)`, or `(=published)` if these agree.
+
+    The unit is per cent, and percentage points for a gain or a difference. `_agreement` says when
+    the numbers agree.
+    """
     sign = "+" if line["policy_state"] in (GAIN, "difference") else ""
     ours = "no task"
     if line["n"]:

@@ -87,33 +87,46 @@ class PaperTable(Section):
         path, values = tables[name]
         try:
             table = cls.model_validate(values).model_copy(update={"name": name})
-            experiment_names = experiments()
-            unknown = [
-                cell.experiment for cell in table.cells if cell.experiment not in experiment_names
-            ]
+            table._check_experiments()
+            for method, baseline in table.compare:
+                table.compared_axis(method, baseline)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise TableError(f"{path}, {name}.{key}: {first['msg']}") from error
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise TableError(
                 f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md"
             ) from error
-        if unknown:
-            raise TableError(
-                f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment"
-            )
-
-        names = {*table.rows, *table.columns}
-        unknown_names: list[str] = []
-        for pair in table.compare:
-            unknown_names += [compared for compared in pair if compared not in names]
-        if unknown_names:
-            raise TableError(
-                f"{path}, {name}.compare: no row or column '{unknown_names[0]}'; there are: "
-                f"{', '.join(sorted(names))}"
-            )
         return table
+
+    def _check_experiments(self) -> None:
+        """Check that every cell is valid, and that its experiment exists."""
+        names = experiments()
+        for experiment in self.experiments:
+            if experiment not in names:
+                raise ValueError(
+                    f"no experiment '{experiment}'; expected one of configs/experiment"
+                )
+
+    def compared_axis(self, method: str, baseline: str) -> Literal["row", "column"]:
+        """Return "row" if a pair of `compare` names two rows, and "column" if it names two columns.
+
+        Raises:
+            ValueError: the pair does neither.
+        """
+        for name in (method, baseline):
+            if name not in self.rows and name not in self.columns:
+                names = ", ".join(sorted({*self.rows, *self.columns}))
+                raise ValueError(f"compare: no row or column '{name}'; there are: {names}")
+        if method in self.rows and baseline in self.rows:
+            return "row"
+        if method in self.columns and baseline in self.columns:
+            return "column"
+        raise ValueError(
+            f"compare: one of '{method}' and '{baseline}' is a row, and the other a column; "
+            "expected two rows or two columns"
+        )
 
     @cached_property
     def cells(self) -> tuple[PaperCell, ...]:
@@ -140,12 +153,18 @@ class PaperTable(Section):
         """Return the cells of all metrics in one row and column.
 
         Raises:
-            ValueError: the values or the state of these cells are invalid.
-            KeyError: a field of the experiment's name is missing.
+            ValueError: the values or the state of these cells are invalid, or a field of the
+                experiment's name is missing.
         """
         block_fields = {key: value for key, value in self.blocks[block].items() if key != "values"}
         fields = {**block_fields, **self.rows[row], **self.columns[column]}
-        experiment = self.experiment.format(**fields)
+        try:
+            experiment = self.experiment.format(**fields)
+        except KeyError as error:
+            raise ValueError(
+                f"experiment '{self.experiment}': field {error} is set by none of block '{block}', "
+                f"row '{row}' and column '{column}'"
+            ) from None
         state = fields.get("state", "trained")
         valid_states = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
 

@@ -111,6 +111,30 @@ def test_a_source_without_scores_of_one_team_is_left_out_of_differences(tmp_path
     assert [row["n"] for row in gain] == ["0", "1", "2", "3"]
 
 
+def test_rows_and_columns_of_one_table_are_compared(tmp_path: Path) -> None:
+    table = PaperTable.load("marti_llama").model_copy(
+        update={"compare": (("Pass@1 + RL", "Pass@1"), ("Avg", "MATH500"))}
+    )
+    files = {
+        f"{experiment}/{state}": [
+            evaluation(
+                tmp_path / f"{experiment}_{state}.json",
+                state,
+                {"math_500": [0.0, 0.0 if state == "base" else 1.0]},
+            )
+        ]
+        for experiment, state in table.evaluations
+    }
+    provenance = Provenance(scale="tiny", seeds=[1], commit="abc", costs=[], deviations=[])
+    make_paper_table(table, files, provenance, tmp_path / "t.csv", tmp_path / "t.md")
+    with (tmp_path / "t.csv").open() as lines:
+        rows = {(row["row"], row["column"]): row for row in csv.DictReader(lines)}
+    assert rows["Pass@1 + RL - Pass@1", "MATH500"]["value"] == "0.500000"  # of the second task
+    # Every task is in MATH500, so the average is the same.
+    for row in table.rows:
+        assert rows[row, "Avg - MATH500"]["value"] == "0.000000"
+
+
 def test_experiments_with_the_same_deviations_share_a_line() -> None:
     deviations = known_deviations(PaperTable.load("marti_llama"))
     assert len(deviations) == 1

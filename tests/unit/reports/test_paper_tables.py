@@ -78,6 +78,14 @@ def test_published_averages_are_the_means_of_the_copied_numbers(name: str) -> No
             "state 'bass' of AIME24, SA untrained; expected base, trained, gain",
         ),
         (("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, GRPO]"), "compare: no row or column 'GRPO'"),
+        (
+            ("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, AIME24]"),
+            "one of 'Sh Dr.MAS' and 'AIME24' is a row, and the other a column",
+        ),
+        (
+            ("SA GRPO: {method: single_grpo}", "SA GRPO: {}"),
+            "field 'method' is set by none of block 'Qwen3-4B', row 'AIME24' and column 'SA GRPO'",
+        ),
         (("AIME25: [33.1", "AIME26: [33.1"), "values of 'AIME26', which is not a row"),
     ],
 )
