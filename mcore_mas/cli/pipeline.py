@@ -210,7 +210,10 @@ def evaluate_run(
         ),
     ] = None,
 ) -> None:
-    """Evaluate a team on its test tasks: avg@k, pass@k and maj@k by data source."""
+    """Evaluate a team on its test tasks: avg@k, pass@k and maj@k by data source.
+
+    If the team plays a zero-sum game, metrics of its strategy are printed too.
+    """
     stop_at_start()
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import evaluate

@@ -98,7 +98,7 @@ def _check_policies_defined(
 
 
 def _teacher_names(policies: Mapping[str, Any]) -> set[str]:
-    """Return the names of the teachers in plain values of a config."""
+    """Return the names of the policies that are teachers, from the section `policies` before its validation."""
     names = set()
     for policy in policies.values():
         teacher = policy.get("teacher") if isinstance(policy, Mapping) else None

@@ -107,14 +107,15 @@ def sampled_tokens(metrics: Metrics) -> float:
 def answer_costs(folder: Path) -> dict[str, float]:
     """Return the mean costs of an answer over the completed trajectories of an evaluation.
 
-    The seconds of an answer are from its first call to the end of its last call.
+    The seconds of an answer are from its first call to the end of its last call. Those of an agent
+    are the sum over its calls.
 
     Args:
         folder: folder of the evaluation's trajectories.
 
     Returns:
         `tokens` and `seconds`, and `agent/NAME/calls`, `agent/NAME/tokens` and `agent/NAME/seconds`
-        of each agent; nothing if no trajectories are recorded.
+        of each agent; nothing if no completed trajectory is recorded.
     """
     turns = _read_turns(folder)
     if not len(turns):

@@ -1,4 +1,4 @@
-"""The web server of the studio, which answers GET requests of this machine or with a token."""
+"""The web server of the studio. It answers GET requests from this machine, or those with its token."""
 
 import asyncio
 import secrets
@@ -72,8 +72,8 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
 
     Args:
         studio: object that answers the requests.
-        token: token that is required as bearer token, or as `?token=` of the first page; None if
-            only this machine can reach the server.
+        token: token that every request must have, as bearer token or as `?token=`; None if only
+            this machine can reach the server.
     """
     nonce = secrets.token_urlsafe(16)
     headers = {
@@ -164,7 +164,7 @@ def _endpoint(
 
 
 def _json_response(value: Any) -> Response:
-    # JSON has no NaN and no infinity. YAML has bytes.
+    # JSON has no NaN and no infinity. It has no bytes either, which a config in YAML may contain.
     content = to_json(escape_texts(value), inf_nan_mode="null", bytes_mode="base64", fallback=str)
     return Response(content, media_type="application/json")
 

@@ -13,9 +13,9 @@ def find_turn_advantages(file: Path, trajectories: Sequence[Trajectory]) -> Turn
     A step that has not assigned credit, and a run of an earlier version, has no record of them.
     They are then computed as by `compute_turn_credit`.
     """
-    recorded = advantage_path(file)
-    if recorded.is_file():
-        return read_advantages(recorded)
+    advantage_file = advantage_path(file)
+    if advantage_file.is_file():
+        return read_advantages(advantage_file)
 
     # The import of torch takes longer than the rest of a command.
     from mcore_mas.reports.turn_credit import compute_turn_credit
