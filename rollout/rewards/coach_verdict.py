@@ -19,13 +19,13 @@ _SCORE_LINE = re.compile(rf"^[ \t>*_`#-]*({'|'.join(_SCORES)})[*_` \t]*[:=](.*)$
 # The line of the coach's own result, which must not be empty.
 _ANSWER_LINE = re.compile(r"^[ \t>*_`#-]*OWN_ANSWER[*_` \t]*[:=].*[^\s*_`]", re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]:
     """Parse the scores of a verdict; process and outcome scores are clamped to their ranges.
 
-    Thoughts in <think> tags are ignored. A name may occur twice if its value is the same.
+    The text up to the last `</think>` is ignored, because a template may put `<think>` into the prompt, and so is a
+    thought that is not closed. A name may occur twice if its value is the same.
 
     Args:
         reply: text of the coach.
@@ -40,7 +40,7 @@ def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]
             a score, a value is not a finite number, ANSWER_CORRECT is neither 0 nor 1, or two values
             of a name differ.
     """
-    visible_reply = _THOUGHTS.sub("", reply)
+    visible_reply = reply.rpartition("</think>")[2].partition("<think>")[0]
     values: dict[str, str] = {}
     for name, text in _SCORE_LINE.findall(visible_reply):
         value = text.strip(" \t\r*_`").removesuffix(".")

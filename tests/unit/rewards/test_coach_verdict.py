@@ -19,6 +19,8 @@ from rollout.rewards.coach_verdict import MalformedVerdict, parse_verdict
         ("PROCESS_SCORE: 1e1", 10.0),
         ("PROCESS_SCORE: 4\nPROCESS_SCORE: 4", 4.0),
         ("<think>PROCESS_SCORE: 2?</think>PROCESS_SCORE: 9", 9.0),
+        # the template has put <think> into the prompt
+        ("PROCESS_SCORE: 2?\n</think>\nPROCESS_SCORE: 9", 9.0),
         ("PROCESS_SCORE: 3\r\n", 3.0),
     ],
 )
