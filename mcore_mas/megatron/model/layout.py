@@ -64,8 +64,8 @@ class TileSizes:
 
     Attributes:
         group: number of query heads that share a key/value head.
-        rows: rows of a query tile in the forward kernel and that of the queries' gradient; at
-            least `group`.
+        rows: rows of a query tile in the forward kernel and in the kernel of the queries' gradient;
+            at least `group`.
         keys: keys of a key tile in these kernels.
         rows_kv: rows of a query tile in the kernel of the gradients of keys and values.
         keys_kv: keys of a key tile in that kernel.
@@ -79,12 +79,13 @@ class TileSizes:
 
     @classmethod
     def of(cls, group: int, head_dim: int, bf16: bool, shared_memory_kib: int = 227) -> TileSizes:
-        """Return sizes that compile for an H200 without spilled registers.
+        """Return sizes with which the kernels compile without spilled registers.
 
-        tests/unit/megatron/test_tree_kernels.py checks this.
+        tests/unit/megatron/test_compiled_kernels.py checks this in bfloat16, for an H200 and an L40S.
 
         Args:
-            shared_memory_kib: shared memory of the GPU; where it is small, wide heads have fewer keys in a tile.
+            shared_memory_kib: shared memory of the GPU. Where it is small, bfloat16 kernels have smaller
+                tiles: `keys` is smaller for heads wider than 128, `keys_kv` for others.
         """
         padded_group = _next_power(group)
         if bf16 and head_dim <= 128:
@@ -108,16 +109,20 @@ class TileSizes:
 
     @staticmethod
     def min_shared_memory_kib(head_dim: int, bf16: bool) -> int:
-        """Return the KiB of shared memory that the kernels need for heads of this width.
+        """Return the KiB of shared memory that a GPU must have for the kernels of heads of this width.
 
-        Compiled for GPUs with little shared memory (sm_80, sm_89), the kernels take 97 KiB for
-        bfloat16 heads of 128. For heads of 256, whose tiles have 16 keys, they take 83 of the 98 KiB
-        that are returned.
+        Compiled for GPUs with little shared memory (sm_80, sm_89), the kernels take 161 KiB for
+        float32 heads of 128, and 97 for bfloat16 heads of 128. For bfloat16 heads of 256, whose tiles
+        have 16 keys there, they take 83 of the 98 KiB that are returned. The need grows with the width.
         """
-        width = max(64, _next_power(head_dim))
         if not bf16:
-            return 160 * width // 128
-        return (97 if width <= 128 else 49) * width // 128
+            kib_for_128 = 161
+        elif head_dim <= 128:
+            kib_for_128 = 97
+        else:
+            kib_for_128 = 49
+        width = max(64, _next_power(head_dim))
+        return -(-kib_for_128 * width // 128)
 
 
 def _next_power(count: int) -> int:
