@@ -295,7 +295,7 @@ class CostModel:
         Args:
             tokens: number of tokens that go through the layers.
             pairs: number of pairs of a token and a token that it attends to.
-            rows: number of tokens that go through the head.
+            rows: number of rows that go through the head, as in `Microbatch`.
         """
         architecture = self.architecture
         if architecture is None:

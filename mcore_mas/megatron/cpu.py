@@ -56,8 +56,8 @@ def patch_cuda() -> None:
     # converts only tensors that it moves from a GPU.
     importlib.import_module(_DISPATCHER).maybe_move_tensor_to_cpu = _convert_on_cpu
 
-    # With both tensor and expert parallelism the ranks have unequal numbers of tokens, but gloo's
-    # collectives need equal ones.
+    # With both tensor and expert parallelism the ranks have unequal numbers of tokens. gloo's
+    # all-gather and reduce-scatter need equal numbers, and its all-to-all does not.
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _with_unequal_sizes(
         mappings._gather_along_first_dim, _gather_unequal
@@ -157,17 +157,17 @@ def _with_unequal_sizes(equal: Any, unequal: Any) -> Any:
 
 
 def _gather_unequal(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Gather the rows of all ranks on every rank; rank r has sizes[r] rows."""
+    """Gather the rows of all ranks on every rank, by an all-to-all; rank r has sizes[r] rows."""
     gathered = x.new_empty(sum(sizes), *x.shape[1:])
-    copies = torch.cat([x] * len(sizes))  # one for each rank
+    copies = torch.cat([x] * len(sizes))  # one to send to each rank
     dist.all_to_all_single(gathered, copies, sizes, [len(x)] * len(sizes), group=group)
     return gathered
 
 
 def _reduce_scatter_unequal(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Sum all rows over ranks, and return this rank's rows of the sum; rank r has sizes[r] rows."""
+    """Sum all rows over ranks, by an all-to-all; return this rank's rows, sizes[r] on rank r."""
     own_size = sizes[group.rank()]
-    parts = x.new_empty(len(sizes), own_size, *x.shape[1:])  # from each rank
+    parts = x.new_empty(len(sizes), own_size, *x.shape[1:])  # received from each rank
     dist.all_to_all_single(
         parts.flatten(0, 1), x.contiguous(), [own_size] * len(sizes), sizes, group=group
     )

@@ -52,9 +52,9 @@ class BlockMemory:
     def swap(self, tensors: Iterable[Tensor]) -> None:
         """Swap the values of tensors with those in their slots; the host does not wait for the device."""
         for part, slot in self.slots(tensors):
-            before = part.clone()
+            old_part = part.clone()
             part.copy_(slot, non_blocking=True)
-            slot.copy_(before, non_blocking=True)
+            slot.copy_(old_part, non_blocking=True)
 
 
 def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:

@@ -66,11 +66,11 @@ class RankMonitor:
         patience_s = self.hang_s * (1 + 2 / _POLLS)
         while time.monotonic() - last_progress_s < patience_s:
             await asyncio.sleep(self.hang_s / _POLLS)
-            latest = [self._last_progress(rank) for rank in range(len(results))]
-            # Writing the stacks turns a rank's time into 0, which is no progress.
-            if any(new > old for new, old in zip(latest, progress_times, strict=True)):
+            new_times = [self._progress_time(rank) for rank in range(len(results))]
+            # A time that falls to 0, because the rank's watchdog has written stacks, is no progress.
+            if any(new > old for new, old in zip(new_times, progress_times, strict=True)):
                 last_progress_s = time.monotonic()
-            progress_times = latest
+            progress_times = new_times
 
         unfinished = [rank for rank, result in enumerate(results) if not result.done()]
         raise ProcessLost(
@@ -78,8 +78,8 @@ class RankMonitor:
             f"{self._describe(unfinished)}"
         )
 
-    def _last_progress(self, rank: int) -> int:
-        """Return the time of a rank's last progress, in ns.
+    def _progress_time(self, rank: int) -> int:
+        """Return the time of a rank's last progress by its status file, in ns.
 
         It is 0 if the rank's watchdog has written stacks, or if there is no status file yet.
         """
@@ -90,7 +90,7 @@ class RankMonitor:
         return 0
 
     def _describe(self, ranks: Sequence[int]) -> str:
-        """Describe ranks, those in the same state together.
+        """Describe the states of ranks; ranks in the same state are listed together.
 
         The descriptions are sorted by their text, so that "does not respond" precedes "in phase".
         """

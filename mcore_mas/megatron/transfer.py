@@ -80,7 +80,7 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild a value with every tensor in it converted."""
+    """Convert a tensor, or the tensors of nested tuples and dataclasses; return other values unchanged."""
     if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, tuple):

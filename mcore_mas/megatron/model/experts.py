@@ -234,6 +234,9 @@ class _GroupedProduct(torch.autograd.Function):
     """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
 
     x is [R, inputs], sorted by expert; the weight [E · outputs, inputs]; the result [R, outputs].
+    `exact` is that of `_multiply_groups`. It concerns the result alone, because only results are
+    compared with those of the engine. The gradient of the weight is added to Megatron's float32
+    buffer, if there is one.
     """
 
     @staticmethod
@@ -254,24 +257,34 @@ class _GroupedProduct(torch.autograd.Function):
         if x is None:
             return grad_x, None, None, None
 
-        total = ctx.main_grad
-        if total is None:
-            total = torch.zeros(weight.shape, device=weight.device)
-        stack = total.unflatten(0, (len(groups), -1))
+        grad_weight = ctx.main_grad
+        if grad_weight is None:
+            grad_weight = torch.zeros(weight.shape, device=weight.device)
+        grad_stack = grad_weight.unflatten(0, (len(groups), -1))
         if isinstance(groups, Tensor):
-            add_grouped(stack, grad_out, x, groups)
+            add_grouped(grad_stack, grad_out, x, groups)
         else:
-            expert_rows = zip(stack, grad_out.split(groups), x.split(groups), strict=True)
-            for expert_total, expert_grad, expert_x in expert_rows:
-                add_product(expert_total, expert_grad.t(), expert_x)
+            expert_rows = zip(grad_stack, grad_out.split(groups), x.split(groups), strict=True)
+            for expert_grad_weight, expert_grad_out, expert_x in expert_rows:
+                add_product(expert_grad_weight, expert_grad_out.t(), expert_x)
 
         if ctx.main_grad is None:
-            return grad_x, total.to(weight.dtype), None, None
+            return grad_x, grad_weight.to(weight.dtype), None, None
         return grad_x, mark_grad_as_added(weight), None, None
 
 
 def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
-    """Compute x weightᵀ of x [R, inputs], with each expert's weight of stack [E, outputs, inputs]."""
+    """Multiply each row with the weight of its expert: x weightᵀ.
+
+    Args:
+        x: [R, inputs], sorted by expert.
+        stack: [E, outputs, inputs] weights.
+        groups: the rows of each expert.
+        exact: on a CPU, a row of the result has the same bits whatever the other rows are.
+
+    Returns:
+        [R, outputs]
+    """
     if isinstance(groups, Tensor):
         return F.grouped_mm(x, stack.transpose(1, 2), offs=groups)
     multiply = row_product if exact else linear_product

@@ -39,10 +39,11 @@ def norm_kernel(
 
     Args:
         x: [rows, columns].
-        residual: [rows, columns], contiguous, that is added to `x` first; or None.
+        residual: [rows, columns], contiguous, that is added to `x` first; or None. The sum is
+            rounded to the type of `results` before it is normalized.
         weight: [columns].
-        results: the sum, or None without a residual; and the sum / rms(sum) · weight. Both are
-            [rows, columns] and contiguous.
+        results: the sum x + residual, or None without a residual; and the norm of the sum or of
+            `x`, times the weight. Both are [rows, columns] and contiguous.
         sizes: rows, columns, and the stride of the rows of `x`.
         eps: is added to the mean square.
     """
@@ -176,11 +177,19 @@ def swiglu_gradient_kernel(
 
 @triton.jit
 def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
-    """Return indices and masks [padded heads, 1] of the heads of a token of a packed projection.
+    """Return indices and masks, [padded heads, 1] each, of the heads of a packed projection.
+
+    A token has for each key/value head: the query heads of its group, its key and its value.
+
+    Args:
+        sizes: group, kv_heads, and others.
+        padded_heads: number of heads, padded to a power of two; the padding is False in all masks.
 
     Returns:
-        Index of each head; masks of queries, of keys and of values; index of a query among all
-        queries; and index of the key/value head.
+        head: index among all heads of the token.
+        is_query, is_key, is_value: masks of the three kinds of heads.
+        query_head: index among the token's queries, if the head is a query.
+        kv_head: index of the key/value head that the head belongs to.
     """
     group: tl.constexpr = sizes[0]
     kv_heads: tl.constexpr = sizes[1]
@@ -191,7 +200,8 @@ def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
     is_query = exists & (part < group)
     is_key = exists & (part == group)
     is_value = exists & (part == group + 1)
-    return head, is_query, is_key, is_value, kv_head * group + part, kv_head
+    query_head = kv_head * group + part
+    return head, is_query, is_key, is_value, query_head, kv_head
 
 
 @triton.jit
