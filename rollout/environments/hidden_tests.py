@@ -509,7 +509,10 @@ class _TestRewriter:
         return _literal(node)
 
     def _is_trusted(self, operand: ast.expr) -> bool:
-        """Return True if the operand has names, and all of them are imported from pytest or unittest."""
+        """Return True if the operand has names, and all of them are imported from pytest or unittest.
+
+        Then no code of the repository computes its value; an example is `pytest.approx(0.5)`.
+        """
         names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
         return bool(names) and names <= self._trusted_names
 
@@ -792,6 +795,7 @@ def _name_of_set(node: ast.expr) -> str:
 
 
 def _parameter_names(node: ast.expr) -> list[str]:
+    """Return the names in the first argument of `parametrize`; [] if it is no literal of names."""
     names = _literal(node)
     if isinstance(names, str):
         return [name.strip() for name in names.split(",") if name.strip()]

@@ -140,7 +140,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str:
-    """Return an answer without blanks, in the notation that math-verify reads where there is one."""
+    """Rewrite an answer in the LaTeX that math-verify reads, and remove its blanks.
+
+    Notation without such a form stays as it is. Blanks stay only after a command.
+    """
     text = _rewrite_systems(_unwrap(answer))
     for written, command in _COMMANDS.items():
         text = text.replace(written, command)
@@ -150,21 +153,12 @@ def normalize_answer(answer: str) -> str:
     )
     text = _VULGAR_FRACTION.sub(_write_vulgar_fraction, text)
     text = _UPRIGHT_LETTER.sub(lambda match: match[1] or match[2], text)
-    text = _MIXED_NUMBER.sub(r"(\1+\\frac{\2}{\3})", text)
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\s", "", match[0]), text)
-    text = _SHORT_SCRIPT.sub(r"\1{\2}", text)
-    text = _SPACED_DIGITS.sub(NO_NUMBER, text)
-    text = _OR_AND.sub(
-        lambda match: _JUNCTIONS[match["marked"] or match["word"] or match["sign"]], text
-    )
-    for word, command in _WORDS:
-        text = word.sub(command, text)
+    text = _rewrite_spaced_digits(text)
+    text = _rewrite_words(text)
     text = _rewrite_roots(text)
     text = _POWER_IN_BRACKETS.sub(r"^{\1}", text)
     text = _MODULUS.sub(lambda match: f"\\pmod{{{match['braced'] or match['number']}}}", text)
-    text = _TEMPERATURE.sub(r"\1\\text{\2}", text)
-    if _TRIGONOMETRY.search(text):
-        text = _DEGREES.sub(r"(\\frac{\1\\pi }{180})", text)
+    text = _rewrite_degrees(text)
     text = _SPACING.sub(lambda match: f"{match['command']} " if match["command"] else "", text)
     text = text.replace("+-", "-")
     only_text = _ONLY_TEXT.fullmatch(text)
@@ -185,6 +179,35 @@ def _unwrap(answer: str) -> str:
     if whole:
         text = whole[1]
     return _ABOUT.sub("", _NUMBER_IN_FONT.sub(r"\1", text))
+
+
+def _rewrite_spaced_digits(text: str) -> str:
+    """Rewrite blanks between digits: of mixed numbers, thousands such as `12 000`, and `\\log_2 8`.
+
+    Other digits get NO_NUMBER between them, so that `3 5` does not become 35 when blanks are removed.
+    """
+    text = _MIXED_NUMBER.sub(r"(\1+\\frac{\2}{\3})", text)
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\s", "", match[0]), text)
+    text = _SHORT_SCRIPT.sub(r"\1{\2}", text)
+    return _SPACED_DIGITS.sub(NO_NUMBER, text)
+
+
+def _rewrite_words(text: str) -> str:
+    """Write `or`, `and`, `pi`, `infinity` and names of functions as commands."""
+    text = _OR_AND.sub(
+        lambda match: _JUNCTIONS[match["marked"] or match["word"] or match["sign"]], text
+    )
+    for word, command in _WORDS:
+        text = word.sub(command, text)
+    return text
+
+
+def _rewrite_degrees(text: str) -> str:
+    """Write the unit of a temperature as text, and degrees beside a trigonometric function in radians."""
+    text = _TEMPERATURE.sub(r"\1\\text{\2}", text)
+    if _TRIGONOMETRY.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1\\pi }{180})", text)
+    return text
 
 
 def _rewrite_roots(text: str) -> str:

@@ -66,6 +66,7 @@ _BASE = rf"(?P<base>\d+|{'|'.join(_BASE_NAMES)})"
 _MARK = r"\\(?:text|textrm|mathrm|mbox)"
 
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?!\w|\.\d)")
+# `0.1\overline{6}`, `0.1\bar6`, `0.(16)`, and `0.\dot{1}4\dot{2}` with dots over the first and last digit.
 _REPEATING = re.compile(
     r"(?<![\d.])(?P<whole>\d{0,20})\.(?P<fixed>\d{0,20})"
     r"(?:\\(?:overline|bar)\s*(?:\{(?P<line>\d{1,20})\}|(?P<digit>\d))|(?<=\.)\((?P<bracket>\d{1,20})\)"
@@ -148,8 +149,8 @@ def _write_repeating(match: re.Match[str]) -> str:
     period = match["line"] or match["digit"] or match["bracket"]
     if period is None:
         period = f"{match['first']}{match['middle'] or ''}{match['last'] or ''}"
-    start = f"0{match['whole']}{match['fixed']}"
-    numerator = int(f"{start}{period}") - int(start)
+    digits_before_period = f"0{match['whole']}{match['fixed']}"
+    numerator = int(f"{digits_before_period}{period}") - int(digits_before_period)
     denominator = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
     return f"(\\frac{{{numerator}}}{{{denominator}}})"
 

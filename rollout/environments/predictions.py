@@ -107,7 +107,7 @@ class Target:
         """Return True if a score is better than the baseline's, or if there is no baseline."""
         if self.baseline is None:
             return True
-        if TABLE_METRICS[self.metric].scale is None:
+        if TABLE_METRICS[self.metric].larger_is_better:
             return score > self.baseline
         return score < self.baseline
 

@@ -379,7 +379,11 @@ def _find_permissions(sources: Mapping[str, str]) -> set[str]:
 
 
 def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
-    """Return the text files of an instance's repository by path."""
+    """Return the text files of an instance's repository by path, without links and large files.
+
+    Raises:
+        EnvError: `checkouts` is not set, or has no folder of the instance.
+    """
     root = checkouts / instance if checkouts is not None else None
     if root is None or not root.is_dir():
         raise EnvError(

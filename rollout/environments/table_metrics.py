@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rollout.environments.protocol import AgentMistake
 
-# Pairs of truth and prediction: finite numbers, or labels.
+# Pairs of truth and prediction: finite numbers, labels or texts.
 Pairs = Sequence[tuple[Any, Any]]
 
 _MIN_PROBABILITY = 1e-15
@@ -223,9 +223,14 @@ def hits_at_3(pairs: Pairs) -> float:
 
 
 def class_log_loss(rows: Sequence[Pairs]) -> float:
-    """Return the mean of -log p(truth) over rows, with a column for the probability of each class.
+    """Return the mean of -log p(class of the row) over rows.
 
-    Probabilities of a row are scaled to a sum of 1, and clipped to [1e-15, 1].
+    The predicted probabilities of a row are divided by their sum, in which negative ones count as 0,
+    and clipped to [1e-15, 1].
+
+    Args:
+        rows: for each row, a pair for every class: 1 for the row's class and 0 for the others, and
+            the predicted probability of the class.
     """
     losses = []
     for row in rows:
@@ -254,6 +259,11 @@ class Metric:
     kind: Literal["number", "integer", "label", "text"] = "number"
     scale: float | None = None
     by_row: bool = False
+
+    @property
+    def larger_is_better(self) -> bool:
+        """True if larger values are better; False for an error metric."""
+        return self.scale is None
 
     def score(self, truth: Sequence[str], predictions: Sequence[str]) -> float:
         """Compute the metric from the cells of two columns."""

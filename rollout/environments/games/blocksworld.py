@@ -142,7 +142,10 @@ def _move(state: BlocksTable, move: Sequence[str]) -> Played[BlocksTable]:
 
 
 def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:
-    """Return (move, stacks after the move) for every possible move."""
+    """Return (move, stacks after the move) for every possible move.
+
+    A move is a block on top of a stack, and the block or the table to put it on: `A B`, `A table`.
+    """
     moves = []
     for stack in sorted(stacks):
         rest = stack[:-1]
@@ -150,8 +153,9 @@ def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:
         without_top = stacks - {stack}
         if rest:
             without_top |= {rest}
-        for other in sorted(stacks - {stack}):
-            moves.append((f"{top} {other[-1]}", without_top - {other} | {(*other, top)}))
+        for target in sorted(stacks - {stack}):
+            without_target = without_top - {target}
+            moves.append((f"{top} {target[-1]}", without_target | {(*target, top)}))
         if rest:
             moves.append((f"{top} {_TABLE}", without_top | {(top,)}))
     return moves

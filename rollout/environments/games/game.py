@@ -203,9 +203,9 @@ class GameEnv(CalculatingEnv, Generic[_State]):
 
 
 def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
-    """Make the environment class of one game.
+    """Return the environment class of one game: GameEnv with `game` set.
 
-    Its option `rewards` has the fields of this game's class, which are the game's rewards.
+    Its option `rewards` is an instance of `game`, because a game's rewards are the fields of its class.
     """
     return make_dataclass(
         name,
@@ -235,7 +235,7 @@ _MAX_CHARS = 2000  # a longer list is a failed generation
 
 
 def parse_actions(text: str) -> list[str]:
-    """Return the actions of a list; [] if the text is not a list.
+    """Return the actions of a list; [] if the text is not a list, is too long or has an empty action.
 
     Actions are separated by commas, and the words of an action by spaces: `R, R, D` and `1 2 4,
     2 1 3`. Lists as Python or JSON prints them are read, too: `["R", "R", "D"]` and `[[1, 2, 4],
