@@ -111,7 +111,7 @@ class Coach:
         return _add_scores(groups, scores)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by agent since the last call, and the total cost of the coach."""
+        """Return failures by kind and metrics by agent since the last call, and the coach's total spending."""
         statistics = self._statistics
         failures_by_kind = self._failures_by_kind
         self._statistics = defaultdict(_AgentStatistics)

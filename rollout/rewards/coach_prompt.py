@@ -105,7 +105,7 @@ def _is_visible(event: ToolEvent, turn: Turn) -> bool:
 
 
 def _listed_files(events: Iterable[ToolEvent], last_turn: int) -> str:
-    """Return the newest listing of the work folder after `last_turn` or an earlier turn, or ""."""
+    """Return the latest listing of the work folder up to the end of turn `last_turn`; "" if there is none."""
     listings = [
         event.result
         for event in events

@@ -24,21 +24,23 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 def parse_verdict(reply: str, *, answer_first: bool = False) -> dict[str, float]:
     """Parse the scores of a verdict; process and outcome scores are clamped to their ranges.
 
-    The text up to the last `</think>` is ignored, because a template may put `<think>` into the prompt, and so is a
-    thought that is not closed. A name may occur twice if its value is the same.
+    Text in a thought is ignored: all up to the last `</think>`, and all from a `<think>` after it that
+    is not closed. A reply may have `</think>` alone, because some chat templates put `<think>` into the
+    prompt. A name may occur twice if its value is the same.
 
     Args:
         reply: text of the coach.
-        answer_first: require the coach's own result, in a line before the first score.
+        answer_first: require a line OWN_ANSWER with the coach's own solution of the task, before the
+            first score.
 
     Returns:
         `process` from 0 (harmful) to 10 (as good as an expert), and, if the reply has them,
         `outcome` from 0 to 1 and `answer_correct`, 0 or 1.
 
     Raises:
-        MalformedVerdict: the process score is missing, a required result is missing or comes after
-            a score, a value is not a finite number, ANSWER_CORRECT is neither 0 nor 1, or two values
-            of a name differ.
+        MalformedVerdict: the process score is missing, a required line OWN_ANSWER is missing or comes
+            after a score, a value is not a finite number, ANSWER_CORRECT is neither 0 nor 1, or two
+            values of a name differ.
     """
     visible_reply = reply.rpartition("</think>")[2].partition("<think>")[0]
     values: dict[str, str] = {}

@@ -76,20 +76,22 @@ def turn_difference(
 
     def rewards(trajectory: Trajectory) -> list[float]:
         turns = allocation.require_no_tree(trajectory).turns
-        result: list[float] = []  # rewards of the turns up to the end of the latest round
+        result: list[float] = []
         previous = 0.0
-        for end, last_turn in enumerate(turns, start=1):
+        round_start = 0
+        for index, last_turn in enumerate(turns):
             if last_turn.agent not in scored:
                 continue
             value = allocation.score_of(trajectory, last_turn, metric)
-            turns_of_round = turns[len(result) : end]
+            turns_of_round = turns[round_start : index + 1]
             _check_equal_scores(trajectory, turns_of_round, metric)
             for turn in turns_of_round:
                 # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0.
                 # Source: UnityMAS-O (arXiv 2605.26646).
                 result.append(value if turn.agent in absolute else value - previous)
             previous = value
-        for turn in turns[len(result) :]:
+            round_start = index + 1
+        for turn in turns[round_start:]:
             if turn.agent in absolute:
                 raise RewardError(
                     f"{describe_position(trajectory, turn)}: '{metric}' is measured neither on this turn nor later"
@@ -127,14 +129,15 @@ History = Literal["own", "rounds", "before", "proposers"]
 
 
 def _earlier_turns_of_agent(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the indices of the earlier turns of the same agent."""
+    """Return the indices of the earlier turns of the agent of turn `i`."""
     return [j for j in range(i) if turns[j].agent == turns[i].agent]
 
 
 def _turns_of_earlier_rounds(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the indices of all agents' turns of earlier rounds.
+    """Return the indices of all agents' turns in the rounds before that of turn `i`.
 
-    Round n of a debate has turn number n of each agent; it is not `Turn.round`.
+    Round n has the n-th turn of every agent, as in a debate. `Turn.round` numbers other rounds, those
+    between two steps of the environment.
     """
     rounds = allocation.agent_turn_counts(turns)
     return [j for j in range(len(turns)) if rounds[j] < rounds[i]]
@@ -145,7 +148,7 @@ def _all_earlier_turns(turns: Sequence[Turn], i: int) -> list[int]:
 
 
 def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
-    """Return the indices of the other agents' turns if this is the last turn; other turns are not shaped."""
+    """Return the indices of the other agents' turns if turn `i` is the last one; else [], so it is not shaped."""
     if i < len(turns) - 1:
         return []
     return [j for j in range(i) if turns[j].agent != turns[i].agent]
