@@ -158,6 +158,7 @@ class Collector:
         return trajectory
 
     def _new_play(self, task: Task, sample: int, calls: CallRecord) -> _Play:
+        """Return the play of a task: with replays, as a tree, or as a single episode."""
         options = self.options
         team = replace(
             self.team.with_sampling(**options.sampling), max_turns=options.deadlines.max_turns

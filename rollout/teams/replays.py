@@ -80,7 +80,7 @@ class ReplayedPlay(BranchedPlay):
         super().__post_init__()
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
         # By turn: the trajectory's outcome minus the outcome of its replay without the reply.
-        self._removal: dict[int, float] = {}
+        self._removal_scores: dict[int, float] = {}
         self._sampled_tokens = 0  # tokens of sampled turns that follow alternatives
 
     async def _play_branches(self) -> None:
@@ -203,7 +203,7 @@ class ReplayedPlay(BranchedPlay):
             branch = await self._replay_branch(decision, "", {call_key(call): empty_answer})
             if branch is not None:
                 without = branch.episode.outcome or 0.0
-                self._removal[decision.turn] = (self.episode.outcome or 0.0) - without
+                self._removal_scores[decision.turn] = (self.episode.outcome or 0.0) - without
 
     @property
     def _recorded(self) -> dict[CallKey, CallAnswer]:
@@ -248,11 +248,16 @@ class ReplayedPlay(BranchedPlay):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of the trajectory, each followed by its alternatives."""
+        """The turns of the trajectory, each followed by its alternatives.
+
+        A turn that was also replayed without its reply has the score `removal`.
+        """
         turns: list[Turn] = []
         for turn in self.episode.turns:
-            if turn.index in self._removal:
-                turn = replace(turn, scores={**turn.scores, "removal": self._removal[turn.index]})
+            if turn.index in self._removal_scores:
+                turn = replace(
+                    turn, scores={**turn.scores, "removal": self._removal_scores[turn.index]}
+                )
             turns.append(turn)
             turns += self._alternatives.get(turn.index, ())
         return tuple(turns)

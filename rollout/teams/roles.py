@@ -70,7 +70,8 @@ ROLES: dict[str, Role] = {}
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
     """Register the decorated parser, with its prompts, as the role `name`.
 
-    A user's role replaces the built-in role of the same name, also in built-in teams.
+    A user's role replaces the built-in role of the same name, also in built-in teams, whichever of
+    the two is registered first.
 
     Raises:
         ValueError: the user's code has registered another role of this name.

@@ -245,7 +245,10 @@ class BranchSession(TeamSession):
         )
 
     def _branch_name(self) -> str:
-        """Return a name of the branch: other branches may make equal calls and get other results."""
+        """Return a name for the turns so far, which distinguishes equal calls after different turns.
+
+        Branches with the same turns so far have the same name, and share the recorded results of calls.
+        """
         seeds = [turn.seed for _, turn in sorted(self._turns.items())]
         return str(derive_seed(*seeds)) if seeds else ""
 
@@ -357,8 +360,8 @@ class Branch:
     def score(self, alpha: float) -> float:
         """Return the score of the latest round.
 
-        It is the sum of its turns' local scores plus, once, `alpha` times the rewards of the
-        environment.
+        It is the sum of the turns' local scores, plus `alpha` times the sum of the environment's
+        rewards since the round was answered.
         """
         scores = self._session.scores
         local = sum(scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1])
