@@ -125,7 +125,8 @@ def row_blocks(
 class _Window:
     """Neighbouring rows of the cache that attend together.
 
-    Idle rows between them attend to position 0 only, and their results are dropped.
+    Idle rows between them attend to position 0, or to the common keys of their group; their results
+    are dropped.
 
     Attributes:
         part: rows of the batch that are in the window.
@@ -209,7 +210,11 @@ class RowBlock(_Window):
 
 
 class GroupBlock(_Window):
-    """Groups of rows at equal distances; the common keys of a group are read once."""
+    """Groups of rows, whose common keys are read once for each group.
+
+    The groups begin in cache rows at equal distances, so that the window is a grid of G groups of W
+    rows.
+    """
 
     def __init__(
         self,
@@ -237,18 +242,20 @@ class GroupBlock(_Window):
             first_row = first_rows[0]
             distance = first_rows[1] - first_rows[0]
         else:
+            # A single group has no distance to another, so its window has its live rows only.
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
-        self._grid = (len(runs), distance)  # G and W: the rows of a group end where the next begins
+        self._grid = (len(runs), distance)  # G and W
         shared = [_shared_tokens(batch, run) for run in runs]
         self._shared = np.repeat(shared, distance)  # common tokens of each row of the window
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
     def _update_mask(self) -> None:
-        """Compute the mask [G, 1, W, 1, keys]; None if all rows are equally long."""
+        """Compute the mask [G, 1, W, 1, keys]; None if every row attends to all keys."""
         positions = self._positions[:, None]
         shared = self._shared[:, None]
-        # Positions after the common keys, at which every row reads its own keys.
+        # Each row's own keys are read from the end of the shortest prefix on. The mask hides those
+        # that a longer prefix has already, and those behind the row's position.
         self._suffix = slice(int(shared.min()), int(positions.max()) + 1)
         self._mask: Tensor | None = None
         if np.ptp(shared) or np.ptp(positions):
@@ -261,42 +268,58 @@ class GroupBlock(_Window):
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
     ) -> Tensor:
-        """Return the attention of the block; see `RowBlock.attend`. It is never exact.
+        """Return the attention of the block; see `RowBlock.attend`.
 
-        All rows of a group attend to its prefix in one product, and each row to its own suffix. The
-        products with the prefix have shapes that begin with [G, KV, W], and those with the suffix
-        [G, W, KV].
+        All rows of a group attend to its prefix in one product, and each row to its own suffix.
+        `exact` is ignored, because exact mode has row blocks only.
         """
         kv_heads = keys.shape[1]
         heads, head_dim = q.shape[1:]
         groups, rows = self._grid
-        heads_per_kv = heads // kv_heads
-        by_group = (groups, kv_heads, rows, heads_per_kv)
-        by_row = (groups, rows, kv_heads, heads_per_kv)
+        q = self._spread(q).reshape(groups, rows, kv_heads, heads // kv_heads, head_dim)
 
-        q = self._spread(q).reshape(*by_row, head_dim)
-        group_q = q.transpose(1, 2).reshape(groups * kv_heads, rows * heads_per_kv, head_dim)
-        prefix_scores = torch.bmm(group_q, self._prefix_keys[layer])
-        suffix_keys = keys[self._rows].flatten(0, 1)[:, :, self._suffix]
-        suffix_scores = torch.bmm(q.flatten(0, 2), suffix_keys)
-
-        # Scores and weights of all keys, [G, KV, W, H / KV, keys].
-        prefix_scores = prefix_scores.view(*by_group, -1)
-        suffix_scores = suffix_scores.view(*by_row, -1).transpose(1, 2)
-        scores = torch.cat([prefix_scores, suffix_scores], -1)
+        scores = torch.cat([self._prefix_scores(q, layer), self._suffix_scores(q, keys)], -1)
         if self._mask is not None:
             scores.add_(self._mask)
         weights = scores.softmax(-1)
-        prefix_weights = weights[..., : self._prefix_tokens]
-        suffix_weights = weights[..., self._prefix_tokens :]
 
-        prefix_weights = prefix_weights.flatten(2, 3).flatten(0, 1)
-        prefix_attended = torch.bmm(prefix_weights, self._prefix_values[layer])
-        suffix_weights = suffix_weights.transpose(1, 2).flatten(0, 2)
-        suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
-        attended = torch.bmm(suffix_weights, suffix_values).view(q.shape)
-        attended += prefix_attended.view(*by_group, head_dim).transpose(1, 2)
+        attended = self._sum_suffix(weights[..., self._prefix_tokens :], values)
+        attended += self._sum_prefix(weights[..., : self._prefix_tokens], layer)
         return self._select_live(attended.view(groups * rows, heads * head_dim))
+
+    def _prefix_scores(self, q: Tensor, layer: int) -> Tensor:
+        """Return the scores of the common keys for queries [G, W, KV, H / KV, D].
+
+        Returns:
+            [G, KV, W, H / KV, P].
+        """
+        groups, rows, kv_heads, heads_per_kv, head_dim = q.shape
+        by_group = q.transpose(1, 2).reshape(groups * kv_heads, rows * heads_per_kv, head_dim)
+        scores = torch.bmm(by_group, self._prefix_keys[layer])
+        return scores.view(groups, kv_heads, rows, heads_per_kv, -1)
+
+    def _suffix_scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Return the scores of each row's own keys for queries [G, W, KV, H / KV, D].
+
+        Returns:
+            [G, KV, W, H / KV, keys].
+        """
+        suffix_keys = keys[self._rows].flatten(0, 1)[:, :, self._suffix]
+        scores = torch.bmm(q.flatten(0, 2), suffix_keys)
+        return scores.view(*q.shape[:-1], -1).transpose(1, 2)
+
+    def _sum_prefix(self, weights: Tensor, layer: int) -> Tensor:
+        """Return the sum [G, W, KV, H / KV, D] of common values by weights [G, KV, W, H / KV, P]."""
+        by_group = weights.flatten(2, 3).flatten(0, 1)
+        sums = torch.bmm(by_group, self._prefix_values[layer])
+        return sums.view(*weights.shape[:-1], -1).transpose(1, 2)
+
+    def _sum_suffix(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Return the sum [G, W, KV, H / KV, D] of own values by weights [G, KV, W, H / KV, keys]."""
+        by_row = weights.transpose(1, 2)
+        suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
+        sums = torch.bmm(by_row.flatten(0, 2), suffix_values)
+        return sums.view(*by_row.shape[:-1], -1)
 
 
 def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
