@@ -417,6 +417,7 @@ class EmbeddedEngine:
         self._waiting.clear()
         self._done.clear()
         self._rows.live[:] = False
+        self._rows.generations[:] = None
         self._rows.cached[:] = 0
 
     def _prefill(self) -> None:

@@ -110,6 +110,32 @@ def test_the_duration_of_an_exchange_depends_on_the_client(
     assert engine.stats.steps == steps_taken
 
 
+def test_requests_lost_in_a_failed_step_do_not_shorten_later_exchanges(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
+    seconds = itertools.count()  # a step takes one second
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time)
+    monkeypatch.setattr(batching, "time", clock)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    # Both requests want every single token, which limits an exchange to its budget.
+    requests = [
+        Request(id=i, prompt_ids=[1, i], sampling=Sampling(max_tokens=60), notify_every=1)
+        for i in range(2)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "decode", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.exchange(requests, [], 2.0)
+
+    request = Request(id=2, prompt_ids=[1, 2], sampling=Sampling(max_tokens=60))
+    engine.exchange([request], [], 2.0)
+    assert engine.stats.steps == 10  # five times the budget
+
+
 def spans(completion: Completion) -> list[tuple[int, int, int]]:
     """Return version, first token and end of each version span."""
     return [(span.version, span.start, span.end) for span in completion.versions]
