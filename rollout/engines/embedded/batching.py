@@ -503,7 +503,7 @@ class EmbeddedEngine:
         return self._attention.plan(batch)
 
     def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
-        """Sample the next tokens of `rows` [N] from logits [N, V]."""
+        """Sample the next tokens of `rows` [N] from logits [N, V], and append them; see `_append`."""
         began = time.thread_time()
         tokens, logprobs = self._rows.sample(rows, logits)
         self._append(rows, tokens, logprobs)

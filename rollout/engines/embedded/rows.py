@@ -121,8 +121,8 @@ class CacheRows:
         """Put a request into a row. Its keys are not computed yet.
 
         The row joins the group of row `source` if it shares at least half of what that group
-        shares. With copies it must share half of its prompt too: equal prompts share more among
-        themselves than with others that only begin alike.
+        shares. If copies follow, the group must also share at least half of this prompt. Otherwise
+        the row begins a group of its own, in which the copies share the whole prompt.
 
         Args:
             source: row from which the first `shared` keys are copied.
@@ -203,9 +203,10 @@ class CacheRows:
         return uniforms(self.seed[rows], self.size[rows] - self.prompt_size[rows])
 
     def sample(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample the next tokens of `rows` [N] from logits [N, V].
+        """Sample the next tokens of `rows` [N] from logits [N, V], and record requested candidates.
 
-        Tokens that the grammar of a row forbids get the logit -∞.
+        Tokens that the grammar of a row forbids get the logit -∞. The sampled token advances the
+        grammar. `append` adds the tokens to the rows.
 
         Returns:
             Token ids [N] and their log-probabilities [N].

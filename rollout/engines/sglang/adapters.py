@@ -142,7 +142,11 @@ class AdapterServers(SGLangEngine):
                 self.send_in_background(replica, "/unload_lora_adapter", {"lora_name": name})
 
     async def load_present_weights(self, replica: Replica) -> bool:
-        """Load the present versions into a server that was started again; return True."""
+        """Load the present versions into a server that was started again.
+
+        Returns:
+            True, because the versions always have files to load them from.
+        """
         for slot in self._slots.values():
             if slot.name is not None:
                 await _load(replica.client.call, slot.name, slot.folder)

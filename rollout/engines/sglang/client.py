@@ -50,7 +50,7 @@ class SGLangClient:
         *,
         stream: StreamedReply | None = None,
     ) -> Any:
-        """Send a request and return the JSON of the answer, None if it is empty.
+        """Send a request and return the JSON of the answer, None if it has none.
 
         Args:
             body: sent with POST; None: the path is read with GET.
@@ -88,7 +88,7 @@ class SGLangClient:
 
 
 def _parse(path: str, reply: HttpReply) -> Any:
-    """Return the JSON of a reply; raise EngineError if it says that the request failed."""
+    """Return the JSON of a reply, None if it has none; raise EngineError if the request failed."""
     try:
         body = json.loads(reply.content) if reply.content else None
     except ValueError:
@@ -150,7 +150,7 @@ class StreamedReply:
         return {**last, "output_ids": self._token_ids, "meta_info": meta}
 
     def _take(self, chunk: bytes) -> None:
-        """Read the complete events of the answer so far."""
+        """Read the events that are complete with this chunk of the answer."""
         *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data:").strip()

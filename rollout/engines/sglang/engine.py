@@ -216,7 +216,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         In the latter case the servers pause until `commit_update`.
         """
         self._joining = await self.fleet.update_members()
-        # This call starts servers that have died again. It is not /health, which fails during a pause.
+        # This call restarts servers that have died. It is not /health, which fails during a pause.
         await self.fleet.call_all("/model_info")
         began = time.perf_counter()
         if self._open_update is not None:

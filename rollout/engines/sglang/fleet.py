@@ -209,10 +209,11 @@ class Fleet:
         await self._move_memory(tags, free=False)
 
     async def _move_memory(self, tags: Sequence[Tag], *, free: bool) -> None:
-        """Free memory, or allocate it again.
+        """Have all servers free memory, or allocate it again.
 
-        SGLang's memory saver crashes a server that is told to free memory which is free already, as
-        after a rollout that never began, or to allocate memory which is not free.
+        Each server gets only the tags whose memory is not yet freed or allocated, because SGLang's
+        memory saver crashes a server that is told to free or to allocate the same memory twice. For
+        example, the memory is freed already after a rollout that never began.
         """
         wanted: list[str] = [*tags]
         if "kv_cache" in tags:

@@ -90,7 +90,8 @@ class Server:
             address = str(ray.util.get_node_ip_address())
             interface = interface_of(address)
             network = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        network |= without_proxy(address)  # a server sends requests, with its key, to itself
+        # A server sends requests to itself. They contain its key, so no proxy may get them.
+        network |= without_proxy(address)
         port = free_port(address)
 
         environment = {
@@ -138,7 +139,7 @@ class Server:
         try:
             output = subprocess.check_output(command, text=True)
         except (OSError, subprocess.CalledProcessError):
-            return []  # there is no GPU, or only a part of one
+            return []  # there is no GPU, or only a part of one (MIG)
         free_fractions = []
         for line in output.splitlines():
             total, free = line.split(",")
