@@ -17,7 +17,7 @@ SUITE = {
     "overrides": ["data.train=20", "data.validation=4", "data.test=4"],
 }
 TARGETS = (
-    "results/mini/first/base/config.json",  # a script
+    "results/mini/first/tasks/train.parquet",  # a script
     "results/mini/second/tasks/train.parquet",  # a shell command
 )
 
