@@ -246,7 +246,7 @@ def _instrument_test(
         local_constants = {
             key: value for key, value in local_constants.items() if key not in in_use
         }
-        parameters = {key: nodes for key, nodes in parameters.items() if key not in in_use}
+        parameters = {key: slots for key, slots in parameters.items() if key not in in_use}
         function.body = copy.deepcopy(original).body
 
     for constant in local_constants:
