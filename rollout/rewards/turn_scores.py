@@ -18,11 +18,11 @@ def local_team(
 ) -> Group:
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree, the reward that the environment gave between the turn's node and the next one is used
-    in place of the score "team". The score "team" may also have rewards of later steps, which a
-    branch that did not continue never reached. The score "branch" of a node is the sum of its turns'
-    local scores, plus this reward times `trainer.branching.alpha`. So "branch" minus the local scores
-    is this reward with that factor. Only one of the two alphas may differ from 1.
+    In a tree, the environment's reward between the turn's node and the next one takes the place of
+    the score "team", because "team" may include rewards of later steps, which a branch that did not
+    continue never reached. It is computed from the node's score "branch", which is the sum of the
+    local scores of the node's turns plus `trainer.branching.alpha` times this reward. It therefore
+    has that factor already, and only one of the two alphas may differ from 1.
 
     Args:
         alpha: weight of the score "team".
