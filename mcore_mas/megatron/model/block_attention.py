@@ -254,8 +254,8 @@ def attend_exactly(
     for path in paths:
         # [kv_heads, K, d]: all tokens that the segment's last token attends to, padded to a
         # multiple of the lanes of a softmax, as in the engine.
-        keys = torch.cat([k[tokens] for tokens in path]).transpose(0, 1)
-        values = torch.cat([v[tokens] for tokens in path]).transpose(0, 1)
+        keys = torch.cat([k[token_range] for token_range in path]).transpose(0, 1)
+        values = torch.cat([v[token_range] for token_range in path]).transpose(0, 1)
         key_count = keys.shape[1]
         padding = -key_count % KEY_MULTIPLE
         keys = pad(keys, (0, 0, 0, padding))

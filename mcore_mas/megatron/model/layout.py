@@ -84,6 +84,9 @@ class TileSizes:
         tests/unit/megatron/test_compiled_kernels.py checks this in bfloat16, for an H200 and an L40S.
 
         Args:
+            group: number of query heads that share a key/value head.
+            head_dim: width of a head.
+            bf16: True for bfloat16 tensors, False for float32.
             shared_memory_kib: shared memory of the GPU. Where it is small, bfloat16 kernels have smaller
                 tiles: `keys` is smaller for heads wider than 128, `keys_kv` for others.
         """
@@ -96,13 +99,13 @@ class TileSizes:
                 rows_kv=max(64, padded_group),
                 keys_kv=128 if shared_memory_kib >= _MIN_WGMMA_KIB else 64,
             )
-        # With 32 keys, bfloat16 kernels for heads of 256 take up to 129 KiB: 101 compiled for sm_80
-        # and sm_89, 129 for sm_90.
-        fits_32_keys = shared_memory_kib > 129 * _next_power(head_dim) // 256
+        # With 32 keys, bfloat16 kernels for heads of 256 take 101 KiB compiled for sm_80 and sm_89,
+        # and 129 for sm_90. The larger number is required of every GPU, in proportion to the width.
+        has_memory_for_32_keys = shared_memory_kib > 129 * _next_power(head_dim) // 256
         return cls(
             group,
             rows=max(64, padded_group),
-            keys=32 if fits_32_keys or not bf16 else 16,
+            keys=32 if has_memory_for_32_keys or not bf16 else 16,
             rows_kv=max(32, padded_group),
             keys_kv=32,
         )
@@ -224,7 +227,7 @@ class PackedTrees(PackedSeqParams):
         longest_sequence: number of tokens of the longest sequence, from a root to a leaf.
         predictors: [n] tokens of this rank that predict a label; set if the other tokens do not
             leave the last layer.
-        routing: [tokens of this rank, sparse layers, k] experts on record, see `EngineRoutingReplay`.
+        routing: [tokens of this rank, sparse layers, k] recorded experts, see `EngineRoutingReplay`.
     """
 
     qkv_format: str = "sbhd"
@@ -272,7 +275,7 @@ class PackedTrees(PackedSeqParams):
                 ranges, subtree_ends, max_block_tokens
             )
         if all(segment.parent < 0 for segment in segments):
-            starts = [0, *(tokens.stop for tokens in ranges)]
+            starts = [0, *(token_range.stop for token_range in ranges)]
             layout.sequence_starts = torch.tensor(starts, dtype=torch.int32)
         return layout
 
@@ -280,9 +283,9 @@ class PackedTrees(PackedSeqParams):
 def _paths(segments: Sequence[Segment], ranges: Sequence[slice]) -> tuple[tuple[slice, ...], ...]:
     """Return the token ranges from the root to each segment."""
     paths: list[tuple[slice, ...]] = []
-    for segment, tokens in zip(segments, ranges, strict=True):
+    for segment, token_range in zip(segments, ranges, strict=True):
         parent_path = paths[segment.parent] if segment.parent >= 0 else ()
-        paths.append((*parent_path, tokens))
+        paths.append((*parent_path, token_range))
     return tuple(paths)
 
 
@@ -299,29 +302,36 @@ def _subtree_ends(segments: Sequence[Segment], stops: Sequence[int]) -> list[int
 def _attention_calls(
     ranges: Sequence[slice], subtree_ends: Sequence[int], max_block_tokens: int
 ) -> tuple[tuple[CausalBlocks, ...], tuple[tuple[slice, slice], ...]]:
-    """Return `causal_blocks` and `unmasked_pairs` of a layout."""
+    """Return `causal_blocks` and `unmasked_pairs` of a layout.
+
+    Args:
+        ranges: token range of each segment.
+        subtree_ends: first token after the subtree of each segment.
+        max_block_tokens: number of tokens above which a segment is cut into blocks.
+    """
     blocks: list[slice] = []
     unmasked_pairs: list[tuple[slice, slice]] = []
-    for tokens, end in zip(ranges, subtree_ends, strict=True):
-        segment_blocks = _cut_range(tokens, max_block_tokens)
+    for token_range, subtree_end in zip(ranges, subtree_ends, strict=True):
+        segment_blocks = _cut_range(token_range, max_block_tokens)
         blocks += segment_blocks
         unmasked_pairs += _pair_halves(segment_blocks)
-        if end > tokens.stop:  # the segments below attend to this one
-            unmasked_pairs.append((slice(tokens.stop, end), tokens))
+        if subtree_end > token_range.stop:  # every token of the descendants attends to this segment
+            descendants = slice(token_range.stop, subtree_end)
+            unmasked_pairs.append((descendants, token_range))
     return tuple(_group_blocks(blocks)), tuple(unmasked_pairs)
 
 
-def _cut_range(tokens: slice, max_block_tokens: int) -> list[slice]:
+def _cut_range(token_range: slice, max_block_tokens: int) -> list[slice]:
     """Cut a range into as few blocks as possible, of about the same length."""
-    count = tokens.stop - tokens.start
-    if count <= max_block_tokens:
-        return [tokens]
-    blocks = -(-count // max_block_tokens)
-    length = -(-count // blocks)
+    tokens = token_range.stop - token_range.start
+    if tokens <= max_block_tokens:
+        return [token_range]
+    blocks = -(-tokens // max_block_tokens)
+    length = -(-tokens // blocks)
     length += -length % _CPU_MULTIPLE
     return [
-        slice(start, min(start + length, tokens.stop))
-        for start in range(tokens.start, tokens.stop, length)
+        slice(start, min(start + length, token_range.stop))
+        for start in range(token_range.start, token_range.stop, length)
     ]
 
 
@@ -346,7 +356,7 @@ def _group_blocks(blocks: Sequence[slice]) -> Iterator[CausalBlocks]:
     blocks of other runs are padded, together with blocks of about their length.
     """
     short_blocks: dict[int, list[slice]] = defaultdict(list)
-    for length, run in groupby(blocks, key=lambda tokens: tokens.stop - tokens.start):
+    for length, run in groupby(blocks, key=lambda block: block.stop - block.start):
         neighbours = list(run)
         token_range = slice(neighbours[0].start, neighbours[-1].stop)
         if token_range.stop - token_range.start >= _MIN_CALL_TOKENS:
@@ -361,8 +371,8 @@ def _pad_blocks(blocks: Sequence[slice]) -> CausalBlocks:
     """Pad blocks to the longest one; a single block needs no padding."""
     if len(blocks) == 1:
         return CausalBlocks(blocks[0].stop - blocks[0].start, token_range=blocks[0])
-    starts = torch.tensor([tokens.start for tokens in blocks])
-    lengths = torch.tensor([tokens.stop - tokens.start for tokens in blocks])
+    starts = torch.tensor([block.start for block in blocks])
+    lengths = torch.tensor([block.stop - block.start for block in blocks])
     column = torch.arange(int(lengths.max()))
     block_tokens = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
     present = column < lengths[:, None]
