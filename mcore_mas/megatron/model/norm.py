@@ -50,7 +50,8 @@ class ResidualNorm(RMSNorm):
     `Module.__call__`, whose hooks wait until the distributed optimizer has gathered the weight.
 
     Attributes:
-        frees_output: True if the output of each call is kept for `free_output_read_by` to free.
+        frees_output: True if the output is freed until the backward pass, which computes it again;
+            see `free_output_until_backward_of`.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +78,10 @@ class ResidualNorm(RMSNorm):
             self._last_call = x.detach(), out
         return out
 
-    def free_output_read_by(self, reader: Tensor) -> None:
+    def free_output_until_backward_of(self, reader: Tensor) -> None:
         """Free this norm's last output until the backward pass of the attention or MLP that has read it.
+
+        Do nothing unless `frees_output` is set.
 
         Args:
             reader: output of the attention or MLP.
@@ -115,10 +118,11 @@ class ResidualAddition:
     def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
         """Return the sum of the residual and the output of the attention or MLP.
 
-        The normed input of the attention or MLP is freed, because it has been read.
+        If `frees_output` of the norm before the attention or MLP is set, that norm's output, which has
+        been read, is freed until the backward pass.
         """
         output, _bias = output_and_bias
-        self._previous.free_output_read_by(output)
+        self._previous.free_output_until_backward_of(output)
         if self._following is None:
             return output + residual
         total: Tensor = self._following(output, residual)
