@@ -60,7 +60,10 @@ def depths(segments: Sequence[Segment]) -> list[int]:
 
 
 def attention_pairs(segments: Sequence[Segment]) -> int:
-    """Return the number of pairs of a token and a token that it attends to, which may be itself."""
+    """Return the number of pairs of a query and a key that attention computes.
+
+    Every token is the query of a pair with itself as the key.
+    """
     return sum(
         segment.tokens * (2 * depth + segment.tokens + 1) // 2
         for segment, depth in zip(segments, depths(segments), strict=True)
@@ -294,7 +297,7 @@ class CostModel:
 
         Args:
             tokens: number of tokens that go through the layers.
-            pairs: number of pairs of a token and a token that it attends to.
+            pairs: number of pairs of a query and a key, see `attention_pairs`.
             rows: number of rows that go through the head, as in `Microbatch`.
         """
         architecture = self.architecture

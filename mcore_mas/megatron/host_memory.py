@@ -30,7 +30,7 @@ class BlockMemory:
     def slots(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of a part of a tensor and its slot in this memory, both flat and as bytes.
 
-        Called again with tensors of the same sizes, it yields the same slots with what was written to them.
+        Called again with tensors of the same sizes, it yields the same slots, with the bytes that were written to them.
 
         Args:
             tensors: contiguous; one that does not fit into a block is cut into several parts.

@@ -172,7 +172,7 @@ class RankWatchdog:
         faulthandler.dump_traceback_later(self._hang_s, file=self._file)
 
     def _write(self) -> None:
-        """Write the phase; the time of the file is the time of the last progress."""
+        """Write the phase; the modification time of the file is the time of the last progress."""
         file = self._file.fileno()
         with suppress(OSError):  # a full disk does not stop a rank
             os.ftruncate(file, 0)

@@ -9,10 +9,10 @@ The versions differ in this:
 - 0.18 and later construct the modules of a layer specification with keyword arguments only;
   `RMSNorm` and `TreeAttention` accept these.
 - 0.19 reads the current CUDA stream when gradients are reduced; `patch_cuda` supplies one on a CPU.
-- 0.20 renames settings of CUDA graphs and of the SMs of expert dispatchers, which this package does
-  not set, and logs at every construction of a model that its class is deprecated. It was not
-  released when this was written: ten rows of docs/exactness.md were measured with its source of
-  2026-08-22 (d98e8a64), on Python 3.11.
+- 0.20 renames the settings of CUDA graphs, and those of the number of SMs that dispatch tokens to
+  experts. This package sets neither. At every construction of a model, 0.20 logs that the model's
+  class is deprecated. It was not released when this was written; ten rows of docs/exactness.md were
+  measured with its source of 2026-08-22 (d98e8a64), on Python 3.11.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign"

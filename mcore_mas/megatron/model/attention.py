@@ -99,7 +99,7 @@ class TreeAttention(torch.nn.Module):
         Args:
             q, k, v: [T, heads, head_dim]; keys and values may have fewer heads.
             starts: [sequences + 1] first token of each sequence, and T.
-            longest: tokens of the longest sequence.
+            longest: number of tokens of the longest sequence.
 
         Returns:
             [T, heads · head_dim]

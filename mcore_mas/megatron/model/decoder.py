@@ -36,14 +36,14 @@ class PackedGPTModel(GPTModel):
 
         Args:
             value_head: put a `ValueHead` in the place of the output layer.
-            vocab: tokens of the vocabulary without padding.
+            vocab: number of tokens of the vocabulary, without padding.
             args, kwargs: arguments of `GPTModel`.
         """
         super().__init__(*args, **kwargs)
         self._vocab = vocab
 
-        # GPTModel builds its own rotary module and output layer, without a choice; both are
-        # replaced.
+        # GPTModel always builds its own rotary module and output layer, so both are replaced
+        # afterwards.
         self.rotary_pos_emb = TreeRotary(
             kv_channels=self.config.kv_channels,
             rotary_percent=1.0,

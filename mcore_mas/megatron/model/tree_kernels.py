@@ -8,12 +8,14 @@ that it has the same bits every time.
 
 A tile has one row for each query token and each head that shares a key/value head. Keys are thus
 loaded once for all these heads; a tile of 128 rows has only 32 tokens if 4 heads share a key/value
-head.
+head. A row is not used if its token is beyond the T tokens, or if it is left over because the number
+of heads does not divide the number of rows.
 
 Three kinds of arguments are tuples:
 
 - A tensor is (pointer, stride of tokens, stride of heads). The elements of a head are neighbours.
-- `plan` describes who attends to whom, see `BlockPlan`; the constants below name its elements.
+- `plan` describes which queries attend to which keys, see `BlockPlan`; the constants below name its
+  elements.
 - `shape` has compile-time constants; the constants below name its elements.
 """
 
@@ -37,7 +39,7 @@ _SCALE = tl.constexpr(9)
 # Elements of `shape`.
 _GROUP = tl.constexpr(0)  # heads that share a key/value head
 _HEAD_DIM = tl.constexpr(1)
-_PADDED_DIM = tl.constexpr(2)  # the next power of two of the head's dimension
+_PADDED_DIM = tl.constexpr(2)  # head dimension, padded to a power of two of at least 16
 _ROWS = tl.constexpr(3)  # of a tile of queries
 _KEYS = tl.constexpr(4)  # of a tile of keys
 _PRECISION = tl.constexpr(5)  # of products of float32 factors
@@ -84,14 +86,14 @@ def _load_block(x, block, kv_head, is_used, shape: tl.constexpr):
 
 @triton.jit
 def _load_block_numbers(x, block, kv_head, is_used, plan, shape: tl.constexpr):
-    """Load a number of each row of a tile of queries [rows]; `x` points to [T, heads]."""
+    """Load one number for each row of a tile of queries [rows]; `x` points to [T, heads]."""
     first_row, offset = _block_rows((x, plan[_HEADS], 1), block, kv_head, shape)
     return tl.load(first_row + offset, mask=is_used, other=0.0)
 
 
 @triton.jit
 def _pointers(x, token, head, shape: tl.constexpr):
-    """Return pointers to [rows, padded head_dim] of a tensor."""
+    """Return pointers to the elements of a tile [rows, padded head_dim] of a tensor."""
     base, token_stride, head_stride = x
     row = token.to(tl.int64) * token_stride + head * head_stride
     return base + row[:, None] + tl.arange(0, shape[_PADDED_DIM])[None, :]
@@ -99,14 +101,14 @@ def _pointers(x, token, head, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, token, head, is_used, shape: tl.constexpr):
-    """Load [rows, padded head_dim] of a tensor, with zeros in rows that are not used."""
+    """Load a tile [rows, padded head_dim] of a tensor, with zeros in rows that are not used."""
     mask = is_used[:, None] & (tl.arange(0, shape[_PADDED_DIM]) < shape[_HEAD_DIM])[None, :]
     return tl.load(_pointers(x, token, head, shape), mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, value, token, head, is_used, shape: tl.constexpr):
-    """Store [rows, padded head_dim] to the rows of a tensor that are used."""
+    """Store a tile [rows, padded head_dim] in a tensor, without the rows that are not used."""
     mask = is_used[:, None] & (tl.arange(0, shape[_PADDED_DIM]) < shape[_HEAD_DIM])[None, :]
     pointers = _pointers(x, token, head, shape)
     tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)

@@ -66,7 +66,7 @@ def sample(completion_ids: tuple[int, ...]) -> Sample:
 
 
 def pairs_of_mask(segments: Sequence[Segment]) -> int:
-    """Count the pairs of a token and a token that it attends to, one by one."""
+    """Count the pairs of a query and a key that attention computes, one by one."""
     segment_of_token = [
         index for index, segment in enumerate(segments) for _ in range(segment.tokens)
     ]
