@@ -1,6 +1,5 @@
 """Commands that run, check and plan a suite, and the stages of one run."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,11 +32,11 @@ def run_suite(
     overrides of every run, such as trainer.steps=3, and arguments of Snakemake, such as -n for a
     dry run.
     """
-    from mcore_mas.cli.suite_command import snakemake_command
+    from mcore_mas.cli.suite_command import run_snakemake, snakemake_arguments
 
     # Typer does not know Snakemake's options and puts them among the overrides; the two are separated below.
-    command = snakemake_command(suite, [*(overrides or []), *context.args], config_dir)
-    os.execv(command[0], command)  # noqa: S606
+    arguments = snakemake_arguments(suite, [*(overrides or []), *context.args], config_dir)
+    run_snakemake(arguments)
 
 
 @pipeline_commands.command("new", rich_help_panel=PIPELINE_PANEL)

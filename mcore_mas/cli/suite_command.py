@@ -1,4 +1,4 @@
-"""Command line of Snakemake for a suite, with Hydra overrides of every run."""
+"""Snakemake on a suite, with Hydra overrides of every run."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from typing import Any
 from mcore_mas.cli.arguments import UsageError, setting_hint, setting_names
 from mcore_mas.pipeline.suite import suite_values
 from mcore_mas.pipeline.suite_file import SNAKEFILE
+from mcore_mas.runtime.stop_signal import undo_stop_at_start
 from rollout.base.hints import nearest_hint
 
 # Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
@@ -36,8 +37,8 @@ _OPTIONS_WITH_PAIRS = {
 _OVERRIDE = re.compile(r"~|\+{0,2}\w[^/=]*=")
 
 
-def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | None) -> list[str]:
-    """Return the command that runs a suite with Snakemake.
+def snakemake_arguments(suite: str, arguments: Sequence[str], config_dir: Path | None) -> list[str]:
+    """Return the arguments with which Snakemake runs a suite.
 
     Args:
         suite: a suite file, or the name of an experiment.
@@ -49,15 +50,15 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
         SuiteError: there is no such suite, experiment or `config_dir`.
         UsageError: Snakemake does not take these arguments, or would misunderstand them.
     """
-    overrides, snakemake_arguments = split_overrides(arguments)
-    _check_arguments(snakemake_arguments)
+    overrides, other_arguments = split_overrides(arguments)
+    _check_arguments(other_arguments)
     values = suite_values(suite, config_dir)
 
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
+    source = ["--snakefile", str(SNAKEFILE)]
     settings: dict[str, Any] = {}  # for Snakemake's option --config
     is_file = Path(suite).is_file()
     if is_file:
-        command.append(f"--configfile={suite}")
+        source.append(f"--configfile={suite}")
     else:
         settings.update(values)  # an experiment has no suite file that Snakemake could read
     if overrides:
@@ -65,7 +66,16 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
         settings["overrides"] = [*values.get("overrides", []), *overrides]
     if is_file and config_dir is not None:
         settings["config_dir"] = str(config_dir.resolve())
-    return [*command, *_add_settings(snakemake_arguments, settings)]
+    return [*source, *_add_settings(other_arguments, settings)]
+
+
+def run_snakemake(arguments: Sequence[str]) -> None:
+    """Run Snakemake in this process, which ends with it; another process would import everything again."""
+    from snakemake.cli import main
+
+    undo_stop_at_start()
+    sys.argv = ["snakemake", *arguments]  # the Snakefile reads them
+    main()
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -124,6 +124,14 @@ def ignore_stop_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def undo_stop_at_start() -> None:
+    """Give the signals of `stop_at_start` the handlers that Python sets at its start."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _raise_stopped:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
 @contextmanager
 def preserved_sigterm_handler() -> Iterator[None]:
     """Keep the handler of SIGTERM over a block that calls `ray.init`.

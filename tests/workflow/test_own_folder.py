@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from mcore_mas.cli.suite_command import snakemake_command
+from mcore_mas.cli.suite_command import snakemake_arguments
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
@@ -205,7 +205,7 @@ def test_a_users_experiment_is_loaded_by_its_name(
     assert load_suite("my_relay").runs["my_relay"]["env"]["name"] == "my_pkg.worlds:near"
     config_dirs = [
         argument
-        for argument in snakemake_command("my_relay", ["-n"], None)
+        for argument in snakemake_arguments("my_relay", ["-n"], None)
         if argument.startswith("config_dir=")
     ]
     assert config_dirs == [f'config_dir="{project / "configs"}"']
@@ -214,7 +214,7 @@ def test_a_users_experiment_is_loaded_by_its_name(
     assert list(load_suite("my_relay", config_dir=Path("mine")).runs) == ["my_relay"]
     assert "my_relay" in load_suite("my_suite.yaml", config_dir=Path("mine")).runs
     for suite in ("my_relay", "my_suite.yaml"):
-        for function in (load_suite, snakemake_command):
+        for function in (load_suite, snakemake_arguments):
             with pytest.raises(SuiteError, match=r"config_dir: .*/mien is not a folder"):
                 function(suite, [], Path("mien"))
     message = r"my_rely: no such file, and no experiment of this name .*; nearest: my_relay"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.cli.arguments import UsageError
-from mcore_mas.cli.suite_command import snakemake_command, split_overrides
+from mcore_mas.cli.suite_command import snakemake_arguments, split_overrides
 
 
 @pytest.fixture
@@ -16,22 +16,22 @@ def suite(tmp_path: Path) -> str:
     return str(file)
 
 
-def snakemake_arguments(
+def arguments_after_snakefile(
     suite: str, arguments: list[str], config_dir: Path | None = None
 ) -> list[str]:
-    """Return the arguments after `python -m snakemake --snakefile FILE`."""
-    command = snakemake_command(suite, arguments, config_dir)
-    assert command[1:4] == ["-m", "snakemake", "--snakefile"]
-    return command[5:]
+    """Return the arguments of Snakemake after `--snakefile FILE`."""
+    option, _, *others = snakemake_arguments(suite, arguments, config_dir)
+    assert option == "--snakefile"
+    return others
 
 
 def test_arguments_of_snakemake_are_passed_on(suite: str) -> None:
-    assert snakemake_arguments(suite, ["-n"]) == [f"--configfile={suite}", "-n"]
+    assert arguments_after_snakefile(suite, ["-n"]) == [f"--configfile={suite}", "-n"]
 
 
 def test_overrides_follow_those_of_the_suite_file(suite: str) -> None:
     arguments = ["a.b=1", "~c", "x/y.json", "--config", "scale=tiny", "-n"]
-    assert snakemake_arguments(suite, arguments) == [
+    assert arguments_after_snakefile(suite, arguments) == [
         f"--configfile={suite}",
         "x/y.json",
         "--config",
@@ -42,7 +42,7 @@ def test_overrides_follow_those_of_the_suite_file(suite: str) -> None:
 
 
 def test_config_dir_is_passed_on(suite: str, tmp_path: Path) -> None:
-    assert snakemake_arguments(suite, ["-n"], tmp_path) == [
+    assert arguments_after_snakefile(suite, ["-n"], tmp_path) == [
         f"--configfile={suite}",
         "-n",
         "--config",
@@ -51,7 +51,7 @@ def test_config_dir_is_passed_on(suite: str, tmp_path: Path) -> None:
 
 
 def test_an_experiment_is_a_suite_of_its_own() -> None:
-    assert snakemake_arguments("demo_math", ["-n"]) == [
+    assert arguments_after_snakefile("demo_math", ["-n"]) == [
         "-n",
         "--config",
         'suite="demo_math"',
@@ -82,4 +82,4 @@ def test_config_values_that_snakemake_would_lose_are_refused(
     suite: str, arguments: list[str]
 ) -> None:
     with pytest.raises(UsageError, match="Snakemake uses only the last --config; write one"):
-        snakemake_arguments(suite, ["trainer.steps=3", *arguments])
+        arguments_after_snakefile(suite, ["trainer.steps=3", *arguments])

@@ -10,7 +10,14 @@ import sys
 
 import pytest
 
-from mcore_mas.runtime.stop_signal import GRACE_S, STOP_SIGNALS, Abandoned, StopSignal
+from mcore_mas.runtime.stop_signal import (
+    GRACE_S,
+    STOP_SIGNALS,
+    Abandoned,
+    StopSignal,
+    stop_at_start,
+    undo_stop_at_start,
+)
 
 # A process that starts Ray, works in an event loop, shuts down, and ends. At each of these moments
 # it calls `reach`, which sends a signal if this is the moment of the test.
@@ -293,3 +300,18 @@ def test_an_update_that_ends_soon_after_ctrl_c_is_kept() -> None:
         return await stop.run_until_urgent(update())
 
     assert asyncio.run(run_update()) == "finished"
+
+
+def test_a_program_that_runs_after_the_start_gets_pythons_handlers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # undone after the test
+    handler_before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        stop_at_start(signal.SIGTERM, signal.SIGINT)
+        undo_stop_at_start()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, handler_before)
