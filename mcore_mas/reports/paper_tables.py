@@ -19,6 +19,7 @@ from rollout.base.section import Section
 from rollout.base.yaml_files import read_yaml
 
 TABLES = SHIPPED / "workflow" / "tables"
+_OUR_METRICS = ("avg", "pass", "maj")
 
 
 class TableError(ValueError):
@@ -71,7 +72,8 @@ class PaperTable(Section):
     # Evaluations in which other models play, as in a suite.
     evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()  # results in the paper's text that are not in the table
-    # Fields of each block, and its `values`: for each row, the numbers of its columns.
+    # Fields of each block, and its `values`: for each row, the numbers of its first columns; those of the others are
+    # not in the paper.
     blocks: dict[str, dict[str, Any]] = Field(min_length=1)
 
     @classmethod
@@ -103,7 +105,7 @@ class PaperTable(Section):
     def _check_experiments(self) -> None:
         """Check that every cell is valid, and that its experiment exists."""
         names = experiments()
-        for experiment in self.experiments:
+        for experiment in self.experiments:  # makes the cells, which checks them
             if experiment not in names:
                 raise ValueError(
                     f"no experiment '{experiment}'; expected one of configs/experiment"
@@ -133,6 +135,7 @@ class PaperTable(Section):
         """Every cell, by block, row, column and metric."""
         cells: list[PaperCell] = []
         for block in self.blocks:
+            self._check_values(block)
             for row in self.rows:
                 for column_index, column in enumerate(self.columns):
                     cells += self._cells_at(block, row, column, column_index)
@@ -149,12 +152,33 @@ class PaperTable(Section):
         pairs = [(cell.experiment, state) for cell in self.cells for state in cell.states]
         return tuple(dict.fromkeys(pairs))
 
+    def _check_values(self, block: str) -> None:
+        """Check that the values of a block are lists by row, and that no list has more values than columns."""
+        values = self.blocks[block].get("values", {})
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"values of block '{block}' are {values}; expected a list of numbers for each row"
+            )
+        for row, row_values in values.items():
+            if row not in self.rows:
+                raise ValueError(f"values of '{row}', which is not a row")
+            label = f"values of row '{row}' in block '{block}'"
+            if not isinstance(row_values, list):
+                raise ValueError(
+                    f"{label} are {row_values}; expected a list with one for each column"
+                )
+            if len(row_values) > len(self.columns):
+                raise ValueError(
+                    f"{label}: {len(row_values)} for {len(self.columns)} columns; "
+                    "remove the surplus, or add a column"
+                )
+
     def _cells_at(self, block: str, row: str, column: str, column_index: int) -> list[PaperCell]:
         """Return the cells of all metrics in one row and column.
 
         Raises:
-            ValueError: the values or the state of these cells are invalid, or a field of the
-                experiment's name is missing.
+            ValueError: the values, the state or the metric of these cells are invalid, or a field of
+                the experiment's name is missing.
         """
         block_fields = {key: value for key, value in self.blocks[block].items() if key != "values"}
         fields = {**block_fields, **self.rows[row], **self.columns[column]}
@@ -172,6 +196,10 @@ class PaperTable(Section):
         if state not in valid_states:
             raise ValueError(
                 f"state '{state}' of {row}, {column}; expected {', '.join(valid_states)}"
+            )
+        if "metric" in fields and fields["metric"] not in _OUR_METRICS:
+            raise ValueError(
+                f"metric '{fields['metric']}' of {row}, {column}; expected {', '.join(_OUR_METRICS)}"
             )
         return [
             PaperCell(
@@ -192,11 +220,7 @@ class PaperTable(Section):
         self, block: str, row: str, column_index: int
     ) -> list[float | str | None]:
         """Return the numbers of all metrics in a row and a column, None where the paper has none."""
-        values: Mapping[str, Any] = self.blocks[block].get("values", {})
-        unknown = values.keys() - self.rows.keys()
-        if unknown:
-            raise ValueError(f"values of '{min(unknown)}', which is not a row")
-        row_values = values.get(row, [])
+        row_values = self.blocks[block].get("values", {}).get(row, [])
         value = row_values[column_index] if column_index < len(row_values) else None
         return _split_metrics(value, len(self.metrics))
 

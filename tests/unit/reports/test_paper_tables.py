@@ -77,6 +77,10 @@ def test_published_averages_are_the_means_of_the_copied_numbers(name: str) -> No
             ("state: base", "state: bass"),
             "state 'bass' of AIME24, SA untrained; expected base, trained, gain",
         ),
+        (
+            ("SA GRPO: {method", "SA GRPO: {metric: mean, method"),
+            "metric 'mean' of AIME24, SA GRPO; expected avg, pass, maj",
+        ),
         (("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, GRPO]"), "compare: no row or column 'GRPO'"),
         (
             ("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, AIME24]"),
@@ -87,6 +91,21 @@ def test_published_averages_are_the_means_of_the_copied_numbers(name: str) -> No
             "field 'method' is set by none of block 'Qwen3-4B', row 'AIME24' and column 'SA GRPO'",
         ),
         (("AIME25: [33.1", "AIME26: [33.1"), "values of 'AIME26', which is not a row"),
+        (
+            ("46.9/80.0]", "46.9/80.0, 1/2, 3/4, 5/6]"),
+            "values of row 'AIME24' in block 'Qwen3-4B': 8 for 7 columns; remove the surplus",
+        ),
+        (
+            (
+                "AIME24: [38.8/63.3, 39.3/64.0, 39.3/63.3, 42.7/73.3, 46.9/80.0]",
+                "AIME24: 38.8/63.3",
+            ),
+            "values of row 'AIME24' in block 'Qwen3-4B' are 38.8/63.3; expected a list",
+        ),
+        (
+            ("size: 4b\n      values:", "size: 4b\n      values: 3\n      numbers:"),
+            "values of block 'Qwen3-4B' are 3; expected a list of numbers for each row",
+        ),
     ],
 )
 def test_an_invalid_table_is_refused_in_one_line(
