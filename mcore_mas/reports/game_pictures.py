@@ -40,7 +40,7 @@ def write_game_pictures(
     if out.suffix:
         targets = {out: select_trajectory(file, trajectories, index, trajectory_id)}
     else:
-        targets = {out / picture_name(trajectory): trajectory for trajectory in trajectories}
+        targets = _picture_files(out, trajectories)
 
     for path, trajectory in targets.items():
         task = tasks.get(trajectory.task_id)
@@ -55,6 +55,24 @@ def write_game_pictures(
     return list(targets)
 
 
+def _picture_files(folder: Path, trajectories: Sequence[Trajectory]) -> dict[Path, Trajectory]:
+    """Return the trajectory of each file in a folder of pictures.
+
+    Trajectories whose ids differ only in characters that `picture_name` replaces would share a file.
+    The names of all but the first of them get a number, such as `-2`.
+    """
+    files: dict[Path, Trajectory] = {}
+    for trajectory in trajectories:
+        path = folder / picture_name(trajectory)
+        stem = path.stem
+        number = 1
+        while path in files:
+            number += 1
+            path = folder / f"{stem}-{number}.svg"
+        files[path] = trajectory
+    return files
+
+
 def draw_trajectory(task: Task, trajectory: Trajectory) -> str | None:
     """Return the picture of a trajectory as SVG; None if its task is no puzzle of a game."""
     if task.env not in GAMES:
@@ -66,7 +84,7 @@ def draw_trajectory(task: Task, trajectory: Trajectory) -> str | None:
 
 
 def picture_name(trajectory: Trajectory) -> str:
-    """Return the file name of a trajectory's picture."""
+    """Return the file name of a trajectory's picture: its id, with "_" for characters such as "/"."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', trajectory.id)}.svg"
 
 

@@ -111,6 +111,20 @@ def test_every_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, list[Task]
             assert sum(first[block] for block in "ABCD") == 4
 
 
+def test_ids_that_differ_in_replaced_characters_have_a_file_each(tmp_path: Path) -> None:
+    """Draw tasks "a/b" and "a_b": the first is solved in one step, the second in two."""
+    tasks = [replace(WALK, id="a/b"), replace(WALK, id="a_b")]
+    write_tasks(tmp_path / "tasks" / "train.parquet", tasks)
+    file = tmp_path / "base.parquet"
+    trajectories = [play_game(tasks[0], "#### R R"), play_game(tasks[1], "no idea", "#### R R")]
+    write_trajectories(file, trajectories)
+    paths = write_game_pictures(file, tmp_path / "pictures")
+    assert [path.name for path in paths] == ["0_a_b_0.svg", "0_a_b_0-2.svg"]
+    # Each board has three squares: one before the first step, and one after every step.
+    squares = [len(shapes_of(path.read_text(), "rect")) for path in paths]
+    assert squares == [2 * 3, 3 * 3]
+
+
 @pytest.mark.parametrize(
     ("env", "prompt", "actions", "signs"),
     [
