@@ -380,7 +380,7 @@ def _check_teachers(config: RunSections) -> None:
 
 
 def _check_teacher_engine(config: RunSections, student: str, teacher: str) -> None:
-    """Refuse a teacher that cannot score at the temperatures or the length of its student."""
+    """Check that a teacher gives log-probabilities of a prompt, at the length and temperatures of its student."""
     key = f"policies.{student}.teacher"
     remote = config.policies[teacher].remote
     engine = for_policy(config, teacher).engine

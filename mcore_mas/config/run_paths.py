@@ -63,11 +63,11 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def _project_of(folder: Path, written_folder: Path) -> Path | None:
-    """Return the project of a run: the directory in which `written_folder` is the path of `folder`.
+    """Return the project of a run: `folder` without the `written_folder` at its end.
 
     Args:
         folder: present folder of the run.
-        written_folder: the run's folder as its config names it.
+        written_folder: the run's folder as its config names it, relative to the project.
 
     Returns:
         None if the run was moved out of its project, or `written_folder` is absolute.

@@ -71,10 +71,12 @@ Panels = dict[str, dict[str, pd.Series]]
 
 
 def write_charts(runs: Mapping[str, Path], out: Path) -> None:
-    """Write the page: a section for each metric, with a line for each run.
+    """Write the page of charts, in which every panel has a line for each run.
 
-    A section has a panel for each agent or data source. Metrics that are zero in all steps are left
-    out, except reward and accuracy.
+    The first section has a panel for the reward, the outcome and the validation accuracy. A second
+    one, with panels of a zero-sum game, is left out if no run has played one. Every other section is
+    about one metric, and has a panel for each agent or data source; curves that are zero in all
+    steps are left out.
 
     A run whose metrics cannot be read is left out, and the page says why.
 

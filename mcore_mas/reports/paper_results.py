@@ -199,13 +199,12 @@ def _published_difference(table: PaperTable, cell: PaperCell, baseline: PaperCel
 
 
 def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that compare a line with the paper, by name.
+    """Return the CSV columns that compare a line with the paper, by name.
 
-    These are the source and the grade of the table, the tolerance of the line, and `within`: whether
-    the published number is within the tolerance. Both are None without two numbers.
-
-    The tolerance is the distance from our mean to the end of its interval on the side of the
-    published number, plus the rounding of that number.
+    `paper_source` and `grade` are those of the table. `tolerance` is the distance from our mean to
+    the end of its interval on the side of the published number, plus the rounding of that number.
+    `within` is True if our mean and the published number differ by at most the tolerance.
+    `tolerance` and `within` are None if no task was scored, or no single number is published.
     """
     agreement = {
         "paper_source": table.source,

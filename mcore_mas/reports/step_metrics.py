@@ -21,7 +21,8 @@ def read_metrics(path: Path) -> Metrics:
     """Read the metrics of a run's steps.
 
     Raises:
-        MetricsError: the file cannot be read, a row has no step, or there is no row.
+        MetricsError: the file cannot be read, its lines hold no JSON object, a row has no step, or
+            there is no row.
     """
     rows = read_step_rows(path)
     if not rows:
@@ -37,18 +38,19 @@ def read_step_rows(path: Path) -> Metrics:
     Values that are not numbers are left out.
 
     Raises:
-        MetricsError: the file cannot be read, or a row has no step.
+        MetricsError: the file cannot be read, its lines hold no JSON object, or a row has no step.
     """
     try:
         if not path.is_file():
             raise MetricsError(f"{path}: no such file; train the run again")
-        rows, end = read_json_lines(path)
+        rows, end_of_lines = read_json_lines(path)
     except OSError as error:
         raise MetricsError(
             f"{path}: cannot be read ({error.strerror}); train the run again"
         ) from error
 
-    if end and not rows:
+    has_lines = end_of_lines > 0
+    if has_lines and not rows:
         raise MetricsError(
             f"{path}: expected one JSON object with a 'step' per line; train the run again"
         )

@@ -75,7 +75,7 @@ def work_timeline(trajectories: Sequence[Trajectory]) -> WorkTimeline | None:
 
 
 def _spans(trajectory: Trajectory) -> list[_Span]:
-    """Return the times of a trajectory's calls of agents and tools, as far as they are recorded."""
+    """Return the times of a trajectory's calls of agents and tools, without calls whose time was not recorded."""
     spans = [
         _Span(turn.agent, turn.started_s, turn.started_s + turn.took_s) for turn in trajectory.turns
     ]
@@ -83,4 +83,4 @@ def _spans(trajectory: Trajectory) -> list[_Span]:
         _Span(f"tool {event.tool}", event.started_s, event.started_s + event.took_s)
         for event in trajectory.tools
     ]
-    return [span for span in spans if span.start]
+    return [span for span in spans if span.start]  # 0: not recorded; others are Unix times
