@@ -59,7 +59,7 @@ OBJECTIVE_ROWS = (
         tested=False,
     ),
     Row(name="LoRA", lora=PROJECTIONS, tested=False),
-    Row(name="LoRA, TP2 + SP", lora=PROJECTIONS, layout=_TP_SP),
+    Row(name="LoRA, TP2 + SP", lora=PROJECTIONS, layout=_TP_SP, tested=False),
     Row(name="LoRA, CP2", lora=PROJECTIONS, layout={"cp": 2}, max_tokens=1000, tested=False),
     Row(name="LoRA, PP2 × DP2", lora=PROJECTIONS, layout={"pp": 2, "dp": 2}, tested=False),
     Row(name="LoRA, trees of depth 3", lora=PROJECTIONS, deep=True, max_tokens=64, tested=False),
