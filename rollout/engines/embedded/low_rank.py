@@ -6,6 +6,7 @@ Letters of shapes: N rows of a batch, R ranks of all adapters together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -30,9 +31,38 @@ _FUSED: dict[str, tuple[Projection, ...]] = {
 # the output in place.
 AddLowRank = Callable[[str, Tensor, Tensor], object]
 
-# By linear layer: A of all its projections, one above the other [projections R, inputs], and by
-# projection the slice of the output, and (scale B)ᵀ [R, outputs of the projection].
-_LayerAdapters = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProjectionAdapters:
+    """A and B of all adapters for one projection of a decoder layer.
+
+    Attributes:
+        projection: name of the projection.
+        a: A [R, inputs], a view of the A of the linear layer.
+        b: (scale B)ᵀ [R, outputs of the projection].
+        outputs: slice of the projection in the output of the linear layer.
+    """
+
+    projection: Projection
+    a: Tensor
+    b: Tensor
+    outputs: slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinearAdapters:
+    """A and B of all adapters for one linear layer of a decoder layer.
+
+    Attributes:
+        a: A of all adapted projections, one above the other [projections R, inputs].
+        projections: the adapted projections, in the order of `a`.
+    """
+
+    a: Tensor
+    projections: list[_ProjectionAdapters]
+
+
+_LayerAdapters = dict[str, _LinearAdapters]  # by linear layer
 
 
 class LowRank:
@@ -73,20 +103,26 @@ class LowRank:
                     continue
                 inputs = architecture.projections[adapted[0]][1]
                 a = torch.zeros(len(adapted) * total_rank, inputs, device=device)
-                parts = {}
-                for projection in adapted:
+                projections = []
+                for projection, a_part in zip(adapted, a.chunk(len(adapted)), strict=True):
                     outputs = architecture.projections[projection][0]
-                    b = torch.zeros(total_rank, outputs, device=device)
-                    parts[projection] = (output_slices[projection], b)
-                layer[linear] = (a, parts)
+                    projections.append(
+                        _ProjectionAdapters(
+                            projection=projection,
+                            a=a_part,
+                            b=torch.zeros(total_rank, outputs, device=device),
+                            outputs=output_slices[projection],
+                        )
+                    )
+                layer[linear] = _LinearAdapters(a=a, projections=projections)
             self._layers.append(layer)
 
     def put(self, number: int, weights: AdapterWeights) -> None:
         """Replace the weights of adapter `number`, counted from 1; 0 is the base model.
 
         Raises:
-            EngineError: a tensor has infinite values or NaN. In the products these would reach rows
-                of other adapters.
+            EngineError: a tensor has infinite values or NaN. The products of all adapters together
+                would spread them to rows of other adapters.
         """
         for name, tensor in weights.tensors():
             if not tensor.isfinite().all():
@@ -96,14 +132,14 @@ class LowRank:
                 )
         ranks = self._ranks[number - 1]
         scale = self._scales[number - 1]
-        for layer, projections in zip(self._layers, weights.layers, strict=True):
-            for a, parts in layer.values():
-                a_parts = a.chunk(len(parts))
-                for (projection, (_, b)), a_part in zip(parts.items(), a_parts, strict=True):
-                    if projection in projections:
-                        new_a, new_b = projections[projection]
-                        a_part[ranks] = new_a
-                        b[ranks] = scale * new_b.t()
+        for layer, new_weights in zip(self._layers, weights.layers, strict=True):
+            for linear_adapters in layer.values():
+                for adapted in linear_adapters.projections:
+                    if adapted.projection not in new_weights:
+                        continue  # a projection that only other adapters have
+                    new_a, new_b = new_weights[adapted.projection]
+                    adapted.a[ranks] = new_a
+                    adapted.b[ranks] = scale * new_b.t()
 
     def for_rows(self, adapter_numbers: Tensor) -> list[AddLowRank]:
         """Return a function for each layer, which adds the output of each row's adapter.
@@ -128,10 +164,11 @@ class LowRank:
         """
         if linear not in layer:
             return
-        a, parts = layer[linear]
-        low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(masked_ranks, 0.0)
-        for number, (outputs, b) in enumerate(parts.values()):
-            output[:, outputs].addmm_(low[:, number], b)
+        adapters = layer[linear]
+        low = F.linear(x, adapters.a)  # [N, projections R]
+        low = low.unflatten(-1, (len(adapters.projections), -1)).masked_fill_(masked_ranks, 0.0)
+        for number, adapted in enumerate(adapters.projections):
+            output[:, adapted.outputs].addmm_(low[:, number], adapted.b)
 
 
 def _output_slices(architecture: Architecture) -> dict[Projection, slice]:
