@@ -288,7 +288,7 @@ class GroupBlock(_Window):
         return self._select_live(attended.view(groups * rows, heads * head_dim))
 
     def _prefix_scores(self, q: Tensor, layer: int) -> Tensor:
-        """Return the scores of the common keys for queries [G, W, KV, H / KV, D].
+        """Return the scores of queries [G, W, KV, H / KV, D] and their group's common keys.
 
         Returns:
             [G, KV, W, H / KV, P].
@@ -299,7 +299,7 @@ class GroupBlock(_Window):
         return scores.view(groups, kv_heads, rows, heads_per_kv, -1)
 
     def _suffix_scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Return the scores of each row's own keys for queries [G, W, KV, H / KV, D].
+        """Return the scores of queries [G, W, KV, H / KV, D] and the own keys of each query's row.
 
         Returns:
             [G, KV, W, H / KV, keys].
@@ -309,13 +309,23 @@ class GroupBlock(_Window):
         return scores.view(*q.shape[:-1], -1).transpose(1, 2)
 
     def _sum_prefix(self, weights: Tensor, layer: int) -> Tensor:
-        """Return the sum [G, W, KV, H / KV, D] of common values by weights [G, KV, W, H / KV, P]."""
+        """Return each row's weighted sum [G, W, KV, H / KV, D] of its group's common values.
+
+        Args:
+            weights: attention weights of the common keys [G, KV, W, H / KV, P].
+            layer: index of the layer.
+        """
         by_group = weights.flatten(2, 3).flatten(0, 1)
         sums = torch.bmm(by_group, self._prefix_values[layer])
         return sums.view(*weights.shape[:-1], -1).transpose(1, 2)
 
     def _sum_suffix(self, weights: Tensor, values: Tensor) -> Tensor:
-        """Return the sum [G, W, KV, H / KV, D] of own values by weights [G, KV, W, H / KV, keys]."""
+        """Return each row's weighted sum [G, W, KV, H / KV, D] of its own values.
+
+        Args:
+            weights: attention weights of the rows' own keys [G, KV, W, H / KV, keys].
+            values: the layer's cache [S, KV, M, D].
+        """
         by_row = weights.transpose(1, 2)
         suffix_values = values[self._rows].flatten(0, 1)[:, self._suffix]
         sums = torch.bmm(by_row.flatten(0, 2), suffix_values)
@@ -323,7 +333,10 @@ class GroupBlock(_Window):
 
 
 def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
-    """Yield the runs of rows of each group block; every run is a group whose block saves time."""
+    """Yield, for each group block, the slices of the batch's rows that belong to its groups.
+
+    A run is the slice of one group. Groups that would not save time in a group block are left out.
+    """
     ends = (np.flatnonzero(np.diff(batch.groups)) + 1).tolist()
     bounds = [0, *ends, len(batch.rows)]
     block_runs: list[slice] = []

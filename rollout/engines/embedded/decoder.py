@@ -435,7 +435,10 @@ def stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
 
 
 def record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
-    """Write the experts of the spans' tokens [T, layers, k] into the cache's `routing`."""
+    """Write the experts of the spans' tokens [T, layers, k] into the cache's `routing`.
+
+    A span that continues the prefix of another row also copies the experts of that prefix.
+    """
     end = 0
     for span in spans:
         if span.source != span.row:

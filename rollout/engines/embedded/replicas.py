@@ -17,8 +17,9 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Replicas of the embedded engine that read new weights from one folder.
 
     A call goes to the replica with the smallest load. All samples of one prompt go to the same
-    replica, which computes the prompt once, unless its load is much larger. A replica whose process
-    dies is started again, each up to `restarts` times an hour, and then answers its open calls.
+    replica, which computes the prompt once, unless its load is much larger. When the
+    process of a replica dies, it is started again and samples the open requests of the replica again.
+    Each replica may be started again `restarts` times an hour.
     """
 
     transport = "disk"

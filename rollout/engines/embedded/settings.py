@@ -21,7 +21,7 @@ class EmbeddedSettings:
         placement: Ray actor options; None: no resources are reserved.
         transport: "shared", or "disk" through `weights_folder`.
         weights_folder: folder that the trainer sees too; None: one in shared memory.
-        restarts: maximum number of restarts within an hour.
+        restarts: maximum number of restarts within an hour, of each replica.
         hang_s: seconds that the actor may take for one call before it is killed.
     """
 
