@@ -81,7 +81,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             tell: called with one line when a server is started again, joins or leaves.
 
         Raises:
-            EngineError: there is no such interpreter.
+            EngineError: `settings.python` is not a file.
         """
         self.settings = settings
         self.transport = settings.transport
@@ -244,16 +244,16 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Serve the weights of `update`; running requests continue with them.
 
         Raises:
-            EngineError: a server refuses the weights, a server died before it had all pushed
-                weights, or the servers do not hold the same weights.
+            EngineError: a server refuses the weights, a server died before it had received all
+                pushed weights, or the servers do not hold the same weights.
         """
         began = time.perf_counter()
         opened = self._open_update
         if opened is not None and update.transport in PUSH_TRANSPORTS:
             if opened.starts != self.starts:
                 raise EngineError(
-                    "SGLang: a server was started again while new weights came; they must come "
-                    "again"
+                    "SGLang: a server was started again while it received new weights; they must be "
+                    "sent again"
                 )
             began = opened.began
         update_before = self._last_update
@@ -287,7 +287,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             await self.fleet.restart(replica, starts, error)
             if replica.stale:
                 raise EngineError(
-                    f"SGLang: {error} during an update; the weights must come again"
+                    f"SGLang: {error} during an update; the weights must be sent again"
                 ) from None
 
     async def load_present_weights(self, replica: Replica) -> bool:
@@ -333,14 +333,16 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     def abort_update(self, error: Exception) -> None:
         """Fail the calls that wait for lost weights; see `TrainedEngine`."""
         self._open_update = None
-        self._lost_weights.settle(EngineError(f"SGLang: the weights did not come again: {error}"))
+        self._lost_weights.settle(
+            EngineError(f"SGLang: the lost weights were not sent again: {error}")
+        )
 
     async def weights_lost(self) -> None:
         """Wait until a call needs weights that a server has lost; see `TrainedEngine`."""
         await self._lost_weights.wait_until_needed()
 
     async def _request_weights(self) -> None:
-        """Wait until lost weights have come again; return at once if an update is on its way."""
+        """Wait until lost weights have been sent again; return at once if an update is open."""
         if self._open_update is None and self.fleet.stale:
             await self._lost_weights.wait_until_restored(self.transport)
 

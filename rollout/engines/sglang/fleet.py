@@ -312,7 +312,7 @@ class LostWeights:
             self._needed.clear()
 
     async def wait_until_restored(self, transport: str) -> None:
-        """Wait until the weights have come again.
+        """Wait until the weights have been sent again.
 
         Raises:
             EngineError: no trainer waits to send them, or `settle` was called with this error.
@@ -327,7 +327,7 @@ class LostWeights:
         await restored
 
     def settle(self, error: EngineError | None = None) -> None:
-        """End the wait of all calls, with an error if the weights did not come."""
+        """End the wait of all calls, with an error if the weights were not sent."""
         waiting, self._waiting = self._waiting, []
         for restored in waiting:
             set_outcome(restored, error)

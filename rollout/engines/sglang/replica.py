@@ -194,7 +194,7 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """Return server `number` of an engine, in Ray actors if Ray runs, else in this process.
 
     Raises:
-        EngineError: there is no such interpreter.
+        EngineError: `settings.python` is not a file.
     """
     arguments: dict[str, Any] = {
         "python": settings.python or "",

@@ -51,7 +51,7 @@ class Server:
             `arguments` say, or as SGLang chooses.
 
     Raises:
-        EngineError: there is no such interpreter.
+        EngineError: `python` is not a file.
     """
 
     python: str

@@ -112,8 +112,8 @@ class SGLangSettings:
             self._check_url(url)
         if self.multi_node and self.transport == "disk" and not self.weights_folder:
             raise EngineError(
-                "servers on other nodes take their weights from a folder that all nodes see; name "
-                "one"
+                "engine: servers on other nodes read their weights from a folder that all nodes see; "
+                "set engine.weights_folder"
             )
 
     @property

@@ -26,9 +26,9 @@ class WeightCheck:
             tell: called with one line if the servers return no checksums.
         """
         self._tell = tell
-        self._available: bool | None = None  # None until the first server was asked
-        self._url = ""  # URL of the first server that was checked in the present update
-        self._checksums: list[dict[str, str]] = []  # checksums by tensor, of each of its ranks
+        self._available: bool | None = None  # None until the first server is asked
+        self._url = ""  # URL of the first server checked after the present update
+        self._checksums: list[dict[str, str]] = []  # its checksums by tensor name, for each rank
 
     def begin_update(self) -> None:
         """Forget the checksums of the update before."""

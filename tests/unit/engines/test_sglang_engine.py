@@ -381,7 +381,7 @@ def test_a_death_during_an_update_fails_the_update(make: Make, shared_by_name: N
         update = make_sender(route).send(tensors(), 2)
         await kill_server(engine)
         with pytest.raises(
-            EngineError, match=r"SGLang: .* during an update; the weights must come again"
+            EngineError, match=r"SGLang: .* during an update; the weights must be sent again"
         ):
             await engine.commit_update(update)
         await engine.load_weights(tensors(), 2)
