@@ -30,9 +30,12 @@ _MAX_TABLE_BYTES = 1 << 30  # limit of one file
 
 
 def pack_file(name: str, content: str | Path) -> str:
-    """Encode a file that the team may read, as one of a task's `answers`.
+    """Encode a file that the team may read as an entry of `Task.answers`.
+
+    The answers of a task hold its files and its target; `unpack_files` decodes them.
 
     Args:
+        name: name of the file in the folder of the programs.
         content: text of the file, or the path of a file that is read when a trajectory starts.
     """
     key = "content" if isinstance(content, str) else "path"
@@ -40,7 +43,7 @@ def pack_file(name: str, content: str | Path) -> str:
 
 
 def pack_target(target: Target) -> str:
-    """Encode a target with its truths, as one of a task's `answers`, which agents are not shown."""
+    """Encode a target with its truths as an entry of `Task.answers`; agents do not see it."""
     return json.dumps({"target": asdict(target)})
 
 
@@ -198,7 +201,7 @@ class DataScienceEnv:
 
 
 def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
-    """Decode a task's `answers`.
+    """Decode the answers of a task, which `pack_file` and `pack_target` have encoded.
 
     Returns:
         The content of each file that the team may read, by file name; and the target.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # Names that the program in the sandbox defines for the rewritten files.
-CHECK = "__check__"  # (site, value, token of a withheld parameter or None): report a value
+CHECK = "__check__"  # (site, value, parameter or None): report a value
 COMPARE = "__compare__"  # (site or None, operator, left, right, origins): compare two values
 OPERANDS = "__operands__"  # likewise for assertEqual, whose first two arguments it returns
 GUARD = "__guard__"  # (value, ...): return the values, or others if one claims to equal everything
@@ -259,17 +259,17 @@ def _instrument_test(
 
 
 def _names_in_use(tree: ast.AST, names: set[str]) -> set[str]:
-    """Return the names whose value a rewritten tree still uses, other than as a token."""
-    tokens = set()
+    """Return the names whose value a rewritten tree still uses, other than as the parameter of a check."""
+    check_parameters = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called_name(node) == CHECK:
-            tokens.add(id(node.args[2]))
+            check_parameters.add(id(node.args[2]))
 
     in_use = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
             continue
-        if node.id in names and id(node) not in tokens:
+        if node.id in names and id(node) not in check_parameters:
             in_use.add(node.id)
     return in_use
 
@@ -468,12 +468,12 @@ class _TestRewriter:
     ) -> ast.stmt | None:
         """Return the statement that reports the computed operand; None if neither is stated."""
         for stated, computed in ((right, left), (left, right)):
-            token: ast.expr = ast.Constant(None)
+            parameter_argument: ast.expr = ast.Constant(None)
             parameter = ""
             expected: Any = None
             if isinstance(stated, ast.Name) and stated.id in self._parameters:
                 parameter = stated.id
-                token = stated
+                parameter_argument = stated
             else:
                 expected = self._stated_value(stated)
                 if expected is _NO_LITERAL:
@@ -492,7 +492,8 @@ class _TestRewriter:
             )
             if parameter:
                 self.withheld_parameters.add(parameter)
-            return ast.Expr(_call(CHECK, self._add_site(site, is_required), computed, token))
+            site_number = self._add_site(site, is_required)
+            return ast.Expr(_call(CHECK, site_number, computed, parameter_argument))
         return None
 
     def _add_site(self, site: Site, is_required: bool) -> ast.expr:
@@ -818,7 +819,7 @@ def _can_withhold(slots: Sequence[_ParameterSlot]) -> bool:
 def _withhold_parameter(
     file: HiddenTestFile, parameter: str, slots: Sequence[_ParameterSlot]
 ) -> None:
-    """Replace the values of a parameter by tokens."""
+    """Replace the values of a parameter by calls of `__withheld__`."""
     for slot in slots:
         number = len(file.withheld)
         value = _literal(slot.container[slot.index])

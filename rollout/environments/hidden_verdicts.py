@@ -15,7 +15,13 @@ from secrets import token_hex
 from typing import Any
 
 from rollout.environments.decoys import Candidates, draw_candidates
-from rollout.environments.hidden_tests import HiddenTest, HiddenTestFile, Site, instrument
+from rollout.environments.hidden_tests import (
+    HiddenTest,
+    HiddenTestFile,
+    Site,
+    WithheldValue,
+    instrument,
+)
 from rollout.sandbox.records import RunLimits
 from rollout.sandbox.runner import Runner
 
@@ -215,31 +221,51 @@ class _Judge:
     def _values_are_expected(
         self, name: str, events: Sequence[_Event], verdict: _TestVerdict
     ) -> bool:
-        """Return True if no reported value is wrong; add open sites to the verdict."""
+        """Return True if no value that a test has reported is wrong.
+
+        A value that can be compared only with candidates is not wrong in a run without candidates;
+        its site is added to the verdict's open sites.
+
+        Args:
+            name: name of the test.
+            events: events of the test.
+            verdict: verdict on the test.
+        """
         for kind, *values in events:
             if kind != "site":
                 continue
-            number, token, text = values
+            number, withheld_number, text = values
             site = self._file.sites.get(number)
             if site is None:
                 return False
             expected = site.expected
             if site.parameter:
-                withheld = self._file.withheld.get(token)
-                if withheld is None or withheld.parameter != site.parameter:
-                    return False
-                parameters_in_name = name.partition("[")[2].rstrip("]").split("-")
-                if f"withheld{token}" not in parameters_in_name:
+                withheld = self._withheld_value(site, withheld_number, name)
+                if withheld is None:
                     return False
                 expected = withheld.value
 
-            key = f"{number}/{token}"
-            is_singleton_site = site.comparison in ("is", "is not")
-            if text == _UNKNOWN and not is_singleton_site and not self._candidates:
+            key = f"{number}/{withheld_number}"
+            # `is` and `is not` need no candidates; see `_is_right`.
+            needs_candidates = text == _UNKNOWN and site.comparison not in ("is", "is not")
+            if needs_candidates and not self._candidates:
                 verdict.open_sites[key] = expected
             elif not self._is_right(site, expected, text, self._candidates.get(key)):
                 return False
         return True
+
+    def _withheld_value(self, site: Site, number: int, test: str) -> WithheldValue | None:
+        """Return the withheld value that a site has reported by its number.
+
+        Returns:
+            The value; None if it belongs to another parameter than the site's, or is not among the
+            parameters in the test's name.
+        """
+        withheld = self._file.withheld.get(number)
+        if withheld is None or withheld.parameter != site.parameter:
+            return None
+        parameters_in_name = test.partition("[")[2].rstrip("]").split("-")
+        return withheld if f"withheld{number}" in parameters_in_name else None
 
     def _is_right(
         self, site: Site, expected: Any, text: str, candidates: Candidates | None
@@ -259,15 +285,17 @@ class _Judge:
         return site.comparison == "is not"
 
     def _original_name(self, name: str) -> str:
-        """Return a test's name with the values of its parameters in place of tokens."""
+        """Return a test's name as in the original file: with its values in place of `withheld<number>`."""
         function, bracket, parameters = name.partition("[")
         if not bracket:
             return name
         parts = []
         for part in parameters.removesuffix("]").split("-"):
             number = part.removeprefix("withheld")
-            is_token = part != number and number.isdigit() and int(number) in self._file.withheld
-            parts.append(self._file.withheld[int(number)].test_id if is_token else part)
+            has_prefix = part != number
+            if has_prefix and number.isdigit() and int(number) in self._file.withheld:
+                part = self._file.withheld[int(number)].test_id
+            parts.append(part)
         return f"{function}[{'-'.join(parts)}]"
 
 

@@ -224,5 +224,6 @@ def _known_unit(name: str, exponent: str) -> str | None:
     if word in _UNITS:
         return _UNITS[word]
     if exponent.startswith("-"):
-        return None  # the s of `m s^{-1}` makes no plural
+        # A normalized answer has no spaces, so `m s^{-1}` is `ms^{-1}`: metres per second, no plural.
+        return None
     return _UNITS.get(word.removesuffix("s"))

@@ -257,7 +257,7 @@ class GymnasiumEnv(ThreadWorldEnv):
         return self._return > 0 if goal is None else self._return >= goal
 
     def _check_space(self) -> None:
-        """Raise EnvError if actions cannot be written, or their names are too few or too many."""
+        """Raise EnvError if actions cannot be written as text, or if `actions` does not name each one."""
         from gymnasium.spaces import Discrete, MultiDiscrete, Text
 
         space = self._env.action_space

@@ -37,15 +37,20 @@ class SudokuGrid:
 class Sudoku(Game[SudokuGrid]):
     """Rules with the rewards of Stronger-MAS's released code.
 
-    One equation holds for whole grids and for single cells:
+    An action writes a whole grid or single cells. Its reward is
 
-    r = step · n + (solved_reward + efficient · e) if the grid is solved, else
-    r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b
+    r = step · n + solved_reward + efficient · e                                if the grid is solved
+    r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b    otherwise
 
-    n is 1 for a whole grid and else the number of cells. e is 1 if no more cells were changed than
-    were empty. filled is the share of cells with a digit. satisfied sums, over the rows, columns and
-    boxes without a repeated digit, the number of their digits less one. b is 1 if a digit repeats.
-    An action that contradicts a given digit writes nothing and has the reward step · n + broken.
+    - n: number of cells in the action; 1 for a whole grid.
+    - e: 1 if all actions so far have made no more changes of cells than the puzzle has empty cells.
+    - filled: share of cells with a digit.
+    - satisfied: number of digits less one, summed over the rows, columns and boxes without a
+      repeated digit.
+    - b: 1 if a row, column or box has a repeated digit.
+
+    Δ is the change by the action. An action that contradicts a given digit writes nothing and has the
+    reward step · n + broken.
     """
 
     step: float = -0.01
