@@ -5,7 +5,7 @@ overlong         penalty of a reply near its token limit (DAPO)
 mask_truncated   mask of a reply that was cut off, which then does not train (DAPO)
 
 Options:
-    coef: size of the penalty, of `invalid` and `overlong`.
+    coef: size of the penalty of `invalid` or `overlong`.
 """
 
 import math
@@ -66,10 +66,13 @@ def overlong(
     max_tokens: Mapping[str, PositiveInt] | None = None,
     coef: Cost = 1.0,
 ) -> float:
-    """Return minus `coef` times the used share of the last `buffer` tokens before the limit of a reply.
+    """Return the penalty of a reply that comes close to its token limit.
+
+    It is 0 up to `buffer` tokens before the limit, and falls from there linearly to -coef at the
+    limit.
 
     Args:
-        buffer: tokens before the limit in which the penalty grows from 0 to `coef`.
+        buffer: number of tokens before the limit in which the penalty applies.
         max_tokens: limit of a reply by agent; a run fills in the agent's `max_tokens` if absent.
 
     Raises:

@@ -18,15 +18,16 @@ def local_team(
 ) -> Group:
     """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree, the environment's reward between the turn's node and the next one takes the place of
-    the score "team", because "team" may include rewards of later steps, which a branch that did not
-    continue never reached. It is computed from the node's score "branch", which is the sum of the
-    local scores of the node's turns plus `trainer.branching.alpha` times this reward. It therefore
-    has that factor already, and only one of the two alphas may differ from 1.
+    A tree does not use the score "team", because "team" may include rewards of later steps, which a
+    branch that did not continue never reached. Instead, the team reward of a turn is its node's
+    score "branch" minus the local scores of the node's turns: `trainer.branching.alpha` times the
+    environment's rewards between this node and the next. As this reward already has one alpha as a
+    factor, a run may set only one of the two alphas.
 
     Args:
         alpha: weight of the score "team".
-        missing_local: for a turn without a score "local": `refuse` stops with an error; `zero` takes 0.
+        missing_local: handling of a turn without a score "local": `refuse` raises an error, `zero`
+            takes 0.
     """
 
     def local_reward(trajectory: Trajectory, turn: Turn) -> float | None:

@@ -290,5 +290,6 @@ def test_descriptions_are_the_docstrings() -> None:
 
 
 def test_a_module_describes_the_options_that_its_functions_share() -> None:
-    assert option_descriptions(invalid_reply)["coef"] == "size of the penalty."
+    description = option_descriptions(invalid_reply)["coef"]
+    assert description == "size of the penalty of `invalid` or `overlong`."
     assert option_descriptions(invalid_reply)["rules"].startswith("rules of replies by agent: ")
