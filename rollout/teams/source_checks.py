@@ -139,9 +139,10 @@ def _keyword_names(calls: Sequence[ast.Call]) -> set[str | None]:
 
 
 def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
-    """Return True if a function's code comes from a file, or if it has no code of its own.
+    """Return True if a function's code comes from a file, or if it has no code, as a class.
 
-    `exec` gives functions the module of its caller, whose file does not hold their source.
+    A function that `exec` has defined belongs to the module that called `exec`, but its source is
+    not in the file of this module.
     """
     code = getattr(function, "__code__", None)
     return code is None or Path(code.co_filename).resolve() == Path(file).resolve()
@@ -197,11 +198,14 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
                 continue
             case ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():  # may never be called
                 continue
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="team"), attr="act" | "chat"),
-                args=[ast.Constant(value=str(name)), *_],
+            case (
+                ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="team"), attr="act" | "chat"),
+                    args=[ast.Constant(value=str(name)), *_],
+                ) as call
             ):
                 agents.add(name)
+                nodes += ast.iter_child_nodes(call)  # an argument may be the reply of another agent
             case node:
                 nodes += ast.iter_child_nodes(node)
     return frozenset(agents)

@@ -104,6 +104,14 @@ def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.Monke
     assert filled_slots(spread, "writer") is None
 
 
+async def revise(task, team, env):
+    await team.act("editor", draft=(await team.act("writer")).text)
+
+
+def test_an_agent_whose_reply_is_an_argument_is_asked() -> None:
+    assert asked_agents(revise) == {"writer", "editor"}
+
+
 def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "launched.py"
     script.write_text(
