@@ -294,7 +294,7 @@ class GatewaySession:
         chat, new_messages = self._open_chat(request, agent, match, chat_id)
         on_text = update_call if request.stream else None
         with _template_errors():
-            agent_reply = await chat.go_on(
+            agent_reply = await chat.reply_to(
                 new_messages,
                 stops=request.stop,
                 on_text=on_text,

@@ -120,7 +120,7 @@ class Chat:
         self.latest = other.latest
         self._state = replace(self._state, before=other._state.before)
 
-    async def go_on(
+    async def reply_to(
         self,
         messages: Sequence[Message],
         *,
@@ -129,7 +129,10 @@ class Chat:
         constraint: ReplyConstraint | None = None,
         candidates: int = 0,
     ) -> AgentReply:
-        """Reply to the messages of a caller that keeps the conversation and makes the tool calls.
+        """Add messages to the conversation and return the agent's reply, for the gateway.
+
+        The gateway's client makes the tool calls itself. Therefore the messages include the tools'
+        results, and open tool calls are not answered as in `say`.
 
         Args:
             messages: new messages of the conversation.
@@ -155,7 +158,7 @@ class Chat:
         return reply
 
     async def prompt_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of prompt tokens if the chat went on with these messages."""
+        """Return the number of prompt tokens of a reply to these messages."""
         return await self._host.prompt_tokens(self._agent, (*self.messages, *messages), self._state)
 
     async def run(self, max_turns: int) -> AgentReply:

@@ -8,12 +8,15 @@ from rollout.base.errors import Defect, EngineError, EnvError, Unusable
 
 
 @dataclass(slots=True)
-class DefectGuard:  # a class, since @contextmanager is several times slower, three times a turn
+class DefectGuard:
     """Context manager that turns an unexpected exception into a Defect, which fails one trajectory.
 
     Errors of engines and environments, deadlines and `Unusable` pass. `sys.exit` is unexpected:
     asyncio would end the event loop of all trajectories.
     """
+
+    # This is a class because @contextmanager is several times slower, and a turn enters a guard about
+    # three times.
 
     code: str  # name of the guarded code in the error, such as "adder.step"
 

@@ -146,7 +146,11 @@ class Tree(BranchedPlay):
         self._side_tools: list[ToolEvent] = []
 
     async def _play_branches(self) -> None:
-        """Grow the tree to its end; set `error` if all branches of a round fail."""
+        """Grow the tree to its end, and set `error` to the error of the branch that was continued.
+
+        That branch has an error if all branches of a round have failed, or if it failed before the
+        first round.
+        """
         while not self._branches[0].ended:
             await self._play_round()
         self.error = self.episode.error
