@@ -42,8 +42,8 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     Six rules are stricter than math-verify's. Every side of a given equation that is a number must
     equal the truth. If both answers name values and one has several names, the names must be the
     same. If both have units (math.yaml), these must be the same. If both are times with am or pm, they
-    must be the same time of the day. A set does not equal a tuple. A decimal with fewer than six
-    digits is exact.
+    must be the same time of the day. A given set does not equal a tuple, though a given tuple may
+    equal a set. A decimal with fewer than six digits is exact.
 
     Args:
         given: LaTeX of an answer.
