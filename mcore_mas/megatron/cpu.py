@@ -135,23 +135,23 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _with_unequal_sizes(equal: Any, unequal: Any) -> Any:
-    """Return a collective that calls `unequal` if it is given the ranks' sizes, and else `equal`.
+def _with_unequal_sizes(equal_collective: Any, unequal_collective: Any) -> Any:
+    """Return a collective that chooses between two: one for parts of equal size, and one for any sizes.
 
-    A single rank always calls `equal`.
+    The second one is called if the sizes of the ranks' parts are given and there are several ranks.
 
     Args:
-        equal: Megatron's collective, which needs parts of equal size.
-        unequal: the same collective as a function of a tensor, its group, and the size of each
-            rank's part.
+        equal_collective: Megatron's collective, which needs parts of equal size.
+        unequal_collective: the same collective as a function of a tensor, its group, and the size
+            of each rank's part.
     """
 
     def collective(
         x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if sizes is None or group.size() == 1:
-            return equal(x, group, sizes, use_global_buffer)
-        return unequal(x, group, [int(size) for size in sizes])
+            return equal_collective(x, group, sizes, use_global_buffer)
+        return unequal_collective(x, group, [int(size) for size in sizes])
 
     return collective
 
