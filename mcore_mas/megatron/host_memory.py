@@ -58,10 +58,11 @@ class BlockMemory:
 
 
 def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:
-    """Allocate page-locked byte buffers, in descending order of size, with about 1 % of waste.
+    """Allocate page-locked byte buffers, in descending order of size.
 
     torch rounds each page-locked allocation up to a power of two. So blocks of such sizes are allocated, and the
-    buffers are cut from them.
+    buffers are cut from them. For the Adam moments of dense Qwen3 models, less than 1 % of the memory is wasted; for
+    a few buffers of odd sizes it can be much more.
     """
     descending = sorted(sizes, reverse=True)
     remaining = sum(descending)
@@ -69,7 +70,8 @@ def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:
     buffers = []
     for size in descending:
         if size > len(block):
-            # The largest block that is filled, or the smallest one with room for this buffer.
+            # Take the largest block that the remaining buffers can fill. If this buffer does not fit
+            # into it, take the smallest block that it fits into.
             filled_bytes = 1 << (remaining.bit_length() - 1)
             sufficient_bytes = 1 << (size - 1).bit_length()
             block_bytes = max(filled_bytes, sufficient_bytes)

@@ -70,12 +70,12 @@ class TreeAttention(torch.nn.Module):
         """
         layout = packed_seq_params
         assert layout is not None, "TreeAttention runs on packed trees only"
-        # squeeze returns views, and their gradients need no copies either.
+        # In the backward pass squeeze returns views, too; x[:, 0] would copy the gradients.
         q = query.squeeze(1)
         k = key.squeeze(1)
         v = value.squeeze(1)
         starts = layout.sequence_starts
-        if self.fused and starts is not None:
+        if self.fused and starts is not None:  # no two sequences share tokens
             return self._attend_sequences(q, k, v, starts, layout.longest_segment)[:, None]
         if self.exact:
             return attend_exactly(q, k, v, layout.paths, self.scale)[:, None]

@@ -115,7 +115,7 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
             probs: [T, E], their weights.
 
         Returns:
-            Rows [T k, h] and their weights [T k], sorted by expert.
+            Rows [T k, h] and their weights [T k], sorted by expert; a token has k experts.
         """
         # `self.probs` is detached: the layer would otherwise hold the graph, which leads back to
         # the model, and neither would ever be freed.
@@ -149,9 +149,9 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Copy the counts of rows that ranks exchange to the host.
+        """Copy to the host how many rows the ranks send each other.
 
-        `tokens_per_expert` stays on the device and is returned as it is.
+        A single rank copies nothing. `tokens_per_expert` stays on the device and is returned as it is.
         """
         if self.tp_size * self.ep_size > 1:
             super()._maybe_dtoh_and_synchronize(point)
@@ -234,9 +234,9 @@ class _GroupedProduct(torch.autograd.Function):
     """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
 
     x is [R, inputs], sorted by expert; the weight [E · outputs, inputs]; the result [R, outputs].
-    `exact` is that of `_multiply_groups`. It concerns the result alone, because only results are
-    compared with those of the engine. The gradient of the weight is added to Megatron's float32
-    buffer, if there is one.
+    `exact` is an argument of `_multiply_groups` for the result. Gradients are computed without it,
+    because only results are compared with those of the engine. The gradient of the weight is added
+    to Megatron's float32 buffer, if there is one.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ def norm_kernel(
         results: the sum x + residual, or None without a residual; and the norm of the sum or of
             `x`, times the weight. Both are [rows, columns] and contiguous.
         sizes: rows, columns, and the stride of the rows of `x`.
-        eps: is added to the mean square.
+        eps: number that is added to the mean square.
     """
     total, out = results
     rows, columns, x_stride = sizes
@@ -179,10 +179,11 @@ def swiglu_gradient_kernel(
 def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
     """Return indices and masks, [padded heads, 1] each, of the heads of a packed projection.
 
-    A token has for each key/value head: the query heads of its group, its key and its value.
+    For each key/value head, a token has a group of query heads, one key head and one value head, in
+    this order.
 
     Args:
-        sizes: group, kv_heads, and others.
+        sizes: number of query heads that share a key/value head, kv_heads, and others.
         padded_heads: number of heads, padded to a power of two; the padding is False in all masks.
 
     Returns:
@@ -245,11 +246,11 @@ def queries_and_keys_kernel(
     Args:
         packed: [tokens, kv_heads (group + 2) 2 half], the group of queries, the key and the value of
             each key/value head.
-        weights: those of the norms of queries and keys, [2 half] each; None: no norm.
+        weights: weights of the norms of queries and keys, [2 half] each; None: no norm.
         angles: [tokens, 2 half] float32, of which the second half repeats the first.
         results: queries [tokens, kv_heads group, 2 half] and keys [tokens, kv_heads, 2 half].
-        strides: those of `packed` and of `angles` by token.
-        eps: is added to the mean square.
+        strides: strides of the tokens of `packed` and of `angles`.
+        eps: number that is added to the mean square.
         sizes: group, kv_heads, half.
     """
     group: tl.constexpr = sizes[0]
@@ -298,11 +299,11 @@ def queries_and_keys_gradient_kernel(
     Program p computes the tokens p, p + programs, p + 2 · programs, and so on.
 
     Args:
-        gradients: those of queries and keys, as `results` of `queries_and_keys_kernel`, and of values
-            [tokens, kv_heads, 2 half]; each contiguous.
+        gradients: gradients of queries and keys, in the shapes of `results` of
+            `queries_and_keys_kernel`, and of values [tokens, kv_heads, 2 half]; each contiguous.
         results: gradient of `packed`, contiguous; and each program's part of the gradients of the
             weights of queries and keys [programs, 2, 2 half] float32, or None if they are frozen.
-        tokens_and_strides: number of tokens; strides of `packed` and of `angles` by token.
+        tokens_and_strides: number of tokens; strides of the tokens of `packed` and of `angles`.
         packed: argument of `queries_and_keys_kernel`; not read, and may be None, without norms.
         weights, angles, eps, sizes: arguments of `queries_and_keys_kernel`.
         padded_heads, padded_half: arguments of `queries_and_keys_kernel`.
@@ -333,7 +334,7 @@ def queries_and_keys_gradient_kernel(
         angle = tl.load(angles + token * angle_stride + column, mask=in_head, other=0.0)
         cos = tl.cos(angle)
         sin = tl.sin(angle)
-        # A head is of queries or of keys, and the other term is 0.
+        # A head is a query, a key or a value, so at most one of the two terms is not 0.
         rotated_first = query_first + key_first
         rotated_second = query_second + key_second
         # The opposite rotation

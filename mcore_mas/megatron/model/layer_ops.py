@@ -335,7 +335,7 @@ def _queries_and_keys_gradient(
     """Return the gradient of `packed`, and partial sums [programs, 2, d] of the weights' gradients.
 
     Each program of the kernel computes one partial sum. For frozen weights there are no partial sums.
-    Without norms, `packed` is None. `head_sizes` is that of `KernelQueriesAndKeys`.
+    Without norms, `packed` is None. `head_sizes` is the argument of `KernelQueriesAndKeys`.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 

@@ -236,11 +236,12 @@ def _add_query_gradient(
 ):
     """Add a key block's contribution to the gradient of a tile of queries.
 
-    The sum lacks the softmax scale: the calling kernel multiplies with it when it stores the sum.
+    The sum lacks the softmax scale: the calling kernel multiplies the sum by it before storing it.
 
     Args:
         grad_q: sum so far.
-        tile: queries, gradient of the output, log-sum-exps (log2), deltas, and tokens.
+        tile: queries, gradient of the output, log-sum-exps (log2), deltas (see
+            `backward_q_kernel`), and tokens.
         index: position of the block in the plan's list of key blocks.
         kv_head: key/value head.
         masked: True if some queries of the tile do not attend to all keys of the block.
@@ -293,13 +294,16 @@ def backward_q_kernel(q, k, v, forward, grad_out, grad_q, plan, shape: tl.conste
 def _add_key_gradients(
     state, block, kv_head, key_tile, tensors, plan, masked: tl.constexpr, shape: tl.constexpr
 ):
-    """Add the part of a block of queries to the gradients of a tile of keys and values.
+    """Add the contribution of a block of queries to the gradients of a tile of keys and values.
 
     Args:
         state: gradients of the keys and of the values so far. The gradients of the keys lack the
-            softmax scale: the calling kernel multiplies with it when it stores them.
+            softmax scale: the calling kernel multiplies them by it before storing them.
+        block: index of the block of queries.
+        kv_head: key/value head.
         key_tile: keys, values, the token of each key, and its `end` (see the module).
-        tensors: queries, gradient of the output, log-sum-exps and deltas.
+        tensors: queries, gradient of the output, log-sum-exps and deltas of all tokens.
+        masked: True if some queries of the block do not attend to all keys of the tile.
     """
     grad_k, grad_v = state
     keys, values, key_token, end = key_tile
