@@ -6,8 +6,6 @@ import functools
 import tempfile
 from pathlib import Path
 
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
 
 def write_database(path: Path) -> str:
     """Write an empty store to a file; return its tracking URI."""
@@ -17,6 +15,8 @@ def write_database(path: Path) -> str:
 
 @functools.cache
 def _empty_database() -> bytes:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # takes a second
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "mlflow.db")
         SqlAlchemyStore(f"sqlite:///{path}", folder).engine.dispose()

@@ -1,4 +1,7 @@
-"""MLflow's real tracking server in this process, which fails on demand."""
+"""MLflow's real tracking server in this process, which fails on demand.
+
+Functions import MLflow's server when they are called, because the import takes seconds of each process of tests.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.server import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR, app, handlers
-from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from rollout.base.network import free_port
@@ -25,7 +26,8 @@ class Server:
     answer.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, application: Any, port: int) -> None:
+        self._application = application
         self.uri = f"http://127.0.0.1:{port}"
         self._port = port
         self.fail = ""
@@ -49,10 +51,10 @@ class Server:
     ) -> Iterable[bytes]:
         fail = self.fail if environ["REQUEST_METHOD"] == "POST" else ""
         if not fail:
-            response: Iterable[bytes] = app(environ, start_response)
+            response: Iterable[bytes] = self._application(environ, start_response)
             return response
         if fail in ("late", "hang"):
-            list(app(environ, lambda *_: lambda _: None))
+            list(self._application(environ, lambda *_: lambda _: None))
         if fail == "hang":
             self.released.wait(60)
         start_response("500 Internal Server Error", [])
@@ -66,6 +68,8 @@ class _Quiet(WSGIRequestHandler):
 
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Yield a server on a new store, which has not started."""
+    from mlflow.server import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR, app, handlers
+
     monkeypatch.setenv(BACKEND_STORE_URI_ENV_VAR, f"sqlite:///{tmp_path / 'server.db'}")
     monkeypatch.setenv(ARTIFACT_ROOT_ENV_VAR, str(tmp_path / "artifacts"))
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
@@ -74,7 +78,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(handlers, "_job_store", None, raising=False)
     write_database(tmp_path / "server.db")
     handlers._get_tracking_store()
-    server = Server(free_port("127.0.0.1"))
+    server = Server(app, free_port("127.0.0.1"))
     yield server
     server.released.set()
     server.stop()
@@ -83,6 +87,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def assert_sent_once(uri: str, run_id: str) -> None:
     """Check that the store has one training and one parent, and each of STEPS once."""
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(tracking_uri=uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments, "tags.stage = 'train'")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy.stats import t
 
 from mcore_mas.equations.statistics import mean_interval, score_interval
 
@@ -20,6 +19,8 @@ def test_an_interval_over_a_few_seeds_covers_in_95_of_100(n: int) -> None:
 
 
 def test_an_interval_of_a_few_values_is_students() -> None:
+    from scipy.stats import t  # takes a second
+
     for n in range(2, 20):
         values = [float(i % 3) for i in range(n)]
         low, high = mean_interval(values, "x")
