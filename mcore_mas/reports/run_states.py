@@ -1,4 +1,4 @@
-"""The progress of the runs in a results folder, and what cannot be read of a run."""
+"""Progress of the runs in a results folder, with the problems of files that cannot be read."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -87,7 +87,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     """Read the resolved config in a run's folder, without checking its values.
 
     Raises:
-        FolderError: it is not a run's folder, or its config is damaged.
+        FolderError: it is not a run's folder, or its config is damaged or cannot be read.
     """
     file = run / "config.yaml"
     if not os.path.lexists(file):
@@ -98,7 +98,11 @@ def read_run_config(run: Path) -> dict[str, Any]:
         raise FolderError(f"{file}: expected a file with the run's settings; make it again")
     try:
         values = read_yaml(file)
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise FolderError(
+            f"{file}: cannot be read ({error.strerror}); check its permissions, or make it again"
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FolderError(f"{file}: not YAML ({reason}); make it again") from error
     if not isinstance(values, dict):
@@ -123,7 +127,9 @@ def _read_run_state(run: Path) -> RunState:
     scores: dict[str, float] = {}
     for file in sorted((run / "evaluation").glob("*.json")):
         with collecting_problems(problems):
-            scores.update(_read_scores(file))
+            score = _read_score(file)
+            if score is not None:
+                scores[file.stem] = score
 
     is_done = False
     with collecting_problems(problems):
@@ -151,13 +157,11 @@ def _read_total_steps(run: Path) -> int:
     return steps
 
 
-def _read_scores(evaluation: Path) -> dict[str, float]:
-    """Return avg@k of an evaluation by state; with several data sources, that of all of them."""
-    scores = {}
-    for row in read_score_rows(evaluation):
-        if row.metric.startswith("avg@"):  # the row of all sources is the last
-            scores[evaluation.stem] = row.value
-    return scores
+def _read_score(evaluation: Path) -> float | None:
+    """Return avg@k of an evaluation over all data sources, or None if it has none."""
+    averages = [row.value for row in read_score_rows(evaluation) if row.metric.startswith("avg@")]
+    # With several data sources, the mean over all of them comes last.
+    return averages[-1] if averages else None
 
 
 def _last_value(rows: Metrics, name: str) -> float | None:

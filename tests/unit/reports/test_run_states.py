@@ -89,6 +89,19 @@ def test_a_damaged_config_hides_only_the_number_of_steps(results: Path, damage: 
     assert state.scores == {"trained": 0.5}
 
 
+def test_a_config_that_cannot_be_read_is_not_called_damaged_yaml(results: Path) -> None:
+    config = results / "broken" / "config.yaml"
+    config.unlink()
+    config.symlink_to(
+        "/proc/self/mem"
+    )  # a regular file whose first byte cannot be read, even by root
+    state = check_others_are_shown(results)
+    expected = (
+        f"{config}: cannot be read (Input/output error); check its permissions, or make it again"
+    )
+    assert state.problems == (expected,)
+
+
 @pytest.mark.parametrize("damage", **damage_cases(METRICS_DAMAGE))
 def test_damaged_metrics_hide_only_the_progress(results: Path, damage: Damage) -> None:
     damage(results / "broken")
