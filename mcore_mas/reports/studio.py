@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -281,7 +281,13 @@ def _tokenizer_file(run: Path, policy: str) -> Path | None:
     return None
 
 
-_load_tokenizer = cache(Tokenizer.from_file)
+@lru_cache(maxsize=8)
+def _load_tokenizer(file: Path, modified_ns: int) -> Tokenizer:
+    """Load a tokenizer.
+
+    The time of modification is a key of the cache, so that a modified file is read again.
+    """
+    return Tokenizer.from_file(str(file))
 
 
 def _decode_tokens(file: Path, token_ids: tuple[int, ...]) -> list[str]:
@@ -289,6 +295,6 @@ def _decode_tokens(file: Path, token_ids: tuple[int, ...]) -> list[str]:
 
     A character that several tokens encode is added by the last of them.
     """
-    tokenizer = _load_tokenizer(str(file))
+    tokenizer = _load_tokenizer(file, file.stat().st_mtime_ns)
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]

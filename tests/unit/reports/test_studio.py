@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,17 @@ def test_tokens_are_shaded_if_the_policy_has_a_tokenizer(results: Path) -> None:
     # The shade is 12 % for each nat.
     assert '<span style="--surprise:6%" title="p 0.607">a</span>' in page
     assert '<span style="--surprise:36%" title="p 0.050"> &lt;b&gt;</span></pre>' in page
+
+
+def test_a_tokenizer_that_was_made_again_is_loaded_again(results: Path) -> None:
+    studio = Studio(results)
+    file = results / "a" / "train" / "models" / "p" / "tokenizer.json"
+    file.parent.mkdir(parents=True)
+    for modified_s, word in enumerate(("old", "new"), start=1_000_000_000):
+        Tokenizer(WordLevel({word: 0, "b": 1, "?": 2}, unk_token="?")).save(str(file))
+        os.utime(file, (modified_s, modified_s))
+        page = studio.trajectory("a", STEP_0, 1)
+        assert f'title="p 0.607">{word}</span>' in page
 
 
 @pytest.mark.parametrize("run", ["../a", "..", ".", "", "c", "a/", "x" * 5000, "a\0", "\udcff"])
