@@ -271,7 +271,7 @@ def _split_metrics(value: Any, count: int) -> list[float | str | None]:
 
 
 def _parse_number(text: str) -> float | str:
-    """Return a number, or the text if it is none, such as a range."""
+    """Return the number that a text holds, or the text itself if it holds none, such as a range."""
     try:
         return float(text)
     except ValueError:

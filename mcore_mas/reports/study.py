@@ -228,7 +228,7 @@ def _read_accuracy(path: Path) -> float:
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the mean of each measure over seeds, with its 95 % interval.
 
-    There is a row for each setting, and for the difference of each further setting to the first.
+    There is a row for each setting, and one for the difference of each other setting minus the first.
 
     Raises:
         MetricsError: there is only one setting, or their seeds differ.

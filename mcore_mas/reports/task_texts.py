@@ -68,4 +68,4 @@ def _read_columns(path: Path, modified_ns: int) -> pa.Table:
     with arrow_errors(path, "not a readable file of tasks"), open_parquet(path) as file:
         batches = list(bounded_batches(file, rows=_BATCH_ROWS, columns=_COLUMNS))
         table = pa.Table.from_batches(batches) if batches else file.read(columns=_COLUMNS)
-        return table.select(_COLUMNS)
+        return table.select(_COLUMNS)  # fails if a column is missing
