@@ -109,13 +109,13 @@ def _teacher_names(policies: Mapping[str, Any]) -> set[str]:
 
 
 def _check_agents(config: RunSections) -> None:
-    """Check the role of each agent, and that it can train its policy."""
+    """Check that the role of each agent is known, and that each trained agent can train its policy."""
     for name, agent in config.agents.items():
         try:
             lookup("agent role", agent.role or name, ROLES)
         except UnknownName as error:
             raise ValueError(
-                f"agents.{name}: {error}; or no module that is imported registers it"
+                f"agents.{name}: {error}; set agents.{name}.role, or import the module that registers this role"
             ) from None
         if not agent.loss_weight:
             continue

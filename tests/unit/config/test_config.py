@@ -366,7 +366,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "agents.helper={policy: solver}",
             "agents.helper: unknown agent role 'helper'; known: aggregator, ",
         ),
-        ("agents.helper={policy: solver}", "; or no module that is imported registers it"),
+        (
+            "agents.helper={policy: solver}",
+            "; set agents.helper.role, or import the module that registers this role",
+        ),
         (
             "agents.solver.role=slover",
             "agents.solver.role: unknown agent role 'slover'; nearest: solver (or package.module:attribute)",
