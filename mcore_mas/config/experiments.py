@@ -1,8 +1,8 @@
 """Experiments, grids and recipes: files of settings that are expanded before Hydra composes the groups of a run.
 
 An experiment is a file `experiment/NAME.yaml`, or a row of such a file that has a `grid`. A recipe is a file
-`recipe/NAME.yaml`. `expand_experiment` and `expand_recipe` return the configs that they choose in the groups, and the
-settings that they make.
+`recipe/NAME.yaml`. `expand_experiment` and `expand_recipe` return an `Expansion`: the config that the file chooses in
+each group, and its settings.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _MAX_CONFIG_BYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The configs that an experiment or a recipe chooses in the groups, and the settings that it makes."""
+    """The config that an experiment or a recipe chooses in each group, and its settings."""
 
     # Name of a config, or names, by group; None: no config of the group.
     choices: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
 
 
 def names_in(group: str) -> list[str]:
-    """Return the names in a group of the shipped configs and of those in `configs` of the current folder."""
+    """Return the sorted names of a group's configs: those shipped, and those in `configs` of the working directory."""
     folders = {CONFIGS, Path("configs").resolve()}
     return config_names(group, sorted(folders))
 
@@ -138,7 +138,7 @@ def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
 
 def _load_config(file: Path) -> dict[str, Any]:
     """Load a config file with OmegaConf; interpolations stay as they are written."""
-    return _load_version(file, file.stat().st_mtime_ns)
+    return _load_cached(file, file.stat().st_mtime_ns)
 
 
 def check_config_file(file: Path) -> None:
@@ -160,8 +160,11 @@ def check_config_file(file: Path) -> None:
 
 
 @lru_cache(maxsize=512)
-def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
-    """Load a config file; the time of its last change makes the cache forget earlier versions."""
+def _load_cached(file: Path, modified_ns: int) -> dict[str, Any]:
+    """Load a config file.
+
+    The time of modification is a key of the cache, so that a modified file is read again.
+    """
     check_config_file(file)
     try:
         values = OmegaConf.to_container(OmegaConf.load(file))
@@ -178,7 +181,7 @@ def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _experiments_in(file: Path, modified_ns: int) -> list[str]:
-    """Return the names of the experiments in a file; for `modified_ns` see `_load_version`."""
+    """Return the names of the experiments in a file; for `modified_ns` see `_load_cached`."""
     # PyYAML's parser in C is ten times as fast as OmegaConf's loader, and reads names just as well.
     try:
         values = read_yaml(file)

@@ -14,9 +14,10 @@ def relocate_paths(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Rewrite the paths of a run's config so that they are valid from the working directory.
 
     The paths are relative to the project: the directory from which the run was started. Nothing
-    changes if that is the working directory. Otherwise paths in the run's folder begin with the
-    folder's present path. If the run is still in its project, the paths of the project's other
-    files become absolute, and the project is added to sys.path for the modules of the user's team.
+    changes if that is the working directory. Otherwise every path to a file of the run is replaced by
+    the path where the run's folder lies now. If the run is still in its project, the paths of the
+    project's other files become absolute, and the project is added to sys.path for the modules of
+    the user's team.
 
     Args:
         values: values that were read from the file.

@@ -267,9 +267,9 @@ def for_policy(config: _Run, policy: str) -> _Run:
     tokens = policy_config.trainer.microbatch_tokens
     length = policy_config.engine.max_length
     if tokens < length:
-        key = f"policies.{policy}.overrides: " if overrides.engine or overrides.trainer else ""
+        prefix = f"policies.{policy}.overrides: " if overrides.engine or overrides.trainer else ""
         raise ValueError(
-            f"{key}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
+            f"{prefix}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
             f"use microbatch_tokens: {length}, or max_length: {tokens}"
         )
     return policy_config

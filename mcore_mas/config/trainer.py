@@ -21,11 +21,11 @@ class AlternateConfig(Section):
 
 
 class WatchConfig(Section):
-    """Bounds from which on the log warns that one agent has nearly the whole gradient of a shared policy."""
+    """Conditions of the log's warning that one agent has nearly the whole gradient of a shared policy."""
 
     # Share of the policy's gradient above which an agent is reported; None: never.
     share: float | None = Field(0.9, gt=0, lt=1)
-    # Training steps in a row with such a share.
+    # Training steps in a row in which the share must be above the bound.
     steps: int = Field(10, ge=1)
 
 
