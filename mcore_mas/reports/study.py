@@ -216,12 +216,16 @@ def _read_all_trajectories(folder: Path) -> list[Trajectory]:
 
 
 def _read_accuracy(path: Path) -> float:
-    """Return the mean avg@k over the tasks of an evaluation."""
+    """Return the mean avg@k over the tasks of an evaluation; tasks without a score are left out."""
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
     accuracies: list[float] = []
     for metrics in read_task_metrics(path).values():
         accuracies += [value for name, value in metrics.items() if name.startswith("avg@")]
+    if not accuracies:
+        raise MetricsError(
+            f"{path}: no task has a score; see why all replies failed, and evaluate again"
+        )
     return fmean(accuracies)
 
 

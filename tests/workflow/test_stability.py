@@ -227,7 +227,11 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     message = r"'grpo' has seeds \[1, 2\], 'drmas' \[1\]; expected the same"
     with pytest.raises(MetricsError, match=message):
         study_stability(runs, {run: run for run in runs}, [])
-    (tmp_path / "drmas_1" / "evaluation" / "base.json").unlink()
+    evaluation = tmp_path / "drmas_1" / "evaluation" / "base.json"
+    evaluation.write_text(json.dumps({"tasks": [{"task_id": "a", "metrics": {}}]}))
+    with pytest.raises(MetricsError, match=r"base.json: no task has a score; see why"):
+        study_stability(runs, {run: run for run in runs}, [])
+    evaluation.unlink()
     with pytest.raises(MetricsError, match=r"base.json: no such file; evaluate the run first"):
         study_stability(runs, {run: run for run in runs}, [])
 
