@@ -12,7 +12,6 @@ from rollout.base.digests import Digest
 from rollout.base.errors import ModelError
 from rollout.base.json_files import write_json
 from rollout.models.architecture import read_config
-from rollout.models.tensors import tensor_shapes
 
 _DOWNLOADS = Path("data/raw")
 
@@ -102,7 +101,10 @@ def _acquire_data(source: Source, path: Path, hub: Hub) -> tuple[dict[str, Diges
 
 def _check_model(folder: Path) -> dict[str, Any]:
     """Check a model folder's config, weight headers and tokenizer; return its type and size."""
+    # These imports load torch, which the other functions do without.
     from transformers import AutoTokenizer
+
+    from rollout.models.tensors import tensor_shapes
 
     try:
         model_type = read_config(folder).get("model_type")
