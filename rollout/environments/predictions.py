@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,13 +61,15 @@ class Target:
             for name, cells in columns.items():
                 self._check_cells(name, cells)
         try:
-            return metric.score_columns(
+            score = metric.score_columns(
                 [self._true_cells(index) for index in range(len(names))], list(columns.values())
             )
-        except OverflowError as error:
-            raise AgentMistake(
-                f"column {', '.join(names)[:80]} holds numbers that are too large"
-            ) from error
+        except OverflowError:
+            score = math.inf
+        # Not every operation that overflows raises OverflowError; 1e308 * 10 is infinite.
+        if math.isinf(score):
+            raise AgentMistake(f"column {', '.join(names)[:80]} holds numbers that are too large")
+        return score
 
     def _true_cells(self, index: int) -> list[str]:
         """Return the truth of a column."""

@@ -176,7 +176,17 @@ def pearson(pairs: Pairs) -> float:
         raise ValueError("a correlation needs truths that differ")
     if len(set(predictions)) == 1:
         return 0.0
-    return correlation(truths, predictions)
+    return correlation(_scaled(truths), _scaled(predictions))
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    """Divide values by the power of 2 that brings the largest magnitude into [0.5, 1).
+
+    Their correlation stays the same to the last bit, but squares of very large or small values neither
+    overflow nor become 0.
+    """
+    _, exponent = math.frexp(max(abs(value) for value in values))
+    return [math.ldexp(value, -exponent) for value in values]
 
 
 def spearman(pairs: Pairs) -> float:
@@ -187,7 +197,10 @@ def spearman(pairs: Pairs) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal values have their mean rank."""
+    """Return the rank of each value, counted from 0.5; equal values have their mean rank.
+
+    Ranks from 1 would have the same correlation.
+    """
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 

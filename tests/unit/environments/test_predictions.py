@@ -47,6 +47,8 @@ PREDICTED_VALUES = ["1", "4", "0"]
         ("gini", ["0", "0", "1", "1"], ["0.1", "0.4", "0.35", "0.8"], 1 / 2),  # 2 * 3/4 - 1
         ("pearson", ["1", "2", "3"], ["1", "3", "2"], 1 / 2),
         ("pearson", ["1", "2"], ["3", "3"], 0),
+        ("pearson", ["1", "2", "3"], ["1e-200", "3e-200", "2e-200"], 1 / 2),  # squares underflow
+        ("pearson", ["1", "2", "3"], ["1e200", "3e200", "2e200"], 1 / 2),  # squares overflow
         ("spearman", ["1", "2", "3"], ["10", "1000", "100"], 1 / 2),
         # E[(t - p)^2] = 1/4, and 5/4 for predictions of other rows
         ("kappa", ["1", "2", "3", "2"], ["1", "2", "3", "3"], 1 - (1 / 4) / (5 / 4)),
@@ -183,6 +185,13 @@ def test_rows_are_matched_by_id() -> None:
 def test_other_submissions_are_mistakes_of_the_agent(submission: str, message: str) -> None:
     with pytest.raises(AgentMistake, match=message):
         make_target().score(submission)
+
+
+@pytest.mark.parametrize(("metric", "cell"), [("smape", "1e308"), ("r2", "1.2e154")])
+def test_a_score_that_overflows_is_a_mistake_of_the_agent(metric: str, cell: str) -> None:
+    target = Target(metric=metric, id_column="id", column="y", truth={"1": "1", "2": "5"})
+    with pytest.raises(AgentMistake, match="column y holds numbers that are too large"):
+        target.score(f"id,y\n1,{cell}\n2,{cell}\n")
 
 
 @pytest.mark.parametrize(
