@@ -130,7 +130,7 @@ def _parse_report(stdout: str, mark: str) -> Mapping[str, Sequence[_Event]]:
     return {}
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _TestVerdict:
     """Verdict on a test.
 
@@ -140,7 +140,7 @@ class _TestVerdict:
             outside of the sandbox, by the key of the site.
     """
 
-    passes: bool = False
+    passes: bool
     open_sites: dict[str, Any] = field(default_factory=dict)
 
 
@@ -159,16 +159,19 @@ class _Judge:
 
     def verdicts(self, report: Mapping[str, Sequence[_Event]]) -> dict[str, _TestVerdict]:
         """Return verdicts by the names of tests in the original file."""
-        verdicts = {}
-        for name, events in report.items():
-            verdict = _TestVerdict()
-            verdict.passes = (
-                _pytest_has_passed(events)
-                and self._is_complete(name, events)
-                and self._values_are_expected(name, events, verdict)
-            )
-            verdicts[self._original_name(name)] = verdict
-        return verdicts
+        return {
+            self._original_name(name): self._verdict(name, events)
+            for name, events in report.items()
+        }
+
+    def _verdict(self, name: str, events: Sequence[_Event]) -> _TestVerdict:
+        """Return the verdict on a test that has reported these events."""
+        if not _pytest_has_passed(events) or not self._is_complete(name, events):
+            return _TestVerdict(passes=False)
+        open_sites = self._compare_values(name, events)
+        if open_sites is None:
+            return _TestVerdict(passes=False)
+        return _TestVerdict(passes=True, open_sites=open_sites)
 
     def _is_complete(self, name: str, events: Sequence[_Event]) -> bool:
         """Return True if a test has reached its end and all sites on the way, with constants unchanged."""
@@ -218,41 +221,42 @@ class _Judge:
                 return False
         return True
 
-    def _values_are_expected(
-        self, name: str, events: Sequence[_Event], verdict: _TestVerdict
-    ) -> bool:
-        """Return True if no value that a test has reported is wrong.
+    def _compare_values(self, name: str, events: Sequence[_Event]) -> dict[str, Any] | None:
+        """Compare the values that a test has reported with the expected ones.
 
-        A value that can be compared only with candidates is not wrong in a run without candidates;
-        its site is added to the verdict's open sites.
+        A value that can be compared only with candidates leaves its site open in a run without
+        candidates.
 
         Args:
             name: name of the test.
             events: events of the test.
-            verdict: verdict on the test.
+
+        Returns:
+            Expected values of the open sites by key (see `_TestVerdict`); None if a value is wrong.
         """
+        open_sites: dict[str, Any] = {}
         for kind, *values in events:
             if kind != "site":
                 continue
             number, withheld_number, text = values
             site = self._file.sites.get(number)
             if site is None:
-                return False
+                return None
             expected = site.expected
             if site.parameter:
                 withheld = self._withheld_value(site, withheld_number, name)
                 if withheld is None:
-                    return False
+                    return None
                 expected = withheld.value
 
             key = f"{number}/{withheld_number}"
             # `is` and `is not` need no candidates; see `_is_right`.
             needs_candidates = text == _UNKNOWN and site.comparison not in ("is", "is not")
             if needs_candidates and not self._candidates:
-                verdict.open_sites[key] = expected
+                open_sites[key] = expected
             elif not self._is_right(site, expected, text, self._candidates.get(key)):
-                return False
-        return True
+                return None
+        return open_sites
 
     def _withheld_value(self, site: Site, number: int, test: str) -> WithheldValue | None:
         """Return the withheld value that a site has reported by its number.
@@ -285,7 +289,10 @@ class _Judge:
         return site.comparison == "is not"
 
     def _original_name(self, name: str) -> str:
-        """Return a test's name as in the original file: with its values in place of `withheld<number>`."""
+        """Return the name that a test has in the original file.
+
+        A parameter that is `withheld<number>` in the sandbox is replaced by its value there.
+        """
         function, bracket, parameters = name.partition("[")
         if not bracket:
             return name
