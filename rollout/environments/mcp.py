@@ -317,14 +317,18 @@ def _parse_call(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict
     return chosen_tool(tools, name, arguments), arguments
 
 
-def _env_error(failed: str, error: BaseException) -> EnvError:
+def _env_error(subject: str, error: BaseException) -> EnvError:
     """Return an EnvError of one line for an error, or for the first one of a group.
 
     An EnvError is returned as it is.
+
+    Args:
+        subject: the server or tool that has failed, with which the message begins.
+        error: error of the subject.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnvError):
         return error
     first_line = (str(error).splitlines() or [""])[0]
-    return EnvError(f"{failed} failed ({type(error).__name__}: {first_line})")
+    return EnvError(f"{subject} failed ({type(error).__name__}: {first_line})")

@@ -30,7 +30,7 @@ _PATCH_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 # Lines that make the modules of the working folder importable.
 _IMPORT_FROM_FOLDER = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 
-# Folders and files of a checkout that are left out.
+# Names of folders of a checkout that are left out, and of files: `.git` is a file in a worktree.
 _SKIPPED_FOLDERS = {".git", "__pycache__", ".tox", "node_modules"}
 _MAX_FILE_BYTES = 1 << 20
 # Tasks whose tests were seen to fail before the repair, by their answers and the folder of checkouts.
@@ -379,7 +379,9 @@ def _find_permissions(sources: Mapping[str, str]) -> set[str]:
 
 
 def _read_checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
-    """Return the text files of an instance's repository by path, without links and large files.
+    """Return the text files of an instance's repository by path.
+
+    Links, files of more than _MAX_FILE_BYTES and the content of _SKIPPED_FOLDERS are left out.
 
     Raises:
         EnvError: `checkouts` is not set, or has no folder of the instance.

@@ -50,8 +50,9 @@ class LegacyEnvironment:
 class TasksetEnvironment:
     """An environment of verifiers 0.4 or later: a taskset and the agents that play it.
 
-    Programs of agents run as processes of this machine. An agent whose taskset names no program
-    runs `null`, which has no tools of its own, instead of `bash`.
+    An agent's harness, the program that calls the model, runs as a process of this machine. If the
+    taskset has no harness, it is `null`, which has no tools of its own, instead of `bash`, the default
+    of `verifiers`.
     """
 
     def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:

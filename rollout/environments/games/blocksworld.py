@@ -125,7 +125,7 @@ def _parse_stacks(text: str) -> Stacks:
 
 @lru_cache(maxsize=1024)
 def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
-    """Return the fewest moves between two stackings."""
+    """Return a shortest list of moves from one stacking to another."""
     moves = puzzles.breadth_first(now, _moves, lambda stacks: stacks == goal)
     assert moves is not None, "every stacking can be reached from every other"
     return tuple(moves)
@@ -189,6 +189,7 @@ class BlocksworldSource(PuzzleSource):
         return _all_puzzles(self.blocks) if self.blocks <= _MAX_LISTED_BLOCKS else None
 
     def slip(self, random: Random, actions: str) -> str:
+        # The pattern matches the last word of a move, its destination.
         return puzzles.replace_one(
             random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE]
         )

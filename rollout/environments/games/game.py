@@ -290,7 +290,7 @@ def breadth_first(
     successors: Callable[[_Node], Iterable[tuple[str, _Node]]],
     is_goal: Callable[[_Node], bool],
 ) -> list[str] | None:
-    """Return the fewest actions from a node to a goal; None if no goal can be reached.
+    """Return a shortest list of actions from a node to a goal; None if no goal can be reached.
 
     Args:
         start: first node.

@@ -196,7 +196,7 @@ class PlanPath(_GridGame[Walk]):
 
 
 def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
-    """Return the fewest moves through free cells from start to goal; None if there is no way."""
+    """Return a shortest list of moves through free cells from start to goal; None if there is none."""
 
     def successors(cell: Cell) -> Iterator[tuple[str, Cell]]:
         for move in MOVES:
@@ -275,8 +275,8 @@ class Sokoban(_GridGame[SokobanRoom]):
     Args:
         step: reward of a move.
         impossible: reward of a move that is not possible, instead of `step`.
-        box_on: reward that is added if a box is pushed onto a goal.
-        box_off: reward that is added if a box is pushed from a goal to another cell.
+        box_on: reward that is added if a push increases the number of boxes on goals.
+        box_off: reward that is added if a push decreases the number of boxes on goals.
         win: reward that is added when all boxes are on goals.
         fail: reward that is added if the game ends without a solution; in the released code only
             after `max_moves`, and not after the last turn.
@@ -348,11 +348,11 @@ class Sokoban(_GridGame[SokobanRoom]):
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
 
         reward = self.step if possible else self.impossible
-        boxes_before = len(state.boxes & state.goals)
-        boxes_after = len(after.boxes & state.goals)
-        if boxes_after > boxes_before:
+        boxes_on_goals_before = len(state.boxes & state.goals)
+        boxes_on_goals = len(after.boxes & after.goals)
+        if boxes_on_goals > boxes_on_goals_before:
             reward += self.box_on
-        elif boxes_after < boxes_before:
+        elif boxes_on_goals < boxes_on_goals_before:
             reward += self.box_off
         # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
         reward += self.shaping * (_box_distance(state) - self.gamma * _box_distance(after))

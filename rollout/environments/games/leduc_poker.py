@@ -54,7 +54,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
 
     def player(self, state: LeducHand) -> str | None:
         actions = state.rounds[-1]
-        is_over = _has_ended(actions) and (len(state.rounds) == 2 or actions[-1] == "fold")
+        is_over = _round_is_over(actions) and (len(state.rounds) == 2 or actions[-1] == "fold")
         return None if is_over else (FIRST, SECOND)[len(actions) % 2]
 
     def observe(self, state: LeducHand) -> str:
@@ -77,7 +77,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
     def play(self, state: LeducHand, action: str) -> LeducHand:
         actions = (*state.rounds[-1], action)
         rounds = (*state.rounds[:-1], actions)
-        if len(rounds) == 1 and _has_ended(actions) and action != "fold":
+        if len(rounds) == 1 and _round_is_over(actions) and action != "fold":
             rounds = (*rounds, ())
         return replace(state, rounds=rounds)
 
@@ -93,7 +93,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
         return stake if strengths[0] > strengths[1] else -stake
 
 
-def _has_ended(actions: Sequence[str]) -> bool:
+def _round_is_over(actions: Sequence[str]) -> bool:
     """Return True if a round is over: someone has folded, or has called after another action."""
     return bool(actions) and (actions[-1] == "fold" or (actions[-1] == "call" and len(actions) > 1))
 

@@ -172,7 +172,10 @@ def _solution(given: Cells) -> Cells | None:
 
 @lru_cache
 def _units(size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the row, column and box of each cell, numbered together from 0 to 3 * size - 1."""
+    """Return the row, column and box of each cell.
+
+    Rows are numbered from 0, columns from size and boxes from 2 * size, so all numbers differ.
+    """
     side = isqrt(size)
     units = []
     for row in range(size):
