@@ -40,7 +40,7 @@ class RunConfig(RunSections):
         `relocate_paths`).
 
         Raises:
-            ConfigError: the file is missing or not YAML, or its values do not validate.
+            ConfigError: the file is missing, cannot be read or is not YAML, or its values do not validate.
         """
         if not path.is_file():
             raise ConfigError(
@@ -49,6 +49,10 @@ class RunConfig(RunSections):
             )
         try:
             values = read_yaml(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); check its permissions, or make it again"
+            ) from error
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             message = " ".join(str(error).split())
             raise ConfigError(f"{path}: not YAML ({message}); make it again") from error

@@ -118,15 +118,27 @@ def print_credit(
 
 
 def _sections_of_run(file: Path) -> _CreditSections:
-    """Return sections of the config of the run that wrote a file of trajectories."""
+    """Read the sections of a run's config that decide advantages.
+
+    Args:
+        file: file of trajectories, in the folder train/trajectories of the run.
+
+    Raises:
+        CreditError: the run has no config, or it is damaged or cannot be read.
+    """
     config_file = file.resolve().parent.parent.parent / "config.yaml"
     if not config_file.is_file():
         raise CreditError(
-            f"{file}: its run's config is not at {config_file}, so that its estimator is unknown; "
+            f"{file}: its run's config is not at {config_file}, so its estimator is unknown; "
             "name one with --advantage"
         )
     try:
         values = read_yaml(config_file)
+    except OSError as error:
+        raise CreditError(
+            f"{config_file}: cannot be read ({error.strerror}); check its permissions, or name an "
+            "estimator with --advantage"
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         message = " ".join(str(error).split())
         raise CreditError(f"{config_file}: not YAML ({message}); make it again") from error
@@ -139,7 +151,7 @@ def _sections_of_run(file: Path) -> _CreditSections:
 def _estimators_of_run(
     sections: _CreditSections, options: Mapping[str, Any]
 ) -> dict[str, AdvantageConfig]:
-    """Return the estimator of each agent of a run, with some options replaced."""
+    """Return the estimator of each agent of a run; `options` take precedence over those of the config."""
     estimators = {}
     for agent, section in sections.agents.items():
         estimator = section.advantage or sections.advantage

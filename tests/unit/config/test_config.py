@@ -611,6 +611,10 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: [")
     with pytest.raises(ConfigError, match="not YAML"):
         RunConfig.load(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").symlink_to("/proc/self/mem")  # its first byte cannot be read
+    with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\)"):
+        RunConfig.load(tmp_path / "config.yaml")
 
 
 def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> None:

@@ -135,6 +135,16 @@ def test_without_a_name_and_a_run_one_line_asks_for_a_name(file: Path, tmp_path:
         printed_lines(step, None)
 
 
+def test_a_config_that_cannot_be_read_is_not_needed_with_a_name(file: Path, tmp_path: Path) -> None:
+    step = write_run(tmp_path, file)
+    config = tmp_path / "config.yaml"
+    config.unlink()
+    config.symlink_to("/proc/self/mem")  # a regular file whose first byte not even root can read
+    with pytest.raises(CreditError, match=r"cannot be read \(Input/output error\).*--advantage$"):
+        printed_lines(step, None)
+    assert "task t drmas" in printed_lines(step, "drmas")
+
+
 def test_the_command_takes_options_and_a_task(file: Path) -> None:
     options = ["--advantage", "drmas", "--option", "lone=raw", "--task", "u"]
     result = CliRunner().invoke(app, ["explain", str(file), *options])
