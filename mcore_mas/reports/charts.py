@@ -135,19 +135,18 @@ def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
 
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
-    """Return the panels of each section of the page; the first section is never left out."""
+    """Return the panels of each section of the page.
+
+    Sections without a curve are left out, but not the first one, whose panels then say so.
+    """
     panels_by_section = {_FIRST_SECTION: _panels_of(metrics, _FIRST_PANELS)}
     game_panels = _panels_of(metrics, _GAME_PANELS)
     if any(game_panels.values()):
         panels_by_section[_GAME_SECTION] = game_panels
     for section, (group, name) in _GROUPED_SECTIONS.items():
-        panels: Panels = {}
-        for run, rows in metrics.items():
-            for member, values in curves_of(rows, group, name).items():
-                if values.any():
-                    panels.setdefault(member, {})[run] = values
+        panels = _panels_by_member(metrics, group, name)
         if panels:
-            panels_by_section[section] = dict(sorted(panels.items()))
+            panels_by_section[section] = panels
     return panels_by_section
 
 
@@ -158,6 +157,16 @@ def _panels_of(metrics: Mapping[str, Metrics], titles: Mapping[str, str]) -> Pan
         curves = {run: curve(rows, key) for run, rows in metrics.items()}
         panels[title] = {run: values for run, values in curves.items() if len(values)}
     return panels
+
+
+def _panels_by_member(metrics: Mapping[str, Metrics], group: str, name: str) -> Panels:
+    """Return a panel of a metric for each agent or data source, without curves that are always zero."""
+    panels: Panels = {}
+    for run, rows in metrics.items():
+        for member, values in curves_of(rows, group, name).items():
+            if values.any():
+                panels.setdefault(member, {})[run] = values
+    return dict(sorted(panels.items()))
 
 
 def _accuracy_bands(metrics: Mapping[str, Metrics]) -> Bands:
@@ -212,33 +221,7 @@ def _draw_panel(
     axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], bands: Bands
 ) -> None:
     for run, values in curves.items():
-        number = runs.index(run)
-        colour = _COLOURS[number % len(_COLOURS)]
-        line = values
-        # A metric with a value in every step gets a running mean. Other metrics are of validations,
-        # whose means over several steps would be of no use; they get a line at the value before training.
-        has_all_steps = len(values) == 1 + values.index[-1] - values.index[0]
-        if has_all_steps:
-            axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
-            line = values.rolling(_RUNNING_MEAN_STEPS, min_periods=1).mean()
-        elif values.index[0] == 0:
-            before_training = values.iloc[0]
-            axis.axhline(before_training, color=colour, linestyle=":", linewidth=1)
-
-        if run in bands and len(bands[run][0]):
-            low, high = bands[run]
-            axis.fill_between(low.index, low, high, color=colour, alpha=0.12, linewidth=0)
-        axis.plot(
-            values.index,
-            line,
-            color=colour,
-            linestyle=_LINE_STYLES[number % len(_LINE_STYLES)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            markevery=max(1, len(values) // 8),
-            markersize=4,
-            linewidth=1.6,
-            label=_literal(run),
-        )
+        _draw_curve(axis, values, bands.get(run), label=_literal(run), run_index=runs.index(run))
 
     axis.grid(visible=True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
@@ -251,6 +234,46 @@ def _draw_panel(
             va="center",
             transform=axis.transAxes,
         )
+
+
+def _draw_curve(
+    axis: Axes,
+    values: pd.Series,
+    band: tuple[pd.Series, pd.Series] | None,
+    *,
+    label: str,
+    run_index: int,
+) -> None:
+    """Draw the curve of a run.
+
+    A metric with a value in every step is a thin line, with its running mean as the thick line.
+    Other metrics are of validations, whose means over several steps would be of no use. Their values
+    are the thick line, and a dotted line continues the value before training, if there is one.
+    """
+    colour = _COLOURS[run_index % len(_COLOURS)]
+    thick_line = values
+    steps = 1 + values.index[-1] - values.index[0]
+    if len(values) == steps:
+        axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
+        thick_line = values.rolling(_RUNNING_MEAN_STEPS, min_periods=1).mean()
+    elif values.index[0] == 0:
+        before_training = values.iloc[0]
+        axis.axhline(before_training, color=colour, linestyle=":", linewidth=1)
+
+    if band is not None and len(band[0]):
+        low, high = band
+        axis.fill_between(low.index, low, high, color=colour, alpha=0.12, linewidth=0)
+    axis.plot(
+        values.index,
+        thick_line,
+        color=colour,
+        linestyle=_LINE_STYLES[run_index % len(_LINE_STYLES)],
+        marker=_MARKERS[run_index % len(_MARKERS)],
+        markevery=max(1, len(values) // 8),
+        markersize=4,
+        linewidth=1.6,
+        label=label,
+    )
 
 
 def _literal(text: str) -> str:
