@@ -61,7 +61,10 @@ class RateConfig(Section):
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}; a schedule falls")
+            raise ValueError(
+                f"min_lr {self.min_lr} is above lr {self.lr}, but a schedule only lowers the rate; "
+                "lower min_lr, or raise lr"
+            )
         return self
 
 

@@ -43,7 +43,7 @@ def check_sections(config: RunSections) -> None:
 
 
 def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
-    """Check that the policy of each agent is defined, and that each policy is played.
+    """Check that the policy of each agent is defined, and that each policy is played or is a teacher.
 
     The sections are not validated yet. An override such as `policies.solvr.lr=1e-4`, with a misspelt policy, adds a
     policy that has only this key; the validation would report its missing keys, and not the misspelt name.
@@ -54,7 +54,7 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         opponents: section `opponents`.
 
     Raises:
-        ValueError: an agent names a policy that is not defined, or nobody plays a policy.
+        ValueError: an agent names a policy that is not defined, or a policy is neither played nor a teacher.
     """
     if not isinstance(agents, dict) or not isinstance(policies, dict):
         return

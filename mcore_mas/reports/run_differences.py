@@ -14,7 +14,7 @@ from rollout.base.nested import dotted_items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreDifference:
-    """A metric of two runs on the tasks that both have."""
+    """Means of a metric in two runs, over the tasks for which both have it."""
 
     state: str  # "base", "trained", or the name of an evaluation with other models
     metric: str
@@ -22,7 +22,7 @@ class ScoreDifference:
     second: float
     low: float  # 95 % interval of second - first, paired by task
     high: float
-    tasks: int
+    tasks: int  # number of these tasks
 
 
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:

@@ -204,14 +204,17 @@ def _readable_cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_replies(row: Mapping[str, Any]) -> str:
-    """Return the number of replies, with overlong, cut and failed ones in brackets."""
+    """Describe the replies of a row, such as "20 (1 overlong; 2 failed: 2 TimeoutError)"."""
     notes = []
     for kind in ("overlong", "cut"):
-        if row[f"{kind}_replies"]:
-            notes.append(f"{row[f'{kind}_replies']} {kind}")
+        count = row[f"{kind}_replies"]
+        if count:
+            notes.append(f"{count} {kind}")
     if row["failed_replies"]:
         notes.append(f"{row['failed_replies']} failed: {row['failures']}")
-    return f"{row['replies']} ({'; '.join(notes)})" if notes else str(row["replies"])
+    if not notes:
+        return str(row["replies"])
+    return f"{row['replies']} ({'; '.join(notes)})"
 
 
 def markdown_table(table: pd.DataFrame) -> str:

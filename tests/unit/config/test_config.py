@@ -294,7 +294,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "+policies.solver.min_lr=1",
-            "policies.solver: min_lr 1.0 is above lr 0.0001; a schedule falls",
+            "policies.solver: min_lr 1.0 is above lr 0.0001, but a schedule only lowers the rate",
         ),
         (
             "+policies.solver={schedule: linear, decay_steps: 10}",
