@@ -23,11 +23,12 @@ from mcore_mas.megatron.model.linear import linear_product
 from mcore_mas.megatron.model.mlp import gated_projection
 from rollout.models.batch_invariant import row_product
 
-# Groups of rows that are sorted by expert: on a GPU the end index of each group, [E] int32; on a
-# CPU their sizes.
+# Groups of rows that are sorted by expert. A tensor [E] int32 has the end index of each group; all
+# experts are then multiplied in one launch on the GPU. A list has the sizes of the groups, which are
+# multiplied one after the other: on a CPU, and on a GPU if the grouped product does not take the rows.
 Groups = Tensor | list[int]
 
-# torch's grouped product needs rows that are a multiple of this number of elements.
+# torch's grouped product takes rows whose length is a multiple of this number of elements.
 _ROW_MULTIPLE = 8
 
 # Gradient kernel: rows and columns of a gradient's tile, rows of bfloat16 factors that are summed in an
@@ -219,7 +220,7 @@ class GroupedLinear(torch.nn.Module):
             torch.empty(experts * outputs, inputs, dtype=config.params_dtype, device=rank_device())
         )
         set_tensor_model_parallel_attributes(weight, True, cut, 1)
-        # With expert parallelism, gradients are summed over fewer ranks.
+        # False tells Megatron that only the ranks with the same experts sum this weight's gradient.
         weight.allreduce = config.expert_model_parallel_size == 1
         self._name = f"weight0-{experts - 1}"
         self._exact = config.deterministic_mode
@@ -279,7 +280,7 @@ def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> T
     Args:
         x: [R, inputs], sorted by expert.
         stack: [E, outputs, inputs] weights.
-        groups: the rows of each expert.
+        groups: rows of each expert; a tensor if all are multiplied in one launch.
         exact: on a CPU, a row of the result has the same bits whatever the other rows are.
 
     Returns:
