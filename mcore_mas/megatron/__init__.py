@@ -3,7 +3,7 @@
 - `spec.py`: specification of a trainer, and its process groups
 - `batch.py`: micro-batches and load balancing
 - `device.py`, `transfer.py`: the device of a rank, and copies between host and GPU
-- `host_memory.py`: blocks of memory for tensors that are not on the device for a while
+- `host_memory.py`: reused blocks of memory for copies of tensors, on the host or on a device
 - `main_grad.py`: gradients of weights that are summed in Megatron's float32 buffer
 - `collectives.py`, `rank_watch.py`: exchange of plain values between ranks, and their watchdog
 - `apex_replacements.py`: faster replacements for Megatron's fallbacks without Apex

@@ -18,7 +18,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     `torch.distributed.all_gather_object` does the same with pickle, which could run code that another rank sends.
 
     Args:
-        value: numbers, strings, lists and dictionaries.
+        value: numbers, strings, lists, and dictionaries with strings as keys.
         group: ranks that take part; None: all.
     """
     world_size = dist.get_world_size(group)

@@ -165,7 +165,7 @@ def _gather_unequal(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tens
 
 
 def _reduce_scatter_unequal(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Sum all rows over ranks, by an all-to-all; return this rank's rows, sizes[r] on rank r."""
+    """Sum each row over all ranks, by an all-to-all; rank r gets sizes[r] of the summed rows."""
     own_size = sizes[group.rank()]
     parts = x.new_empty(len(sizes), own_size, *x.shape[1:])  # received from each rank
     dist.all_to_all_single(

@@ -1,4 +1,4 @@
-"""Memory that tensors are copied to while they are not needed on the device: page-locked blocks that are reused."""
+"""Memory that tensors are copied to for a while: reused blocks on the host or on a device, and page-locked buffers."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,14 +17,16 @@ class BlockMemory:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Allocate nothing yet.
+        """Create an empty memory; `slots` allocates its blocks.
 
         Args:
             device: device of the blocks; None: the host, page-locked if there is a GPU.
         """
         self._blocks: list[Tensor] = []
-        self._options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-        if device is not None:
+        self._options: dict[str, Any]
+        if device is None:
+            self._options = {"pin_memory": torch.cuda.is_available()}
+        else:
             self._options = {"device": device}
 
     def slots(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,7 +28,8 @@ class TreeRotary(RotaryEmbedding):
             On a GPU the angles [T, 1, 1, head_dim], equal in the first and the second half of a
             head; on a CPU their cosines and sines [T, 1, 1, 2 head_dim], for `rotate_on_cpu`.
         """
-        angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
+        angles_by_position = self.get_emb(self.positions)  # [positions, 1, 1, head_dim]
+        angles = cast(Tensor, angles_by_position[self.position_ids])
         if angles.device.type != "cpu":
             return angles
         half = angles[..., : angles.shape[-1] // 2]
