@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from rollout.base.errors import EngineError
+from rollout.base.yaml_files import read_yaml
 from rollout.engines.sglang import fleet
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.engine import SGLangEngine
@@ -207,6 +208,15 @@ def test_a_share_of_the_whole_memory_is_converted_to_one_of_the_free_memory(
     assert server.memory_arguments(["4"]) == []
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert server.memory_arguments(["3"]) == []
+
+
+def test_a_key_may_have_quotes_and_backslashes(tmp_path: Path) -> None:
+    key = 'a"b\\n#c: d'
+    log = str(tmp_path / "sglang.log")
+    server = Server(python=str(FAKE), arguments=(), log=log, environment={}, key=key)
+    option, file = server._key_arguments()
+    assert option == "--config"
+    assert read_yaml(Path(file)) == {"api-key": key}
 
 
 def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
