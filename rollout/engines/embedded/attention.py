@@ -123,9 +123,9 @@ def row_blocks(
 
 
 class _Window:
-    """Neighbouring rows of the cache that attend together.
+    """Range of cache rows that attend together.
 
-    Idle rows between them attend to position 0, or to the common keys of their group; their results
+    Idle rows in the range attend to position 0, or to the common keys of their group; their results
     are dropped.
 
     Attributes:
@@ -139,8 +139,8 @@ class _Window:
         self.part = part
         self._rows = slice(first_row, first_row + size)
         self._device = device
-        self._offsets = batch.rows[part] - first_row
-        self._live: Tensor | None = None  # None if all rows of the window are live
+        self._offsets = batch.rows[part] - first_row  # of the live rows, within the window
+        self._live: Tensor | None = None  # the offsets; None if all rows of the window are live
         if size != len(self._offsets):
             self._live = torch.from_numpy(self._offsets).to(device)
         self._positions = np.zeros(size, dtype=np.int64)

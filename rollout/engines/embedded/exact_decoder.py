@@ -73,9 +73,17 @@ class ExactDecoder(CachedDecoder):
     def _attend_block(
         self, q: Tensor, keys: Tensor, values: Tensor, size: int, visible: int
     ) -> Tensor:
+        """Attend with batch-invariant products; see `CachedDecoder`.
+
+        The number of keys is rounded up to a multiple of `KEY_MULTIPLE`, and the mask hides the rest.
+        """
         width = KEY_MULTIPLE * -(-visible // KEY_MULTIPLE)
-        is_visible = torch.arange(width) <= torch.arange(visible - size, visible)[:, None]
-        mask = torch.where(is_visible, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
+        key_positions = torch.arange(width)
+        query_positions = torch.arange(visible - size, visible)
+        is_visible = key_positions <= query_positions[:, None]
+        mask = torch.where(is_visible, 0.0, -torch.inf)  # [size, width]
+        heads_per_kv = q.shape[1] // size
+        mask = mask.repeat(heads_per_kv, 1)[None]
         return row_attention(q, keys[:, :, :width], values[:, :width], mask)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -219,7 +219,16 @@ def decoding_tile_rows(heads_per_kv: int) -> int:
 
 
 def decoding_splits(tokens: int, kv_heads: int, max_length: int) -> int:
-    """Return the number of programs that share the keys of one query."""
+    """Return the number of programs that share the keys of one query and key/value head.
+
+    The whole pass then has at most `_PROGRAMS` programs, or one for each query and key/value head if
+    these are more. No query gets more programs than `max_length` keys have tiles.
+
+    Args:
+        tokens: number of queries of the pass, one for each row.
+        kv_heads: number of key/value heads.
+        max_length: maximum number of keys of a query.
+    """
     limit = min(_MAX_SPLITS, -(-max_length // _TILE_KEYS))
     return max(1, min(limit, _PROGRAMS // (tokens * kv_heads)))
 

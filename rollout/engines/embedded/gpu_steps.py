@@ -1,4 +1,4 @@
-"""Decoding steps on a GPU: one copy there, one CUDA graph, and one copy back."""
+"""Decoding steps on a GPU: one copy to the GPU, one CUDA graph, and one copy back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GpuSteps:
         """
         count = len(token_ids)
         size = count if self._capture is None else self._graph_rows(count)
-        # Index of the row that each row of the padded batch repeats; padding repeats the first one.
+        # Row of the batch for each row of the padded batch; the padding repeats row 0.
         index = np.zeros(size, dtype=np.int64)
         index[:count] = np.arange(count)
         padded = DecodeBatch(
@@ -129,8 +129,8 @@ class GpuSteps:
     def _capture_step(self, packed: Tensor, arrays: Sequence[np.ndarray]) -> _CapturedStep | None:
         """Capture a step of these sizes; None if the GPU refuses.
 
-        Before it is captured, the step is computed once with these inputs. That is harmless: the replay
-        writes the same keys and values again.
+        The capturing function also computes the step once with these inputs. That is harmless: the
+        replay writes the same keys and values again.
         """
         assert self._capture is not None
         inputs = packed.to(self._decoder.device)

@@ -259,9 +259,15 @@ class CacheRows:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Append a token to each of `rows` [N].
 
+        Args:
+            rows: the rows.
+            tokens: token ids [N].
+            logprobs: log-probabilities of the tokens [N].
+
         Returns:
-            Masks [N] of the rows that reached a stop token, of those that end now, and of those
-            whose logits were not finite.
+            Masks [N] of the rows that reached a stop token, of those whose completion has ended by a
+            stop token or by its length, and of those whose logits were not finite. Rows of the third
+            mask are not in the second.
         """
         size = self.size[rows]
         self.tokens[rows, size] = tokens

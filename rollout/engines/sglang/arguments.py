@@ -57,8 +57,8 @@ def argument_error(options: Mapping[str, Any]) -> str:
 def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """Return the reason why a server that must be able to sleep would not start, or "".
 
-    SGLang's `BreakableCudaGraphBackend`, which makes the CUDA graphs of prompts, refuses the
-    variable that has the graphs of decoding freed.
+    With `_FREE_GRAPHS_VARIABLE`, a server that sleeps frees its CUDA graphs of decoding. The default
+    backend for the CUDA graphs of prompts, `BreakableCudaGraphBackend`, does not start with it.
     """
     if environment.get(_FREE_GRAPHS_VARIABLE, "").lower() not in ("1", "true"):
         return ""

@@ -161,12 +161,19 @@ class StreamedReply:
                 self._add(self._last_event["output_ids"], self._last_event["meta_info"])
 
     def _add(self, token_ids: list[int], meta: Mapping[str, Any]) -> None:
-        """Add the tokens of an event, and report the new ones, except those of the last event."""
+        """Add the tokens of an event, and report the new ones.
+
+        The tokens of the event that ends the reply are not reported, because the reply is about to be
+        returned.
+        """
         reported = len(self._token_ids)
-        position = max(0, meta["completion_tokens"] - len(token_ids))
+        count = len(token_ids)
+        # An event may repeat tokens of the events before it; its tokens replace them.
+        position = max(0, meta["completion_tokens"] - count)
         self._token_ids[position:] = token_ids
         for name, values in self._logprobs.items():
-            values[position:] = meta.get(name, ())[-len(token_ids) :] if token_ids else []
+            entries = meta.get(name, ())
+            values[position:] = entries[-count:] if count else []  # [-0:] would be all entries
         if self._wants_more and not meta["finish_reason"]:
             self._wants_more = self._on_tokens(reported, self._token_ids[reported:])
             if not self._wants_more:
@@ -326,10 +333,10 @@ def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidat
 
 
 def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts) -> bytes:
-    """Return the experts of each token of prompt and reply, as `Completion` stores them.
+    """Return the experts of all tokens of prompt and reply but the last, as `Completion` stores them.
 
-    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64. Every layer of its mixtures
-    is sparse.
+    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64. These are all layers of the
+    model, because SGLang gives every layer of a mixture of experts a router.
 
     Raises:
         EngineError: the experts are missing, too few, too many or out of range, or the first two

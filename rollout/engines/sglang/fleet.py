@@ -123,7 +123,7 @@ class Fleet:
 
         Args:
             needs_weights: request an update first if the server is paused without weights.
-            stream: collects an answer in events.
+            stream: collects an answer that comes as events; its result is then returned.
 
         Raises:
             ServerLeft: the server is gone for good, and others continue.
@@ -133,6 +133,7 @@ class Fleet:
             await self._wait_until_ready(replica)
             if needs_weights and replica.stale:
                 await self._request_weights()
+            # The loop repeats the call if the server died and was started again.
             async with self._restarting(replica):
                 return await replica.client.call(path, body, stream=stream)
 

@@ -9,7 +9,8 @@ from typing import Any
 from rollout.engines.sglang.arguments import with_dashes
 from rollout.models.architecture import Architecture
 
-# Longest prompt part of a pass, by the memory of the GPU in GB (`_handle_gpu_memory_settings`).
+# (memory in GB, default number of tokens in a pass over prompts on a GPU that has less memory), from
+# `_handle_gpu_memory_settings`.
 _PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
 _MAX_PREFILL_TOKENS = 16384
 _CHUNK_ARGUMENT = "chunked-prefill-size"
@@ -19,15 +20,17 @@ _SCORED_TOKENS = 2048  # rows of logits that are computed at a time (SGLANG_LOGP
 def prefill_tokens(options: Mapping[str, Any], gpu_gb: float) -> int:
     """Return the maximum number of tokens in one pass over prompts.
 
+    If the options state no positive number, this is SGLang's default for the GPU.
+
     Args:
         options: arguments of the server.
-        gpu_gb: memory of the GPU.
+        gpu_gb: memory of the GPU in GB.
     """
     stated = with_dashes(options).get(_CHUNK_ARGUMENT)
     if isinstance(stated, int) and stated > 0:
         return stated
-    for memory, tokens in _PREFILL_TOKENS:
-        if gpu_gb < memory:
+    for memory_gb, tokens in _PREFILL_TOKENS:
+        if gpu_gb < memory_gb:
             return tokens
     return _MAX_PREFILL_TOKENS
 

@@ -27,7 +27,7 @@ class NoNodeFree(EngineError):
 
 
 class Replica:
-    """A server that answers, starts, or has died.
+    """One server of an engine; it may not be started yet, be starting, answer, or have died.
 
     Attributes:
         starts: number of starts so far.
@@ -39,7 +39,7 @@ class Replica:
         shared_gpus: names or numbers of the server's GPUs, if other servers start on them too.
         actors: function that starts the Ray actors of the server. The first actor runs the server,
             and the others reserve its further GPUs.
-        host: the `Server`, its actor, or None for a server that was not started here.
+        host: the `Server` or its actor; None for a server that was not started here, or was closed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Replica:
         gpus: Sequence[str] = (),
         shared_gpus: Sequence[Any] = (),
     ) -> None:
-        """Prepare the server, which starts with `wait`.
+        """Prepare the server, and start its Ray actors if it has some; `wait` starts the server itself.
 
         Args:
             url: URL of a server that runs already; "" with `server` or `actors`.
@@ -116,8 +116,9 @@ class Replica:
     async def _start_actor(
         self, make_actors: Callable[[], Sequence[Any]], node_timeout_s: float | None
     ) -> str:
+        """Start the server in its actor, or in a new one if that has died; return the server's URL."""
         try:
-            await self.host.pid.remote()
+            await self.host.pid.remote()  # raises if the actor is dead
         except ray.exceptions.RayActorError:
             # The actor died with its node, and Ray looks for another one.
             self.host, *self._other_actors = make_actors()
