@@ -91,10 +91,8 @@ class Coach:
                     if self._is_judged(trajectory, turn):
                         position = (group_index, trajectory_index, turn_index)
                         messages = coach_messages(group.task, trajectory, turn, self._config)
-                        answer_first = answers_first(turn, self._config)
-                        judging = self._judge(turn.agent, messages, answer_first=answer_first)
                         agents[position] = turn.agent
-                        tasks[position] = asyncio.create_task(judging)
+                        tasks[position] = asyncio.create_task(self._judge(turn, messages))
 
         judgements = await self._wait_for_judgements(tasks)
         scores: dict[_TurnPosition, dict[str, float]] = {}
@@ -160,19 +158,18 @@ class Coach:
             position: task.result() if task in done else late for position, task in tasks.items()
         }
 
-    async def _judge(
-        self, agent: str, messages: tuple[Message, ...], *, answer_first: bool
-    ) -> Judgement:
-        """Request a verdict, and once more if the first one is malformed."""
+    async def _judge(self, turn: Turn, messages: tuple[Message, ...]) -> Judgement:
+        """Request a verdict on a turn, and once more if the first one is malformed."""
+        answer_first = answers_first(turn, self._config)
         try:
             async with self._caller.slot() as deadline:
-                reply = await self._ask(agent, messages, deadline)
+                reply = await self._ask(turn.agent, messages, deadline)
                 try:
                     return parse_verdict(reply, answer_first=answer_first)
                 except MalformedVerdict as error:
                     problem = str(error)
-                messages = repair_messages(messages, reply, problem, answer_first=answer_first)
-                reply = await self._ask(agent, messages, deadline)
+                messages = repair_messages(messages, reply, problem, turn=turn, config=self._config)
+                reply = await self._ask(turn.agent, messages, deadline)
                 return parse_verdict(reply, answer_first=answer_first)
         except TimeoutError:
             message = f"no verdict within {self._config.deadline_s:g} s"

@@ -21,10 +21,7 @@ def coach_messages(
     """Return the messages that request a verdict on a turn."""
     material = _between_markers(_sections(task, trajectory, turn, config))
     requests = [_TEXTS["answer_first" if answers_first(turn, config) else "grade"]]
-    if config.outcome:
-        requests.append(_TEXTS["outcome"])
-    if turn.agent in config.judged_with_answer:
-        requests.append(_TEXTS["correct"])
+    requests += _further_score_lines(turn, config)
     form = "\n".join(requests)
     return (
         Message(role="system", content=_TEXTS["system"]),
@@ -42,14 +39,33 @@ def answers_first(turn: Turn, config: CoachConfig) -> bool:
     return config.form == "answer_first" and turn.agent not in config.judged_with_answer
 
 
+def _further_score_lines(turn: Turn, config: CoachConfig) -> list[str]:
+    """Return the lines of a verdict with scores in addition to the process score."""
+    lines = []
+    if config.outcome:
+        lines.append(_TEXTS["outcome"])
+    if turn.agent in config.judged_with_answer:
+        lines.append(_TEXTS["correct"])
+    return lines
+
+
 def repair_messages(
-    messages: Sequence[Message], reply: str, problem: str, *, answer_first: bool
+    messages: Sequence[Message], reply: str, problem: str, *, turn: Turn, config: CoachConfig
 ) -> tuple[Message, ...]:
-    """Return the messages that request the verdict again, after a reply that could not be parsed."""
+    """Return the messages that request the verdict again, after a reply that could not be parsed.
+
+    Args:
+        messages: messages that requested the verdict on `turn`.
+        reply: reply that could not be parsed.
+        problem: the reason.
+        turn: turn that is judged.
+        config: config of the coach.
+    """
     lines = [_TEXTS["repair"].format(problem=problem)]
-    if answer_first:
+    if answers_first(turn, config):
         lines.append(_TEXTS["own_answer"])
     lines.append(_TEXTS["process"])
+    lines += _further_score_lines(turn, config)
     return (
         *messages,
         # Vendors refuse empty messages.

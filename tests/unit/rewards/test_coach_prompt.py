@@ -138,15 +138,30 @@ def test_cut_and_empty_outputs_are_said_to_be() -> None:
 
 def test_repair_goes_on_with_the_conversation() -> None:
     messages = (Message(role="system", content="s"), Message(role="user", content="u"))
-    again = repair_messages(messages, "", "no line PROCESS_SCORE", answer_first=False)
+    judged = turn(0, "solver", "41")
+    problem = "no line PROCESS_SCORE"
+    again = repair_messages(messages, "", problem, turn=judged, config=SHOWN)
     assert again[:2] == messages
     assert [m.role for m in again[2:]] == ["assistant", "user"]
     assert again[2].content == "(nothing)"
     assert "cannot be read: no line PROCESS_SCORE." in again[3].content
     assert again[3].content.endswith("nothing else:\nPROCESS_SCORE: <0 to 10>")
-    again = repair_messages(messages, "", "no line PROCESS_SCORE", answer_first=True)
+    answering = CoachConfig(model="judge")
+    again = repair_messages(messages, "", problem, turn=judged, config=answering)
     lines = again[3].content.splitlines()
     assert lines[1:] == ["OWN_ANSWER: <your result>", "PROCESS_SCORE: <0 to 10>"]
+
+
+def test_repair_requests_all_scores_of_the_verdict() -> None:
+    shown = CoachConfig(model="judge", outcome=True, judged_with_answer=("verifier",))
+    for agent, names in (
+        ("solver", ["OWN_ANSWER", "PROCESS_SCORE", "OUTCOME_SCORE"]),
+        ("verifier", ["PROCESS_SCORE", "OUTCOME_SCORE", "ANSWER_CORRECT"]),
+    ):
+        judged = turn(0, agent, "41")
+        again = repair_messages((), "Seven.", "no number", turn=judged, config=shown)
+        lines = again[1].content.splitlines()
+        assert [line.partition(":")[0] for line in lines[1:]] == names
 
 
 def test_by_default_the_coach_answers_and_then_compares() -> None:
