@@ -190,8 +190,8 @@ def shared_outcome(group: Group) -> Group:
 
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     def rewards(trajectory: Trajectory) -> list[float]:
-        # `outcome` refuses a trajectory in which a turn has a node, as a tree. An alternative has a
-        # node without a tree, so `outcome` gets only the turns that are not alternatives.
+        # `outcome` raises if a turn has a node, because it takes the trajectory for a tree.
+        # Alternatives have nodes too, although there is no tree, so they are left out.
         original_turns = tuple(
             turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores
         )

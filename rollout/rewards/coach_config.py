@@ -31,7 +31,8 @@ class CoachConfig(RemoteConfig):
     # Most characters of each text in the prompt: the problem, the agent's input and output, the
     # ground truth.
     text_chars: int = Field(24000, ge=1)
-    # Most characters of the query and of the result of each tool call of the turn.
+    # Most characters of the query and of the result of each tool call of the turn, and of each list
+    # of files.
     observation_chars: int = Field(2000, ge=1)
     # Most characters of the query and of the result of each tool call of earlier turns.
     earlier_chars: int = Field(500, ge=1)

@@ -31,7 +31,7 @@ def _thinks_once(text: str) -> bool:
 
 
 ValidityRule = Literal["no_chinese", "one_thought"]
-# Rules that a reply must satisfy in addition to parsing. Source: Dr. MAS, general_projection in
+# Rules that a reply must satisfy in addition to parsing. Source: Dr.MAS, general_projection in
 # agent_system/agent/utils.py
 VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
     "no_chinese": lambda text: re.search("[\u4e00-\u9fff]", text) is None,
@@ -48,11 +48,12 @@ def invalid_reply(
     tool call.
 
     Args:
-        rules: rules of replies by agent: `no_chinese`, no Chinese characters; `one_thought`, `<think>` and then
-            `</think>`, each once. A reply that breaks one is penalised but still used.
+        rules: names of the rules that the replies of each agent must follow. `no_chinese`: a reply
+            has no Chinese characters. `one_thought`: it has `<think>` and then `</think>`, each once.
+            A reply that breaks a rule is penalised but still used.
     """
-    # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight
-    # phi with phi = -1.
+    # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, whose format
+    # reward is format_weight * phi, with coef = format_weight and phi = -1.
     follows_rules = all(
         VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ())
     )

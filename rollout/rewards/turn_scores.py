@@ -179,13 +179,16 @@ def shaping(
     """Reward every turn with its score, shaped by the mean Q of earlier scores.
 
     Without earlier scores the formula adds nothing. A turn whose score is undecided is masked and
-    does not enter Q. With beta, a turn whose last score is undecided is masked too.
+    does not enter Q. With beta, a turn is also masked if the last score, which is added to it, is
+    undecided.
 
     Args:
         measure: name of the turns' score that is R: "local" or one of the environment's metrics.
         formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
-        history: turns whose scores Q averages, a key of HISTORY_SELECTORS; always the measured
-            scores, not the shaped ones.
+        history: turns whose scores Q averages. `own`: earlier turns of the agent. `rounds`: turns of
+            all agents in earlier rounds, where round n has the n-th turn of every agent. `before`:
+            all earlier turns. `proposers`: for the last turn, all turns of other agents; for others,
+            none. Q averages the measured scores, not the shaped ones.
         alpha: weight of the formula.
         beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the
             agent's own last score for `own` and `rounds`, the trajectory's for `before` and
@@ -198,7 +201,7 @@ def shaping(
         last_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
         result: list[float | None] = []
         for i, (turn, score) in enumerate(zip(turns, scores, strict=True)):
-            last_score: float | None = 0.0  # not used with beta 0
+            last_score: float | None = 0.0  # any number, since beta is 0
             if beta and history in _HISTORIES_WITH_LAST_SCORE_BY_AGENT:
                 last_score = last_by_agent[turn.agent]
             elif beta:
@@ -305,19 +308,19 @@ def coach(
         scale: factor of the score; the paper uses 1.
         clip: (low, high) to which the scaled score is clipped; null: it is not clipped.
         outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
-            which have none.
+            whose turns off the path have no outcome.
     """
 
-    def process_reward(trajectory: Trajectory, turn: Turn) -> float:
+    def coach_reward(trajectory: Trajectory, turn: Turn) -> float:
         value = scale * allocation.score_of(trajectory, turn, measure)
         return value if clip is None else min(max(value, clip[0]), clip[1])
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         # r_i = clip(c s_i) + w R, with s_i the coach's score.
         # Source: MAPPA (arXiv 2601.23228), where c = 1 and w = 0.
-        team_part = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
+        outcome_reward = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
         return [
-            process_reward(trajectory, turn) + team_part if measure in turn.scores else None
+            coach_reward(trajectory, turn) + outcome_reward if measure in turn.scores else None
             for turn in trajectory.turns
         ]
 
