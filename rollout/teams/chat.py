@@ -171,6 +171,9 @@ class Chat:
         Args:
             max_turns: maximum number of replies to ask for; calls of the last one stay open.
 
+        Returns:
+            The latest reply.
+
         Raises:
             ValueError: the agent has not replied yet.
             EnvError: a tool failed for good.

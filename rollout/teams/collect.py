@@ -112,8 +112,8 @@ class Collector:
         """
         options = self.options
         trajectory_id = f"{self.step}/{task.id}/{sample}"
-        # Greedy trajectories, for which `sampling` replaces the temperature, have another name in the
-        # log than sampled ones. The name has the replaced parameters, not their values.
+        # A step may play a task greedily too, with the same id, by replacing the temperature. The
+        # names of the replaced parameters distinguish the two trajectories in the log.
         logged_name = " ".join([trajectory_id, *options.sampling])
         finished = options.log.trajectory(logged_name) if options.log else None
         if finished is not None:

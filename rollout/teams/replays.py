@@ -70,8 +70,8 @@ class _Decision:
 class ReplayedPlay(BranchedPlay):
     """One play of a task, and replays of it with alternatives of its turns.
 
-    The trajectory is that of a play without replays, if its agents speak one after the other. Its
-    turns have node "", and the alternatives of a turn have nodes "1", "2" and so on.
+    The trajectory equals that of a play without replays, if its agents speak one after the other.
+    Its turns have node "", and the alternatives of a turn have nodes "1", "2" and so on.
     """
 
     plan: ReplayPlan
@@ -79,7 +79,7 @@ class ReplayedPlay(BranchedPlay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._alternatives: dict[int, list[Turn]] = {}  # by turn
-        # By turn: the trajectory's outcome minus the outcome of its replay without the reply.
+        # By turn: the trajectory's outcome minus that of its replay with an empty reply.
         self._removal_scores: dict[int, float] = {}
         self._sampled_tokens = 0  # tokens of sampled turns that follow alternatives
 

@@ -242,14 +242,18 @@ def describe_misuse(function: Callable[..., Any], *classes: type) -> str:
     return ""
 
 
-def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str | None]:
+def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str]:
     """Count how often each name is bound: as a parameter, a variable, a function or an import."""
-    bindings: Counter[str | None] = Counter()
+    bindings: Counter[str] = Counter()
     for node in nodes:
-        # Nodes without a context, such as parameters, functions and imports, bind their names.
-        context = getattr(node, "ctx", ast.Store())
-        if not isinstance(node, ast.keyword) and isinstance(context, ast.Store | ast.Del):
-            bindings.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            continue  # reads a variable
+        if isinstance(node, ast.keyword):
+            continue  # names a parameter of the called function
+        for field in ("id", "arg", "name", "asname"):  # fields with names, in all kinds of nodes
+            name = getattr(node, field, None)
+            if name is not None:
+                bindings[name] += 1
     return bindings
 
 
@@ -278,7 +282,7 @@ def _missing_await(
     nodes: Sequence[ast.AST],
     used: Sequence[ast.Attribute],
     kind: type,
-    bindings: Mapping[str | None, int],
+    bindings: Mapping[str, int],
 ) -> str:
     """Describe the first coroutine that is dropped, or used as if it had been awaited.
 

@@ -173,8 +173,9 @@ class TeamSession:
         """
         policies = {agent.policy: self._team.policies[agent.policy] for agent in self.agents}
         trainable = {name for name, policy in policies.items() if isinstance(policy, EngineClient)}
-        turns = self._turns.values()
-        return any(not trainable or turn.policy in trainable for turn in turns)
+        if not trainable:
+            return bool(self._turns)
+        return any(turn.policy in trainable for turn in self._turns.values())
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
         """Ask an agent once, with its user template's slots filled by `slots`.

@@ -332,10 +332,10 @@ class Branch:
     async def repeat(
         self, rounds: Sequence[list[AnsweredCall]], open_calls: Sequence[CallKey]
     ) -> None:
-        """Repeat `rounds` from their recorded answers, up to where `open_calls` are open.
+        """Repeat `rounds` with their recorded answers, until the orchestra waits for `open_calls`.
 
         Raises:
-            BranchError: the orchestra makes other calls than it did.
+            BranchError: the orchestra waits for other calls than in `rounds` or `open_calls`.
         """
         await self.run_to_calls()
         for answered in rounds:
