@@ -143,7 +143,6 @@ START_ERROR = (
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("failing_starts", "expected"),
     [(1, ["started", "2 []"]), (3, [START_ERROR, "3 []"])],
