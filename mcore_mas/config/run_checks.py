@@ -60,8 +60,10 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         return
     if not all(isinstance(agent, Mapping) for agent in agents.values()):
         return
+    # YAML reads an unquoted name such as 1 as a number; the validation makes it a text again.
+    policies = {str(name): policy for name, policy in policies.items()}
     policy_of_agent = {
-        name: agent["policy"]
+        str(name): agent["policy"]
         for name, agent in agents.items()
         if isinstance(agent.get("policy"), str)
     }
@@ -70,7 +72,7 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         return  # the validation reports the agents that name no policy
     used = set(policy_of_agent.values()) | _teacher_names(policies)
     if isinstance(opponents, Mapping):
-        used.update(opponents)
+        used.update(map(str, opponents))
     unused = sorted(policies.keys() - used)
     if unused:
         nearest_policies = nearest_hint(unused[0], policies.keys() - unused)

@@ -359,6 +359,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
             "policy 'solvr' is played by no agent; remove it or name it in agents; nearest: solv",
         ),
         (
+            "policies={1: {lr: 1e-4}}",
+            "policy '1' is played by no agent; remove it or name it in agents",
+        ),
+        (
             "agents.solver.policy=null",
             "agents.solver.policy: Input should be a valid string (got null)",
         ),
