@@ -292,4 +292,4 @@ def test_descriptions_are_the_docstrings() -> None:
 def test_a_module_describes_the_options_that_its_functions_share() -> None:
     description = option_descriptions(invalid_reply)["coef"]
     assert description == "size of the penalty of `invalid` or `overlong`."
-    assert option_descriptions(invalid_reply)["rules"].startswith("rules of replies by agent: ")
+    assert option_descriptions(invalid_reply)["rules"].startswith("names of the rules that ")
