@@ -70,9 +70,9 @@ class HeadWeightGrad:
         """Return the gradient that the head's backward pass returns to autograd; None for a frozen weight.
 
         If the gradient is already in Megatron's buffer, autograd gets a placeholder, whose values
-        Megatron's hook ignores. If the weight is also the embedding, autograd gets None instead: a
-        placeholder would be added to the embedding's gradient, which the hook still has to add to
-        the buffer.
+        Megatron's hook ignores. If the weight is also the embedding, the hook must still add the
+        embedding's gradient to the buffer. Autograd then gets None, because it would add a
+        placeholder to that gradient.
         """
         if self._total is None:
             return None
