@@ -34,8 +34,8 @@ def main(limit_s: int) -> None:
     for line in sys.stdin:
         end_s = int(time.process_time()) + 1 + limit_s
         resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
-        given, truth = json.loads(line)
-        verdict = equality.compare_as_expressions(given, truth)
+        given_answer, true_answer = json.loads(line)
+        verdict = equality.compare_as_expressions(given_answer, true_answer)
         if verdict is equality.AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
             # math-verify hides a MemoryError. Memory that grows by doubling fails above half of the
             # limit, so such a peak means that the limit was reached.
