@@ -404,7 +404,14 @@ class StopSignal:
         raise asyncio.CancelledError
 
     def _announce(self, line: str) -> None:
-        """Print a line to the log of the run and to the terminal."""
-        for stream in {sys.stderr, user_terminal() or sys.stderr}:
+        """Print a line to the log of the run, and then to the terminal if that is another file.
+
+        The user may answer the line at the terminal with a second Ctrl-C, which ends the process here.
+        """
+        terminal = user_terminal()
+        streams = [sys.stderr]
+        if terminal is not None and terminal is not sys.stderr:
+            streams.append(terminal)
+        for stream in streams:
             with suppress(OSError, ValueError):  # a stream without a file
                 _write_line(stream.fileno(), line)

@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from mcore_mas.runtime import stop_signal
 from mcore_mas.runtime.stop_signal import (
     GRACE_S,
     STOP_SIGNALS,
@@ -300,6 +303,27 @@ def test_an_update_that_ends_soon_after_ctrl_c_is_kept() -> None:
         return await stop.run_until_urgent(update())
 
     assert asyncio.run(run_update()) == "finished"
+
+
+def test_the_log_has_the_line_before_the_user_can_answer_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second Ctrl-C ends the process as soon as the user has seen the line at the terminal."""
+    descriptors: list[int] = []
+    monkeypatch.setattr(stop_signal, "_write_line", lambda file, line: descriptors.append(file))
+
+    def announce(log: TextIO, terminal: TextIO) -> list[int]:
+        descriptors.clear()
+        monkeypatch.setattr(sys, "stderr", log)
+        monkeypatch.setattr(stop_signal, "user_terminal", lambda: terminal)
+        StopSignal()._announce("SIGINT: stopping")
+        return list(descriptors)
+
+    with (tmp_path / "1").open("w") as first, (tmp_path / "2").open("w") as second:
+        assert announce(log=first, terminal=second) == [first.fileno(), second.fileno()]
+        assert announce(log=second, terminal=first) == [second.fileno(), first.fileno()]
+        # A process that writes to a terminal has no other log.
+        assert announce(log=first, terminal=first) == [first.fileno()]
 
 
 def test_a_program_that_runs_after_the_start_gets_pythons_handlers(
