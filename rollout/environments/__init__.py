@@ -64,7 +64,8 @@ ENVS: dict[str, Callable[..., Env]] = {
 # and no retriever.
 SUPPLIED = frozenset({"retriever", "sandbox"})
 
-# Tools of agents by name: called as (**options) for each trajectory.
+# Tools of agents by name: called as (**options) for each trajectory, some also with `env` or `calls`
+# (see `ToolMaker`).
 TOOLS: dict[str, ToolMaker] = {
     "calculator": calculator_tools,
     "mcp": mcp_tools,

@@ -52,7 +52,8 @@ def _evaluate(node: ast.AST) -> Fraction:
     """
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            # The decimal as it is written: Fraction(0.1) would be the binary value of the float.
+            # str gives a decimal of up to 15 digits as it was written. Fraction(0.1) would be the binary
+            # value of the float.
             value = Fraction(str(number))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             value = _OPERATORS[type(op)](_evaluate(operand))

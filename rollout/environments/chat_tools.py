@@ -123,7 +123,10 @@ _PassageId = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^<>]
 
 @asynccontextmanager
 async def passage_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
-    """Yield a tool that reads a passage by its id; `search` shows ids if its option `style` is `id`."""
+    """Yield a tool that reads a passage by its id.
+
+    The environment `search` shows agents the ids if its option `style` is `id`.
+    """
 
     async def read_passage(*, id: _PassageId, around: Annotated[int, Field(ge=0, le=5)] = 0) -> str:
         """Read a passage of the corpus by its id.

@@ -18,6 +18,7 @@ class ToolCall:
     """One tool call of a step, with its result.
 
     Attributes:
+        query: arguments of the call, such as a search's query or a program.
         failed: True if the call failed through the agent's fault.
     """
 
@@ -33,8 +34,9 @@ class Step:
 
     Attributes:
         reward: reward of this step; the sum over the steps is the trajectory's outcome.
-        answer: the team's answer so far, in a normal form in which equal answers are equal texts;
-            "" if there is none yet, None if the environment does not report answers.
+        answer: the team's answer so far, in a normal form, so that equal answers are equal texts
+            where this is possible (see `PlayedEnv.same`); "" if there is none yet, None if the
+            environment does not report answers.
         passages: passages that a search found, best first, as the observation shows them.
         metrics: metrics of the trajectory so far. Evaluation counts `solved` if it is present.
     """
@@ -75,7 +77,7 @@ class Env(Protocol):
         """Apply an agent's text.
 
         Raises:
-            EnvError: a tool failed for good.
+            EnvError: the environment or one of its tools failed for good.
             Undecided: the reward of the text is unknown.
         """
 
@@ -110,10 +112,11 @@ Case = tuple[str, str]  # input and expected output of a program, as an agent wr
 class PlayedEnv(Env, Protocol):
     """Environment of an episode, as orchestras use it.
 
-    Besides `step` it has the optional methods of environments; a method that the task's environment
-    lacks raises EnvError. Environments have `preview` if a step has no side effects, `same` if
-    equal answers may be different texts, `files` if agents leave files for each other, `check` if
-    agents write tests, and `decision` if agents play against each other.
+    All of these methods are there, but one that the task's environment lacks raises EnvError. An
+    environment has `preview` if it can compute a step's reply without taking the step, `same` if
+    equal answers may be different texts, `run` if agents may run programs before they answer,
+    `files` and `forget` if programs share a process and leave files for each other, `check` and
+    `agreement` if agents write tests, and `decision` if agents play against each other.
     """
 
     async def preview(self, action: str) -> Step:
@@ -135,7 +138,7 @@ class PlayedEnv(Env, Protocol):
         """Run an agent's program on an agent's tests.
 
         Returns:
-            A step with the failures as observation, the run as tool call, and the metric
+            A step with the result of each test as observation, the run as tool call, and the metric
             `check_rate`: the share of tests that pass; 0 if there are none.
         """
 

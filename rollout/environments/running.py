@@ -1,4 +1,4 @@
-"""Environments that run programs, in this process's sandbox or on a server, and their options."""
+"""Base classes of environments that run programs, in this process's sandbox or on a server."""
 
 import atexit
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ PRINTED_CHARS = 4000  # maximum length of a program's output that an agent is sh
 
 @dataclass(eq=False, kw_only=True)
 class SandboxedEnv:
-    """An environment of one task that runs programs.
+    """Base class of environments that run programs; it has their options.
 
     Args:
         server: address of a SandboxFusion server that runs programs; null: this machine.
@@ -58,7 +58,7 @@ class SandboxedEnv:
 
 
 class CalculatingEnv(SandboxedEnv):
-    """An environment whose agents may run programs before they answer."""
+    """Base class of environments whose agents may run programs before they answer."""
 
     async def run(self, program: str) -> ToolCall:
         """Run an agent's Python program; see `PlayedEnv.run`."""
@@ -77,7 +77,10 @@ class CalculatingEnv(SandboxedEnv):
 
 @cache
 def local_sandbox(tier: Tier) -> Sandbox:
-    """Return this process's sandbox, which all trajectories share; it starts with its first run."""
+    """Return this process's sandbox of a tier, which all trajectories share.
+
+    It starts with its first run.
+    """
     sandbox = Sandbox(tier=tier)
     atexit.register(sandbox.close)
     return sandbox

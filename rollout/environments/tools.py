@@ -116,7 +116,7 @@ def _read_arguments(use: ToolUse) -> Any:
     """Return the arguments of a call.
 
     Raises:
-        AgentMistake: a lone surrogate stands in them, which ends the connection to an MCP server.
+        AgentMistake: they contain a lone surrogate; sending it would break an MCP connection.
     """
     arguments = json.loads(use.arguments)
     try:
