@@ -20,8 +20,8 @@ from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
 from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
-SOLUTION = '{"solution":'  # prefix of an answer that is a program and no test
-_SHOWN_CHARS = 400  # maximum length of an input or output in a report to an agent
+SOLUTION = '{"solution":'  # prefix of an entry of `answers` that is a program and no test
+_SHOWN_CHARS = 400  # maximum length of an input, an output or an error in a report to an agent
 # Verdicts on a test in the words of a report.
 VERDICT_TEXTS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
@@ -94,9 +94,10 @@ class _Answers:
         return cls(visible=visible, hidden=hidden, solution=solution)
 
     def tests_of_cases(self, cases: Sequence[Case]) -> list[Test]:
-        """Convert an agent's tests to the form of the task's; leave out those of another form.
+        """Convert an agent's tests to the form of the task's tests; leave out those that do not fit.
 
-        If the task calls a function, a case is a JSON list of arguments and the result as JSON.
+        If the task's tests call a function, the input of a case must be a JSON list of arguments, and
+        the expected output JSON too.
         """
         example = (self.hidden or self.visible)[0]
         if isinstance(example, StdinTest):
@@ -121,8 +122,8 @@ class _Answers:
 class CodeEnv(SandboxedEnv):
     """A programming problem, scored by its tests in a sandbox.
 
-    A text with `<run>` around a fenced program tries the program on the visible tests and shows
-    the failures. Any other text ends the trajectory: its last fenced program is scored on the
+    A text with `<run>` around a fenced program tries the program on the visible tests; the
+    observation has the result of each. Any other text ends the trajectory: its last fenced program is scored on the
     hidden tests, or on the visible ones if there are no others. Metrics are `pass_rate`, `solved`
     (1 if every test passes), `answered` (1 if there was a program), `tests` and `runs`. A step
     that only tries a program has the metrics `runs` and `visible_rate`: the share of the visible
@@ -223,7 +224,11 @@ class CodeEnv(SandboxedEnv):
 
 
 def _program_to_try(action: str) -> str | None:
-    """Return the program of the last `<run>` tag; None if there is no tag outside of programs."""
+    """Return the program that a text asks to try; None if it has no `<run>` outside of programs.
+
+    It is the last fenced program in the last `<run>`, or else the last one in the text, or else the
+    content of `<run>` as it is.
+    """
     text = action.rpartition("</think>")[2]
     tagged = last_tag(text, "run")
     outside_of_programs = last_tag(without_programs(text), "run")

@@ -51,21 +51,21 @@ def pack_target(target: Target) -> str:
 class DataScienceEnv:
     """Prediction of a table by programs in a session of the sandbox.
 
-    A fenced program in an action runs as a cell: its variables last until `forget`, its files until
-    the end. `<submit>` in an action, or the step number `max_turns`, ends the trajectory:
-    `submission.csv` is read from the folder and scored outside the sandbox. A missing or malformed
-    submission gets the reward `malformed`. An action without either changes nothing.
+    `<submit>` in an action, or the step number `max_turns`, ends the trajectory: `submission.csv` is
+    read from the folder and scored outside the sandbox. A missing or malformed submission gets the
+    reward `malformed`. In an action without `<submit>`, a fenced program runs as a cell: its variables
+    last until `forget`, its files until the end. An action with neither changes nothing.
 
     Metrics: the score under the name of the task's metric, if a submission was scored; `normalised`
     (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission was
     scored and, where there is a baseline, beats it.
 
     Args:
-        server: address of a SandboxFusion server that runs the programs; null: this machine. It
-            repeats the earlier cells of an agent with each cell.
+        server: address of a SandboxFusion server that runs the programs; null: this machine. Such a
+            server keeps no variables, so with each cell the cells since the last `forget` run again.
         tier: tier of isolation of programs on this machine.
-        reward: `normalised`, the score in [0, 1] by its metric; or `gap`, the share of the way from
-            the baseline to the ceiling, as in DSBench.
+        reward: `normalised`, the score mapped to [0, 1], where 1 is the best; or `gap`, the share of
+            the way from the baseline to the ceiling, as in DSBench.
         malformed: reward without a submission that can be scored.
         max_turns: maximum number of steps; null: no limit.
         cell_s: seconds of wall time that a cell may take.

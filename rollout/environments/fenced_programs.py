@@ -10,14 +10,17 @@ from markdown_it import MarkdownIt
 
 _THOUGHT_END = "</think>"
 _PYTHON_LABELS = ("python", "py", "python3", "py3")
-_LABEL = re.compile(r"[\s{.]*([\w+-]*)")  # of "python", "{.python}" or `python title="main.py"`
+# Finds the label "python" in `python`, `{.python}` and `python title="main.py"`.
+_LABEL = re.compile(r"[\s{.]*([\w+-]*)")
 _INVISIBLE = "\ufeff\u200b\u200c\u2060"
 # Tags and invisible characters hide a fence from a Markdown parser.
 _BEFORE_FENCE = re.compile(
     rf"^(?P<tags>[ \t>]*(?:<[^<>\n]+>[ \t]*)*)[{_INVISIBLE}]*(?=```|~~~)", re.MULTILINE
 )
 _BEHIND_FENCE = re.compile(r"^(?P<fence>[ \t>]*(?:`{3,}|~{3,}))[ \t]*(?=</)", re.MULTILINE)
-_MARKDOWN = MarkdownIt("commonmark").disable("html_block")  # a tag before a fence hides it
+# A block of HTML would include the fences that follow its tag.
+_MARKDOWN = MarkdownIt("commonmark").disable("html_block")
+# Fences are blocks, so the text inside of paragraphs is not parsed.
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 
 
@@ -49,9 +52,11 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
         if token.type != "fence" or token.map is None:
             continue
         first_line, end_line = token.map
-        closing = lines[end_line - 1].strip(" \t>")
-        is_closed = end_line - first_line > 1 and closing.startswith(token.markup)
-        if is_closed and not closing.strip(token.markup[0]):
+        last_line = lines[end_line - 1].strip(" \t>")
+        # A closing fence is as long as the opening one, or longer. The parser also ends a block
+        # without one, at the end of the text, the list or the quotation.
+        is_fence = last_line.startswith(token.markup) and not last_line.strip(token.markup[0])
+        if is_fence and end_line - first_line > 1:
             match = _LABEL.match(token.info)
             label = match[1].lower() if match else ""
             yield FencedBlock(
@@ -76,7 +81,10 @@ def last_program(text: str) -> str | None:
 
 
 def without_programs(text: str) -> str:
-    """Return a text with blank lines in place of its fenced programs."""
+    """Return a text with blank lines in place of its blocks that are or may be programs.
+
+    These are the closed blocks that are labelled as Python or have no label.
+    """
     lines = _lines(_separate_fences(text))
     for block in fenced_blocks(text):
         if not block.label or block.label in _PYTHON_LABELS:

@@ -15,15 +15,17 @@ from rollout.environments.table_metrics import TABLE_METRICS, is_finite_number
 class Target:
     """The column or columns to predict, their metric, and the truth.
 
-    The score of several columns is the mean of their scores, unless the metric takes rows.
+    The score of several columns is the mean of their scores, unless the metric measures rows
+    (`Metric.by_row`).
 
     Attributes:
         metric: name in TABLE_METRICS.
         id_column: column that identifies a row.
         column: column to predict; "" if there are several.
         columns: several columns to predict.
-        truth: true value by id, or the values of all columns. It is in no agent's prompt, and not in the sandbox.
-        baseline: score that needs no model.
+        truth: true value by id or, if there are several columns, the list of their values by id. It
+            is in no agent's prompt, and not in the sandbox.
+        baseline: score that is reached without a model.
         ceiling: score that is hardly exceeded.
     """
 
@@ -139,6 +141,7 @@ class Target:
         return predictions
 
     def _check_columns(self, names: Sequence[str]) -> None:
+        """Raise AgentMistake if the id column or a predicted column is not among the names."""
         expected = [self.id_column, *self.predicted_columns]
         for column in expected:
             if column not in names:

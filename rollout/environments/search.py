@@ -54,7 +54,8 @@ class SearchEnv:
     """A question over one corpus, answered with a retriever's passages.
 
     A search without a query, or with one over 500 characters, finds nothing and is counted in the
-    metric `invalid_searches`; `searches` counts the others. The scores of an answer, `exact_match`
+    metric `invalid_searches`, and so is a text without any tag; `searches` counts the other searches.
+    The scores of an answer, `exact_match`
     and `token_f1`, are metrics, and one of them is the outcome. A trajectory without an answer has
     the outcome 0.
 
@@ -63,7 +64,7 @@ class SearchEnv:
         style: format of a passage in the observation: a number and the title before the text
             (Search-R1's `search_r1`, or `verl`); the `text` alone; or the `id`, the title and the
             text, for agents with the tool `passages`.
-        reward: score of an answer that is the outcome.
+        reward: which of these two scores is the outcome.
     """
 
     task: Task = field(kw_only=False)

@@ -206,7 +206,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def kappa(pairs: Pairs) -> float:
-    """Return Cohen's kappa with quadratic weights; 1 if all truths and predictions are equal.
+    """Return Cohen's kappa with quadratic weights; 1 if all truths and predictions are one value.
 
     It is 1 - E[(t - p)^2] / E[(t - p')^2], where p' is the prediction of a row drawn at random.
     """
@@ -299,11 +299,13 @@ class Metric:
         ]
 
     def normalise(self, score: float) -> float:
-        """Map a score to [0, 1], more being better: exp(-x / scale) for an error, 0 below 0.
+        """Map a score to [0, 1], where 1 is the best, as MAPPA does (arXiv 2601.23228).
 
-        MAPPA, arXiv 2601.23228.
+        An error x becomes exp(-x / scale). Other scores stay as they are, but negative ones become 0.
         """
-        return max(0.0, score) if self.scale is None else math.exp(-score / self.scale)
+        if self.scale is None:
+            return max(0.0, score)
+        return math.exp(-score / self.scale)
 
 
 # The scales of rmse, mae and mse are MAPPA's.
