@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any
 
-_DECOYS = 15
+_DECOYS = 15  # largest number of decoys; of True, for example, there are fewer
 _MAX_DRAWS = 300  # a draw may repeat an earlier one
 _random = SystemRandom()
 
@@ -60,7 +60,10 @@ def draw_candidates(expected: Any) -> Candidates:
 
 
 def _change(value: Any) -> Any:
-    """Return a copy of plain data that differs in one place."""
+    """Return a copy of plain data that differs in one place.
+
+    For True, False and None it is one of a few values, which may be the same one.
+    """
     match value:
         case bool() | None:
             return _random.choice([True, False, None, "", 23])

@@ -2,8 +2,9 @@
 
 A test runs in the same process as the patched code. `instrument` therefore rewrites a test file
 before it enters the sandbox: an assertion such as `assert add(2, 3) == 5` becomes
-`__check__(7, add(2, 3))`, which reports the value that it sees, and 5 stays outside, where
-`rollout/environments/hidden_verdicts.py` compares the two. Every test reports its end too.
+`__check__(7, add(2, 3), None)`, where 7 is the number of the comparison. It reports the value of
+`add(2, 3)`, and 5 stays outside, where `rollout/environments/hidden_verdicts.py` compares the two.
+Every test reports its end too.
 """
 
 import ast
@@ -12,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Names that the program in the sandbox defines for the rewritten files.
+# Names of functions that the program in the sandbox (`rollout/sandbox/guest/pytest_runner.py`) defines
+# for the rewritten files, with their arguments.
 CHECK = "__check__"  # (site, value, parameter or None): report a value
-COMPARE = "__compare__"  # (site or None, operator, left, right, origins): compare two values
+# (site or None, operator, left, right, origin of left, origin of right): compare two values, and report
+# to the site if the comparison is true
+COMPARE = "__compare__"
 OPERANDS = "__operands__"  # likewise for assertEqual, whose first two arguments it returns
 GUARD = "__guard__"  # (value, ...): return the values, or others if one claims to equal everything
 KEEP = "__keep__"  # (name, value): remember a value that must not change before its comparison
@@ -145,7 +149,8 @@ class HiddenTestFile:
         sites: comparisons by number.
         tests: test functions by qualified name, such as `TestAdd.test_one`.
         withheld: withheld values of parameters by number.
-        constants: literal values of module-level names that the tests never change.
+        constants: values in the instrumented source of module-level names that are bound once to a
+            literal and that the tests never change; None for a withheld value.
         stable_names: module-level names that are bound once, and whose values the tests never
             change.
         names: all names that the file may bind at module level; None if they are unknown.
@@ -181,7 +186,8 @@ def instrument(source: str) -> HiddenTestFile:
     trusted_names = _trusted_names(tree)
     for prefix, function in _test_functions(tree):
         _instrument_test(file, function, f"{prefix}{function.name}", trusted_names)
-    for constant in set(file.constants) - _names_in_use(tree, set(file.constants)):
+    withheld_constants = set(file.constants) - _names_in_use(tree, set(file.constants))
+    for constant in withheld_constants:
         _blank_constant(tree.body, constant)
         # At the end of a test the sandbox reports the constant's value, which must be this one.
         file.constants[constant] = None
@@ -287,6 +293,16 @@ class _TestRewriter:
         kept_names: set[str],
         trusted_names: set[str],
     ) -> None:
+        """Initialize a rewriter.
+
+        Args:
+            first_site: number of the function's first site.
+            number: number of the function.
+            constants: literal values of names, which count as stated values.
+            parameters: parameters of the function whose values can be withheld.
+            kept_names: names whose values are remembered at their binding (see `KEEP`).
+            trusted_names: names whose values cannot come from the repository.
+        """
         self.sites: dict[int, Site] = {}
         self.test = HiddenTest(number=number)
         self.withheld_parameters: set[str] = set()
@@ -320,6 +336,7 @@ class _TestRewriter:
         return block
 
     def _rewrite_statement(self, statement: ast.stmt, is_required: bool) -> list[ast.stmt]:
+        """Return the statements in place of one statement."""
         match statement:
             case ast.Return():
                 return [self._end_call(), statement]
@@ -373,7 +390,9 @@ class _TestRewriter:
         """Return the statements in place of an assertion.
 
         A conjunction becomes an assertion of each part. A comparison with a stated value becomes a
-        check outside of this process, which withholds the value. Other comparisons are recorded.
+        report of the other operand, which is compared outside of the sandbox. Another comparison is
+        made in the sandbox, which reports it if it is true; an identity stays as it is. In other
+        expressions, comparisons are guarded (see `_guard_comparisons`).
         """
         test = _simplify(statement.test)
         statement.test = test
@@ -436,7 +455,7 @@ class _TestRewriter:
         return check
 
     def _guard_comparisons(self, expression: ast.expr) -> ast.expr:
-        """Return an expression whose comparisons do not trust an operand that lies."""
+        """Return an expression whose comparisons `__compare__` makes, which finds operands that lie."""
         guarded: ast.expr = _ComparisonGuard(self._compare_call).visit(expression)
         return guarded
 
@@ -466,7 +485,12 @@ class _TestRewriter:
     def _withhold(
         self, comparison: Comparison, left: ast.expr, right: ast.expr, is_required: bool
     ) -> ast.stmt | None:
-        """Return the statement that reports the computed operand; None if neither is stated."""
+        """Return the statement that reports the computed operand of a comparison with a stated one.
+
+        Returns:
+            The statement; None if neither operand is stated, or both are constants, or if the operator
+            is `is` or `is not` and the stated operand is not None, True or False.
+        """
         for stated, computed in ((right, left), (left, right)):
             parameter_argument: ast.expr = ast.Constant(None)
             parameter = ""
@@ -497,7 +521,7 @@ class _TestRewriter:
         return None
 
     def _add_site(self, site: Site, is_required: bool) -> ast.expr:
-        """Return the number of a new site."""
+        """Add a site; return its number as an expression."""
         number = self._first_site + len(self.sites)
         self.sites[number] = site
         if is_required:
@@ -505,6 +529,7 @@ class _TestRewriter:
         return ast.Constant(number)
 
     def _stated_value(self, node: ast.expr) -> Any:
+        """Return the value of a literal or of a constant's name; `_NO_LITERAL` for other expressions."""
         if isinstance(node, ast.Name) and node.id in self._constants:
             return self._constants[node.id]
         return _literal(node)
@@ -538,7 +563,7 @@ def _simplify(test: ast.expr) -> ast.expr:
 
 
 class _ComparisonGuard(ast.NodeTransformer):
-    """Transformer that replaces all comparisons of two operands inside of an expression."""
+    """Transformer that replaces the comparisons of two operands in an expression, except identities."""
 
     def __init__(
         self, compare_call: Callable[[ast.expr, Comparison, ast.expr, ast.expr], ast.expr]
@@ -582,6 +607,7 @@ def _may_leave_context(statement: ast.With | ast.AsyncWith) -> bool:
 
 
 def _is_literal_sequence(node: ast.expr) -> bool:
+    """Return True if an expression is a list or tuple that is written out and not empty."""
     return isinstance(node, ast.List | ast.Tuple) and bool(node.elts)
 
 
@@ -667,7 +693,7 @@ _ALIASING = ast.keyword | ast.Starred | ast.Assign | ast.Return  # may give a va
 
 
 def _names_that_may_change(tree: ast.Module) -> set[str]:
-    """Return the names whose value a method, an item, an argument or another name may change."""
+    """Return the names whose value may change, such as x in `x.sort()`, `x[0] = 1`, `f(x)` and `y = x`."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
@@ -706,7 +732,10 @@ def _bound_names(tree: ast.Module) -> list[str] | None:
 
 
 def _count_assignments(tree: ast.AST) -> dict[str, int]:
-    """Return the number of times that each name is bound anywhere in a tree."""
+    """Return how often each name is bound in a tree: assigned, deleted, or a parameter.
+
+    Imports and definitions are not counted.
+    """
     counts: dict[str, int] = {}
     for node in ast.walk(tree):
         name = ""
@@ -769,7 +798,8 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
         value_sets = decorator.args[1]
         if not isinstance(value_sets, ast.List | ast.Tuple) or not value_sets.elts:
             continue
-        # pytest numbers sets of parameters that have the same name.
+        # pytest numbers sets of parameters that have the same name, and `_test_id` does not know the
+        # numbers.
         set_names = {_name_of_set(value_set) for value_set in value_sets.elts}
         if len(set_names) < len(value_sets.elts):
             continue

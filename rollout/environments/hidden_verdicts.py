@@ -76,7 +76,8 @@ async def passed_tests(
         module: path of the test file.
         files: content of the repository by path, with the test file.
         limits: limits of each run.
-        allowed: permissions of the code under test (see the program in the sandbox).
+        allowed: permissions of the code under test: "gc", "trace" or "ctypes" (see
+            `rollout/sandbox/guest/pytest_runner.py`).
 
     Raises:
         SandboxError: the result of a test is unknown.
@@ -137,7 +138,8 @@ class _TestVerdict:
     Attributes:
         passes: False if the test has failed; True is final only without open sites.
         open_sites: expected values of the sites whose reported values could not be compared
-            outside of the sandbox, by the key of the site.
+            outside of the sandbox, by the key of the site: its number and that of the withheld
+            value, such as "7000001/-1".
     """
 
     passes: bool
@@ -259,7 +261,7 @@ class _Judge:
         return open_sites
 
     def _withheld_value(self, site: Site, number: int, test: str) -> WithheldValue | None:
-        """Return the withheld value that a site has reported by its number.
+        """Return the withheld value with this number, which a site has reported.
 
         Returns:
             The value; None if it belongs to another parameter than the site's, or is not among the
@@ -322,7 +324,7 @@ def _compares_rightly(site: Site, operators: Sequence[str], candidates: Candidat
     """Return True if a comparison with the expected value is true and distinguishes it from decoys.
 
     `==` may also be true for a quarter of the decoys. `in` and the orders, such as `<`, must be false
-    for at least one decoy.
+    for at least one decoy. `!=` and `not in` only need to be true.
 
     Args:
         site: comparison.

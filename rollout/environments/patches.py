@@ -76,7 +76,8 @@ def parse_patch(text: str) -> list[Edit]:
 def apply_patch(files: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
     """Return the files after all edits, which are made one after the other.
 
-    A changed file ends all its lines with CRLF if it had a CRLF before, and else with LF.
+    A changed file ends all its lines with CRLF if it had a CRLF before, and else with LF. A file whose
+    lines are all removed stays as an empty file.
 
     Raises:
         BadPatch: an edit's file does not exist or lacks the lines to replace, or the edit does not

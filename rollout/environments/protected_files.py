@@ -44,12 +44,18 @@ def protect_files(
         patched: files after the agent's patch.
         hidden_paths: paths of files that the hidden tests bring or change.
     """
-    modules = _top_level_names(original)
+    checkout_modules = _top_level_names(original)
     files = {}
     for path in {**original, **patched}:
         before = original.get(path)
         after = patched.get(path)
-        if after != before and _is_protected(path, before is None, patched, hidden_paths, modules):
+        if after != before and _is_protected(
+            path,
+            is_new=before is None,
+            patched=patched,
+            hidden_paths=hidden_paths,
+            checkout_modules=checkout_modules,
+        ):
             after = before
         if after is not None:
             files[path] = after
@@ -58,11 +64,21 @@ def protect_files(
 
 def _is_protected(
     path: str,
+    *,
     is_new: bool,
     patched: Mapping[str, str],
     hidden_paths: Collection[str],
-    modules: Collection[str],
+    checkout_modules: Collection[str],
 ) -> bool:
+    """Return True if a patch cannot change a file, or cannot create it.
+
+    Args:
+        path: path of the file.
+        is_new: True if the patch creates the file.
+        patched: files after the patch.
+        hidden_paths: paths of files that the hidden tests bring or change.
+        checkout_modules: names of top-level modules of the checkout.
+    """
     *folders, name = PurePosixPath(path).parts
     if path in hidden_paths or name in _SETTINGS or name.endswith(_PROTECTED_SUFFIXES):
         return True
@@ -70,19 +86,21 @@ def _is_protected(
         return True
     if not _TEST_FOLDERS.isdisjoint(folders) or _TEST_FILE.fullmatch(name):
         return True
-    return is_new and _hides_installed_module(path, patched, modules)
+    return is_new and _hides_installed_module(path, patched, checkout_modules)
 
 
 def _hides_installed_module(
-    path: str, patched: Mapping[str, str], modules: Collection[str]
+    path: str, patched: Mapping[str, str], checkout_modules: Collection[str]
 ) -> bool:
     """Return True if a new file could be imported in place of an installed module."""
     parts = PurePosixPath(path).parts
     for index, part in enumerate(parts):
         folder = "/".join(parts[:index])
-        is_package = folder not in _IMPORT_FOLDERS and f"{folder}/__init__.py" in patched
+        # A module in a package has the name of the package before its own, and hides nothing.
+        is_in_package = folder not in _IMPORT_FOLDERS and f"{folder}/__init__.py" in patched
         name = part.partition(".")[0]
-        if not is_package and name not in modules and name in _installed_modules():
+        hides_module = name not in checkout_modules and name in _installed_modules()
+        if hides_module and not is_in_package:
             return True
     return False
 

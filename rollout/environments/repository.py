@@ -115,7 +115,7 @@ def pack_instance(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Instance:
+class _Answers:
     """Decoded `answers` of a task.
 
     Attributes:
@@ -165,7 +165,7 @@ class RepositoryEnv(SandboxedEnv):
     reward: Literal["all", "rate"] = "all"
     checkouts: str | None = None
     memory_mb: PositiveInt = 1024
-    _instance: _Instance | None = field(default=None, init=False)
+    _answers: _Answers | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _malformed_patches: int = field(default=0, init=False)
 
@@ -173,21 +173,21 @@ class RepositoryEnv(SandboxedEnv):
         """Start a task; return the issue, the files and the form of a patch."""
         self._turns = 0
         self._malformed_patches = 0
-        self._instance = _read_instance(task, Path(self.checkouts) if self.checkouts else None)
-        files = _render_files(self._instance)
+        self._answers = _read_answers(task, Path(self.checkouts) if self.checkouts else None)
+        files = _render_files(self._answers)
         return f"# Issue\n{task.prompt}\n\n# Files\n{files}\n\n# Form of a patch\n{_PATCH_FORM}"
 
     async def step(self, action: str) -> Step:
         """Apply a patch, and test it."""
-        instance = self._instance
-        if instance is None:
+        answers = self._answers
+        if answers is None:
             raise EnvError("RepositoryEnv.step before reset")
         self._turns += 1
 
         passed: set[str] = set()
         try:
-            files = apply_patch(instance.sources, parse_patch(action))
-            passed = await self._passed_tests(instance, files)
+            files = apply_patch(answers.sources, parse_patch(action))
+            passed = await self._passed_tests(answers, files)
             applied = True
             observation = "The patch applies."
         except BadPatch as error:
@@ -195,16 +195,16 @@ class RepositoryEnv(SandboxedEnv):
             applied = False
             observation = str(error)
 
-        rates = {kind: _pass_rate(names, passed) for kind, names in instance.tests.items()}
+        rates = {kind: _pass_rate(names, passed) for kind, names in answers.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
-        if solved and instance.test_patch:
-            await self._require_failing_tests(instance)
+        if solved and answers.test_patch:
+            await self._require_failing_tests(answers)
         done = solved or self._turns == self.max_turns
         reward = 0.0
         if done:
             reward = float(solved)
             if self.reward == "rate":
-                reward = _pass_rate(instance.test_names, passed)
+                reward = _pass_rate(answers.test_names, passed)
         return Step(
             observation="" if done else observation,
             reward=reward,
@@ -219,7 +219,7 @@ class RepositoryEnv(SandboxedEnv):
             },
         )
 
-    async def _passed_tests(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+    async def _passed_tests(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:
         """Return the names of the tests that pass with the patched files.
 
         Raises:
@@ -227,23 +227,23 @@ class RepositoryEnv(SandboxedEnv):
             SandboxError: the result of a test is unknown.
         """
         try:
-            if instance.test_patch:
-                return await self._run_pytest(instance, files)
-            return await self._run_checks(instance, files)
+            if answers.test_patch:
+                return await self._run_pytest(answers, files)
+            return await self._run_checks(answers, files)
         except (OSError, ValueError) as error:
             # A path is no file name, or is also the folder of another path.
             raise BadPatch("The patched files cannot be written.") from error
 
-    async def _run_pytest(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+    async def _run_pytest(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:
         """Return the names of the pytest tests that pass.
 
         Each test file runs in a separate process. Files that the patch must not change are those
         of the checkout.
         """
-        test_edits = parse_patch(instance.test_patch)
-        modules = sorted({name.split(":", 1)[0] for name in instance.test_names})
+        test_edits = parse_patch(answers.test_patch)
+        modules = sorted({name.split(":", 1)[0] for name in answers.test_names})
         hidden_paths = {*modules, *(edit.path for edit in test_edits)}
-        protected = protect_files(instance.sources, files, hidden_paths)
+        protected = protect_files(answers.sources, files, hidden_paths)
         folder = _encode(apply_patch(protected, test_edits))
         passed = await gather_or_cancel(
             passed_tests(
@@ -251,31 +251,31 @@ class RepositoryEnv(SandboxedEnv):
                 module,
                 folder,
                 limits=self._test_limits,
-                allowed=instance.permissions,
+                allowed=answers.permissions,
             )
             for module in modules
             if module in folder
         )
         return set().union(*passed)
 
-    async def _require_failing_tests(self, instance: _Instance) -> None:
+    async def _require_failing_tests(self, answers: _Answers) -> None:
         """Raise EnvError if a test that the repair must make pass has passed before it.
 
         Such a test says nothing about a repair. Each task is checked once.
         """
-        task = (*self.task.answers, self.checkouts)
-        if task in _TASKS_WITH_FAILING_TESTS:
+        key = (*self.task.answers, self.checkouts)
+        if key in _TASKS_WITH_FAILING_TESTS:
             return
-        passed = await self._run_pytest(instance, instance.sources)
-        for name in instance.tests["fail_to_pass"]:
+        passed = await self._run_pytest(answers, answers.sources)
+        for name in answers.tests["fail_to_pass"]:
             if name in passed:
                 raise EnvError(
                     f"task {self.task.id}: the test {name} passes without a repair in this "
                     "environment; remove the task, or install the versions that it needs"
                 )
-        _TASKS_WITH_FAILING_TESTS.add(task)
+        _TASKS_WITH_FAILING_TESTS.add(key)
 
-    async def _run_checks(self, instance: _Instance, files: Mapping[str, str]) -> set[str]:
+    async def _run_checks(self, answers: _Answers, files: Mapping[str, str]) -> set[str]:
         """Return the names of the checks that pass."""
         folder = _encode(files)
         results = await gather_or_cancel(
@@ -288,11 +288,11 @@ class RepositoryEnv(SandboxedEnv):
                 limits=self._test_limits,
                 files=folder,
             )
-            for check in instance.checks
+            for check in answers.checks
         )
         return {
             check.name
-            for check, result in zip(instance.checks, results, strict=True)
+            for check, result in zip(answers.checks, results, strict=True)
             if result.verdict is Verdict.OK
         }
 
@@ -301,13 +301,13 @@ class RepositoryEnv(SandboxedEnv):
         return replace(self.limits, wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000)
 
 
-def _render_files(instance: _Instance) -> str:
+def _render_files(answers: _Answers) -> str:
     """Return the files for the prompt: first the paths of those not shown, then path and content of the rest."""
-    paths = sorted(path for path in instance.sources if path not in instance.shown)
+    paths = sorted(path for path in answers.sources if path not in answers.shown)
     parts = ["\n".join(paths)] if paths else []
-    for path in instance.shown:
-        if path in instance.sources:
-            parts.append(f"## {path}\n```\n{instance.sources[path]}```")
+    for path in answers.shown:
+        if path in answers.sources:
+            parts.append(f"## {path}\n```\n{answers.sources[path]}```")
     return "\n\n".join(parts)
 
 
@@ -322,7 +322,7 @@ def _pass_rate(names: Sequence[str], passed: Collection[str]) -> float:
     return sum(name in passed for name in names) / len(names)
 
 
-def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
+def _read_answers(task: Task, checkouts: Path | None) -> _Answers:
     """Decode the answers of a task.
 
     Raises:
@@ -357,7 +357,7 @@ def _read_instance(task: Task, checkouts: Path | None) -> _Instance:
         ) from error
     if not sources or not fail_to_pass:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
-    return _Instance(
+    return _Answers(
         sources=sources,
         shown=sorted(sources) if shown is None else shown,
         checks=checks,
