@@ -196,12 +196,12 @@ def _unit_powers(normalized: str) -> dict[str, int]:
         return {}
 
     powers: dict[str, int] = {}
-    for separator, word, name, exponent in _UNIT_PART.findall(suffix[0]):
+    for separator, power_word, name, exponent in _UNIT_PART.findall(suffix[0]):
         unit = _known_unit(name, exponent)
         if unit is None:
             return {}
-        power = int(exponent) if exponent else _POWER_OF_WORD[word]
-        if "/" in separator:  # divides by this unit only
+        power = int(exponent) if exponent else _POWER_OF_WORD[power_word]
+        if "/" in separator:  # the slash divides by this unit only
             power = -power
         powers[unit] = powers.get(unit, 0) + power
     return powers

@@ -38,7 +38,8 @@ def main(limit_s: int) -> None:
         verdict = equality.compare_as_expressions(given_answer, true_answer)
         if verdict is equality.AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
             # math-verify hides a MemoryError. Memory that grows by doubling fails above half of the
-            # limit, so such a peak means that the limit was reached.
+            # limit, so such a peak means that the limit was reached. The error ends this process, which
+            # `Comparer` takes for an undecided comparison.
             raise MemoryError
         print(verdict.value, file=replies, flush=True)
 

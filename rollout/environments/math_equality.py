@@ -16,8 +16,9 @@ _VALUE_DIGITS = 60  # digits with which numbers are compared
 _MANY_DIGITS = 400  # digits with which exact numbers are compared that agree in 60 digits
 _TINY = 1e-45  # relative error of a value, and the size below which a value may be zero
 _FLOAT_DIGITS = 15  # significant digits of a float that a program prints
-_FLOAT_ERROR = 1e-14
-_ROUNDED_DIGITS = 6  # a decimal truth with as many digits stands for all numbers that round to it
+_FLOAT_ERROR = 1e-14  # relative error of such a float
+# A decimal truth with as many digits or more stands for all numbers that round to it.
+_ROUNDED_DIGITS = 6
 _POINTS = 3  # number of points at which expressions with symbols are compared
 _MAX_CHECKED_PARTS = 40  # numbers, signs and letters that `_has_unread_part` checks
 
@@ -305,7 +306,8 @@ def _rounding_tolerance(gold: Any) -> Any:
         return sympy.Integer(0)
     exponent = Decimal(str(gold)).normalize().as_tuple().exponent
     assert isinstance(exponent, int), "the decimal is finite"
-    # 1234560.00 has a place after the point too: 1234563 does not round to it.
+    # normalize drops the zeros at the end of 1234560.00, but the places after the point were written:
+    # 1234563 does not round to it.
     last_place = min(exponent, -1)
     return sympy.Rational(1, 2) * sympy.Integer(10) ** last_place
 

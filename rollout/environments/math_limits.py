@@ -28,7 +28,7 @@ def is_refused(text: str) -> bool:
     reach the limits of its process.
 
     Args:
-        text: a normalized answer, without blanks and `\\left`.
+        text: an answer that `normalize_answer` has rewritten.
     """
     if not 0 < len(text) <= MAX_CHARS:
         return True
@@ -47,7 +47,11 @@ def is_refused(text: str) -> bool:
 
 
 def _estimate_size(text: str) -> int:
-    """Estimate the value of an expression, at most _BEYOND, as a sum of products; a letter counts 1."""
+    """Estimate the value of an expression, at most _BEYOND, as a sum of products; a letter counts 1.
+
+    Raises:
+        OverflowError: an exponent, or the argument of a factorial, is above MAX_OPERAND.
+    """
     total = 0
     product = 1
     factor = 1
@@ -69,7 +73,7 @@ def _estimate_size(text: str) -> int:
         elif token["power"]:
             end = _exponent_end(text, position)
             exponent = _check_operand(_estimate_size(text[position:end]))
-            factor = _power(max(factor, 2), exponent)
+            factor = _power(max(factor, 2), exponent)  # as bases, 1 and letters count 2
             position = end
         elif token["rest"] == "!":
             operand = _check_operand(factor)

@@ -168,7 +168,10 @@ def normalize_answer(answer: str) -> str:
 
 
 def _unwrap(answer: str) -> str:
-    """Return an answer without delimiters of formulas, fonts, and a sign for approximate values."""
+    """Return an answer without delimiters of formulas, fonts, and a sign for approximate values.
+
+    The words "all real numbers" become `\\mathbb{R}`.
+    """
     text = answer
     delimiters = _DELIMITERS.fullmatch(text)
     if delimiters:

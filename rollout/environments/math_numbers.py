@@ -121,7 +121,7 @@ def rewrite_numbers(text: str) -> str:
 def number_with_base(text: str) -> tuple[str, int] | None:
     """Return the digits and the base of a number such as `1101_2`.
 
-    A decimal without a base has base 10. Other texts have none, and the result is None.
+    A decimal without a base has base 10. For other texts the result is None.
     """
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
     if _DECIMAL.fullmatch(text):
