@@ -143,6 +143,7 @@ class OpenEnvEnv(WorldEnv):
         return action
 
     def _scene_of(self, data: Mapping[str, Any]) -> Scene:
+        """Return the scene of a reply; it is solved if the rewards so far reach the goal."""
         observation = data.get("observation")
         if not isinstance(observation, dict):
             raise EnvError("openenv: the server's reply has no observation")
@@ -170,7 +171,7 @@ def _fill(value: JsonValue, text: str) -> JsonValue:
     """Return a value of the option `action`, with an agent's text in place of `{text}` or `{json}`.
 
     Raises:
-        AgentMistake: the value is `{json}`, and the text is not JSON.
+        AgentMistake: the value is `{json}`, and the text is not JSON, or is null.
     """
     if isinstance(value, dict):
         return {name: _fill(part, text) for name, part in value.items()}

@@ -23,11 +23,11 @@ from rollout.base.processes import start_group, stop_group
 from rollout.environments.protocol import AgentMistake
 
 _MAX_MESSAGE_BYTES = 64 << 20
-_QUOTED_CHARS = 500
+_QUOTED_CHARS = 500  # maximum length of a server's message or output in an error
 _FULL = "CAPACITY_REACHED"  # code of a server that has as many sessions as it may
-_FULL_PAUSE_S = 0.2
-_READY_PAUSE_S = 0.1
-_CLOSE_S = 10.0
+_FULL_PAUSE_S = 0.2  # pause before a session is tried again
+_READY_PAUSE_S = 0.1  # pause before a server that starts is asked again
+_CLOSE_S = 10.0  # seconds in which a server may close a session
 
 
 class OpenEnvSession:
@@ -105,7 +105,7 @@ class OpenEnvSession:
         raise EnvError(f"openenv: the environment failed ({code}: {message})")
 
     async def close(self) -> None:
-        """End the session; wait until the server has freed its environment, unless that hangs."""
+        """End the session; wait until the server has freed its environment, unless a reply was late."""
         try:
             if self._socket is not None and not self._has_hung:
                 with suppress(TimeoutError, ConnectionError, aiohttp.ClientError):
@@ -139,8 +139,9 @@ async def open_session(
         find_url: returns the base URL of a server.
         reset: arguments of the reset.
         deadline_s: seconds that a reply may take.
-        patience_s: seconds for which a free session is waited for.
-        restarts: True if a server that is ending is waited for, because `find_url` starts another.
+        patience_s: seconds for which refused sessions are tried again.
+        restarts: True if `find_url` starts a server again that has ended; sessions at a server that
+            does not answer are then tried again too.
 
     Returns:
         The session, and the data of the first observation.

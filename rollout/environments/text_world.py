@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 _MAX_CHOICES = 100  # if more actions are possible, none are listed
 _HIGHLIGHTED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # terminal colours
-_SESSION_NUMBERS = count()  # the shop distinguishes its visitors by the names of their sessions
+_SESSION_NUMBERS = count()  # WebShop distinguishes its visitors by the names of their sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,10 @@ class WorldEnv:
     _malformed_actions: int = field(default=0, init=False)
 
     async def begin(self, key: str) -> Scene:
-        """Begin the game with this key, which is always the same.
+        """Begin the game with this key; equal keys begin equal games.
 
         Raises:
-            EnvError: there is no such game, or the world is missing.
+            EnvError: there is no such game, or the library or server of the world is missing.
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class ThreadWorldEnv(WorldEnv):
                 with suppress(EnvError):
                     await self._call(env.close)
         finally:
-            # The shop's thread serves the other trajectories, too.
+            # The thread of `WebshopEnv` serves the other trajectories, too.
             if self._thread is not _SHOP:
                 self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -111,7 +111,11 @@ async def run_episode(settings: str, row: str, *, url: str, key: str) -> str:
 def list_tasks(
     id: str, python: str, args: Mapping[str, JsonValue], limit: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of an environment's data sets: `train` and, if there are any, `evaluation`.
+    """Return the rows of an environment's data sets: `train` and, if there is one, `evaluation`.
+
+    Args:
+        id, python, args: options of `VerifiersEnv`.
+        limit: largest number of rows that are read of each data set.
 
     Raises:
         ValueError: the environment cannot be loaded.

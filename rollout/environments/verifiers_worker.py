@@ -38,7 +38,13 @@ class LegacyEnvironment:
         return tasks
 
     async def play(self, row: dict[str, Any], url: str, key_variable: str) -> dict[str, Any]:
-        """Play an episode and return its reward and metrics."""
+        """Play an episode and return its reward and metrics.
+
+        Args:
+            row: row of the environment's data set.
+            url: base URL of the models.
+            key_variable: environment variable that holds the API key of the models.
+        """
         types = importlib.import_module("verifiers.types")
         client = types.ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=0)
         output = await self.env.run_rollout(row, client, "agent", {})
@@ -77,7 +83,13 @@ class TasksetEnvironment:
         return {"train": [task.data.model_dump(mode="json") for task in tasks]}
 
     async def play(self, row: dict[str, Any], url: str, key_variable: str) -> dict[str, Any]:
-        """Play an episode and return its reward and metrics."""
+        """Play an episode and return its reward and metrics.
+
+        Args:
+            row: row of the environment's data set.
+            url: base URL of the models.
+            key_variable: environment variable that holds the API key of the models.
+        """
         v1 = importlib.import_module("verifiers.v1")
         clients = importlib.import_module("verifiers.v1.clients")
         data = self.task_type.data_type().model_validate(row)
@@ -109,8 +121,9 @@ class TasksetEnvironment:
 def load_environment(env_id: str, options: Mapping[str, Any]) -> Any:
     """Return the environment of this id, as the installed version of `verifiers` loads it."""
     verifiers = importlib.import_module("verifiers")
-    legacy = hasattr(verifiers, "load_environment")
-    return (LegacyEnvironment if legacy else TasksetEnvironment)(env_id, options)
+    if hasattr(verifiers, "load_environment"):
+        return LegacyEnvironment(env_id, options)
+    return TasksetEnvironment(env_id, options)
 
 
 class VerifiersHandler:

@@ -47,6 +47,7 @@ class EnvHandler:
             return {"error": describe_with_location(error), "kind": "Defect"}
 
     async def _call(self, request: dict[str, Any]) -> Any:
+        """Make the call that a request names; return its plain value."""
         number = request["env"]
         method = request["method"]
         if method == "open":

@@ -111,7 +111,7 @@ class WorkerProcess:
         self._command = command
         self._numbers = count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        # Cancelled requests that the process has not ended yet.
+        # Timers that kill the process, by the number of a cancelled request that it has not ended yet.
         self._cancelled: dict[int, asyncio.TimerHandle] = {}
         self._started = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -226,6 +226,7 @@ class WorkerProcess:
             await asyncio.wait_for(self._process.wait(), _STOP_S)
 
     def _fail_requests(self) -> None:
+        """Wake the calls that wait for a reply; they raise the process's error."""
         for timer in self._cancelled.values():
             timer.cancel()
         for future in self._replies.values():
