@@ -87,6 +87,11 @@ async def passed_tests(
     tested_files = {**files, module: test_file.source.encode()}
 
     async def judge_run(candidates: Mapping[str, Candidates]) -> dict[str, _TestVerdict]:
+        """Run the file once; return the verdict on each test.
+
+        Args:
+            candidates: candidates of each open site by its key; {} in the first run.
+        """
         mark = token_hex()
         request = {
             "mark": mark,

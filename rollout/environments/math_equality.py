@@ -57,6 +57,7 @@ def compare_as_expressions(given: str, truth: str) -> AnswerComparison:
 
 
 def _compare(given: str, truth: str) -> AnswerComparison:
+    """Compare two answers; equal ones are undecided if a part of their texts was not read."""
     guess = _read(given)
     gold = _read(truth)
     if guess is None or gold is None or not _are_equal(guess, gold):
@@ -350,6 +351,7 @@ def _parts(expression: Any) -> Iterator[Any]:
 
 
 def _part_is_equal(guess: Any, gold: Any) -> bool:
+    """Compare two elements: numbers by their values, other expressions by their values at some points."""
     if _is_number(guess) and _is_number(gold):
         return _numbers_are_equal(guess, gold)
     for point in range(_POINTS):

@@ -156,6 +156,7 @@ def _write_repeating(match: re.Match[str]) -> str:
 
 
 def _write_magnitude(match: re.Match[str]) -> str:
+    """Return a word such as `million` as a factor, with the unit after it as text."""
     unit = match["rest"].strip()
     factor = f"\\times {_MAGNITUDES[match['name']]}"
     return f"{factor}\\text{{ {unit}}}" if unit else factor

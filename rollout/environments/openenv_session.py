@@ -222,6 +222,7 @@ class _Server:
         self._output = NamedTemporaryFile(prefix="openenv-")  # noqa: SIM115 -- open while the server is
 
     async def url(self, start_s: float) -> str:
+        """Return the URL of the process when it listens; start the process if it does not run."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         latest = asyncio.get_running_loop().time() + start_s

@@ -22,6 +22,15 @@ class LegacyEnvironment:
     """An environment of verifiers 0.1, as a module's `load_environment` returns it."""
 
     def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:
+        """Load the environment.
+
+        Args:
+            env_id: name of the environment.
+            options: arguments of its `load_environment`.
+
+        Raises:
+            ValueError: the environment scores the rollouts of a group together.
+        """
         verifiers = importlib.import_module("verifiers")
         self.env = verifiers.load_environment(env_id, **options)
         if self.env.requires_group_rollouts:
@@ -62,6 +71,13 @@ class TasksetEnvironment:
     """
 
     def __init__(self, env_id: str, options: Mapping[str, Any]) -> None:
+        """Load the environment.
+
+        Args:
+            env_id: id of the taskset.
+            options: the environment's configuration, to which the taskset's id and defaults of the
+                agents are added.
+        """
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         config = dict(options)

@@ -105,6 +105,12 @@ class WorkerProcess:
     """
 
     def __init__(self, owner: str, command: list[str]) -> None:
+        """Begin to start the process.
+
+        Args:
+            owner: name of the environment in errors.
+            command: program and arguments.
+        """
         self.users = 0
         self.error = ""
         self._owner = owner
@@ -206,6 +212,7 @@ class WorkerProcess:
         )
 
     async def _read_replies(self) -> None:
+        """Hand each reply to the call that waits for it, until the process closes its output."""
         assert self._process is not None and self._process.stdout is not None
         while line := await self._process.stdout.readline():
             reply = json.loads(line)
