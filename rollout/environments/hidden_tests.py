@@ -804,19 +804,31 @@ def _literal_parameters(function: _Function) -> dict[str, list[_ParameterSlot]]:
         if len(set_names) < len(value_sets.elts):
             continue
         for index, name in enumerate(names):
-            slots = []
-            for position, value_set in enumerate(value_sets.elts):
-                if len(names) == 1:
-                    slots.append(
-                        _ParameterSlot(container=value_sets.elts, index=position, position=position)
-                    )
-                elif isinstance(value_set, ast.List | ast.Tuple):
-                    slots.append(
-                        _ParameterSlot(container=value_set.elts, index=index, position=position)
-                    )
+            slots = _parameter_slots(value_sets.elts, index, is_only_parameter=len(names) == 1)
             if len(slots) == len(value_sets.elts) and _can_withhold(slots):
                 parameters[name] = slots
     return parameters
+
+
+def _parameter_slots(
+    value_sets: list[ast.expr], index: int, *, is_only_parameter: bool
+) -> list[_ParameterSlot]:
+    """Return the slots of a parameter; sets of parameters that are not written out have none.
+
+    Args:
+        value_sets: elements of the decorator's list.
+        index: index of the parameter among the decorator's names.
+        is_only_parameter: True if the elements are the values themselves, and not sets of values.
+    """
+    slots = []
+    for position, value_set in enumerate(value_sets):
+        if is_only_parameter:
+            slot = _ParameterSlot(container=value_sets, index=position, position=position)
+            slots.append(slot)
+        elif isinstance(value_set, ast.List | ast.Tuple):
+            slot = _ParameterSlot(container=value_set.elts, index=index, position=position)
+            slots.append(slot)
+    return slots
 
 
 def _name_of_set(node: ast.expr) -> str:
