@@ -11,7 +11,7 @@ from rollout.environments.games.sudoku import Sudoku, SudokuSource
 from rollout.environments.games.tic_tac_toe import TicTacToe
 from rollout.environments.games.zero_sum import ZeroSumGame
 
-# Rules by name; their keyword arguments are the rewards.
+# Rules of the puzzles by name; their keyword arguments are the option `rewards` of the environment.
 GAMES: dict[str, type[Game[Any]]] = {
     "plan_path": PlanPath,
     "sokoban": Sokoban,
@@ -19,13 +19,13 @@ GAMES: dict[str, type[Game[Any]]] = {
     "blocksworld": Blocksworld,
 }
 
-# Generators by the name of their game; their keyword arguments are options.
+# Generators of the puzzles by the name of their game; their keyword arguments are options of the tasks.
 PUZZLES: dict[str, type[PuzzleSource]] = {
     source.game: source
     for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
 }
 
-# Games of two players, whose tasks are the deals.
+# Rules of the games of two players by name. A task is a deal.
 ZERO_SUM_GAMES: dict[str, type[ZeroSumGame[Any]]] = {
     "kuhn_poker": KuhnPoker,
     "leduc_poker": LeducPoker,

@@ -16,7 +16,8 @@ _State = TypeVar("_State", bound=Hashable)
 InformationSet = tuple[str, str]
 # Probability of each legal action, by information set.
 Strategy = Mapping[InformationSet, Mapping[str, float]]
-# Probability that chance and the opponent lead to a state, by state.
+# Probability of each state if the player's own actions lead to it: only the deal and the actions of
+# the opponent are random.
 _Weights = dict[_State, float]
 
 
@@ -70,7 +71,7 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
     sign = 1 if player == FIRST else -1
 
     def follow_opponent(state: _State, weight: float) -> Iterator[tuple[_State, float]]:
-        """Yield the states of the player's next turns, and ends before them, with their weights."""
+        """Yield (state, weight) for each next state in which the player moves or the game has ended."""
         mover = game.player(state)
         if mover is None or mover == player:
             yield state, weight
@@ -79,7 +80,7 @@ def best_response_value(game: ZeroSumGame[_State], strategy: Strategy, player: s
             yield from follow_opponent(game.play(state, action), weight * probability)
 
     def value(states: Iterable[tuple[_State, float]]) -> float:
-        """Return the player's largest expected payoff, given states and the probability of each."""
+        """Return the player's largest expected payoff from states, given as (state, probability)."""
         reached: _Weights[_State] = {}
         for start, start_weight in states:
             for state, weight in follow_opponent(start, start_weight):

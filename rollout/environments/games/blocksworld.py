@@ -1,4 +1,4 @@
-"""Blocksworld (game): rebuild stacks of blocks, one block at a time."""
+"""The game Blocksworld: rebuild stacks of blocks, one block at a time."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -55,9 +55,7 @@ class Blocksworld(Game[BlocksTable]):
         match = _TEXT.fullmatch(puzzle)
         now = _parse_stacks(match[1]) if match else frozenset()
         goal = _parse_stacks(match[2]) if match else frozenset()
-        blocks = sorted(chain(*now))
-        repeats = len(set(blocks)) < len(blocks)
-        if not blocks or repeats or blocks != sorted(chain(*goal)):
+        if not now or set(chain(*now)) != set(chain(*goal)):
             raise puzzles.BadPuzzle(
                 "Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks"
             )
@@ -116,10 +114,14 @@ def _bottom_parts(stacks: Stacks) -> list[tuple[str, ...]]:
 
 
 def _parse_stacks(text: str) -> Stacks:
-    """Return the stacks of a line; no stacks if a stack is empty or a block is not a letter."""
+    """Return the stacks of a line.
+
+    There are none if a stack is empty, a block is not a letter, or a block is named twice.
+    """
     stacks = [tuple(stack.split()) for stack in text.split("|")]
     blocks = list(chain(*stacks))
     legal = all(stacks) and all(_BLOCK.fullmatch(block) for block in blocks)
+    legal = legal and len(set(blocks)) == len(blocks)
     return frozenset(stacks) if legal else frozenset()
 
 
@@ -200,6 +202,7 @@ def _stackings(blocks: int) -> tuple[Stacks, ...]:
     """Return every stacking of the first `blocks` letters, in the order of their texts."""
     stackings = set()
     for order in permutations(ascii_uppercase[:blocks]):
+        # A block after a cut begins a new stack; every other one stands on the block before it.
         for cuts in product((False, True), repeat=blocks - 1):
             stacks: list[tuple[str, ...]] = [order[:1]]
             for block, cut in zip(order[1:], cuts, strict=True):
@@ -219,4 +222,5 @@ def _all_puzzles(blocks: int) -> tuple[tuple[str, str], ...]:
 
 
 def _puzzle(now: Stacks, goal: Stacks) -> str:
+    """Return the text of a puzzle, as `Blocksworld.show` writes its first state."""
     return f"now: {show_stacks(now)}\ngoal: {show_stacks(goal)}"

@@ -37,8 +37,8 @@ class Played(Generic[_State]):
     """Result of a list of actions.
 
     Attributes:
-        impossible_actions: number of actions that the rules did not allow in their state; they
-            changed nothing.
+        impossible_actions: number of actions that the rules did not allow; they did not change
+            the board.
     """
 
     state: _State
@@ -75,7 +75,7 @@ class Game(Protocol[_State]):
         return "\n".join(" ".join(row) for row in self.board(state))
 
     def board(self, state: _State) -> list[list[str]]:
-        """Return the rows of the state's squares; a square is a sign or a label, as pictures show it."""
+        """Return the rows of a picture of the state; each square is a sign (a colour) or a label."""
 
     def play(self, state: _State, actions: str) -> Played[_State] | None:
         """Carry out a list of actions; return None if the text is not such a list."""
@@ -84,7 +84,7 @@ class Game(Protocol[_State]):
         """Return True if the puzzle is solved."""
 
     def spent(self, state: _State) -> bool:
-        """Return True if the game allows no further move; most games always allow one."""
+        """Return True if the game allows no further move; by default it always allows one."""
         return False
 
     def measure(self, state: _State) -> Mapping[str, float]:
@@ -93,7 +93,7 @@ class Game(Protocol[_State]):
     def solve(self, state: _State) -> str | None:
         """Return a list of actions that solves a state, as a text; None if there is none.
 
-        Games that can search for a shortest list return a shortest one.
+        In a game of moves it is a shortest list.
         """
 
 
@@ -122,8 +122,9 @@ class GameEnv(CalculatingEnv, Generic[_State]):
 
     The trajectory ends when the puzzle is solved, after `max_turns` steps, or when the game allows
     no further move. The last two cases add the game's reward `fail`. A text that is not a list of
-    actions changes nothing, has the reward `malformed` and takes a turn. Metrics are `solved` (0 or
-    1), those of the game, and the counts `impossible_actions` and `malformed_actions`.
+    actions changes nothing, has the reward `malformed` and counts as a step. Metrics are `solved` (0
+    or 1), those of the game, `impossible_actions` (number of actions that the rules did not allow)
+    and `malformed_actions` (number of texts that were not lists of actions).
 
     Args:
         max_turns: maximum number of steps; after them the trajectory ends.
@@ -179,7 +180,8 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         if self._done and not solved:
             reward += game.fail
 
-        # The answer is the state, so two trajectories have the same answer if they reach the same state.
+        # The answer is the state, so two trajectories have the same answer if they reach the same
+        # state. A trajectory without a single list of actions has no answer yet.
         has_acted = self._turns > self._malformed_actions
         return Step(
             observation=game.show(state) + _note(played),
@@ -195,6 +197,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         )
 
     async def preview(self, action: str) -> Step:
+        # A shallow copy is enough, because the game's states are immutable.
         return await copy(self).step(action)
 
     def state(self) -> str:
@@ -218,7 +221,7 @@ def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
 
 
 def _note(played: Played[_State] | None) -> str:
-    """Return the line of an observation that reports malformed or impossible actions."""
+    """Return the line of an observation that reports malformed or impossible actions; "" without any."""
     if played is None:
         return "\nNo list of actions was given."
     if played.impossible_actions:
@@ -228,9 +231,10 @@ def _note(played: Played[_State] | None) -> str:
 
 _LIST = r"\[[^\[\]]*\]"
 _LISTS = rf"{_LIST}(?:\s*,\s*{_LIST})*"
+# A list of lists, and a list of words, each with or without its outer brackets.
 _NESTED = re.compile(rf"\[\s*{_LISTS}\s*\]|{_LISTS}")
 _FLAT = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_SPELLINGS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
+_PLAIN_SPELLING = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
 _MAX_CHARS = 2000  # a longer list is a failed generation
 
 
@@ -241,7 +245,7 @@ def parse_actions(text: str) -> list[str]:
     2 1 3`. Lists as Python or JSON prints them are read, too: `["R", "R", "D"]` and `[[1, 2, 4],
     [2, 1, 3]]`.
     """
-    text = text.strip().translate(_SPELLINGS)
+    text = text.strip().translate(_PLAIN_SPELLING)
     if not text or len(text) > _MAX_CHARS:
         return []
 
@@ -257,9 +261,10 @@ def parse_actions(text: str) -> list[str]:
 
 
 def parse_letters(text: str, alphabet: str) -> list[str]:
-    """Return the letters of a list of actions, with or without commas; [] if one is not in `alphabet`.
+    """Return the actions of a list whose actions are letters; [] if one is not in `alphabet`.
 
-    `R, R, D` and `R R D` are equal lists of the alphabet "UDLR".
+    Letters may also be separated by spaces alone: `R, R, D` and `R R D` are the same list of the
+    alphabet "UDLR".
     """
     words = " ".join(parse_actions(text)).split()
     if all(len(word) == 1 and word in alphabet for word in words):
@@ -267,14 +272,11 @@ def parse_letters(text: str, alphabet: str) -> list[str]:
     return []
 
 
-_Node = TypeVar("_Node", bound=Hashable)
-
-
 def parse_rows(text: str, signs: str) -> list[list[str]]:
     """Return the rows of a grid of signs that are separated by spaces.
 
     Raises:
-        BadPuzzle: a sign is not among `signs`, or the rows have different lengths.
+        BadPuzzle: there are no rows, they have different lengths, or a sign is not among `signs`.
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
     if not rows or len({len(row) for row in rows}) != 1:
@@ -283,6 +285,9 @@ def parse_rows(text: str, signs: str) -> list[list[str]]:
     if unknown:
         raise BadPuzzle(f"unknown sign '{unknown[0]}'; expected one of {' '.join(signs)}")
     return rows
+
+
+_Node = TypeVar("_Node", bound=Hashable)
 
 
 def breadth_first(
@@ -294,10 +299,11 @@ def breadth_first(
 
     Args:
         start: first node.
-        successors: yields (action, next node) for every action in a node, in a fixed order.
+        successors: returns (action, next node) for every action that is possible in a node, in a
+            fixed order.
         is_goal: returns True for a goal.
     """
-    # The action that first led to a node, and the node before it.
+    # The action that first led to each node, and the node before it; None for the start.
     origins: dict[_Node, tuple[str, _Node] | None] = {start: None}
     queue = deque([start])
     while queue:
@@ -328,10 +334,12 @@ Owns = Callable[[str], bool]  # returns True if a split may have the puzzles wit
 class PuzzleSource(Protocol):
     """Generator of puzzles of one game; its options are fields.
 
+    Every puzzle has a key. Puzzles that have so much in common that one of them could be memorised
+    to solve another have the same key, and all puzzles of one key are in the same split.
+
     Attributes:
         game: name in GAMES.
-        name_format: format of the name of the data source, to which the options are applied.
-            Results are reported under this name.
+        name_format: format string of `name`, in which `{0}` is the generator with its options.
     """
 
     game: ClassVar[str]
@@ -339,13 +347,11 @@ class PuzzleSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the data source."""
+        """Name of the data source, under which results are reported."""
         return self.name_format.format(self)
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Draw a random solvable puzzle; return it as the game shows it.
-
-        Puzzles of different keys have nothing in common that could be memorised.
 
         Args:
             random: source of randomness.
@@ -357,15 +363,15 @@ class PuzzleSource(Protocol):
         """
 
     def all_puzzles(self) -> Sequence[tuple[str, str]] | None:
-        """Return (key, puzzle) of every puzzle in a fixed order; None if there are too many."""
+        """Return (key, puzzle) of every puzzle in a fixed order; None if there are too many to list."""
         return None
 
     def slip(self, random: Random, actions: str) -> str:
-        """Return a list of actions with one mistake."""
+        """Return a list of actions with one mistake, as a teacher that slips writes it."""
 
 
 def replace_one(random: Random, actions: str, pattern: str, alphabet: Sequence[str]) -> str:
-    """Replace a random match of `pattern` in a list of actions by another word of `alphabet`."""
+    """Replace one match of `pattern` in a list of actions, chosen at random, by another word of `alphabet`."""
     match = random.choice(list(re.finditer(pattern, actions)))
     replacement = random.choice([word for word in alphabet if word != match[0]])
     return actions[: match.start()] + replacement + actions[match.end() :]

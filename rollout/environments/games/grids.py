@@ -33,7 +33,11 @@ def distance(one: Cell, other: Cell) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Size of a grid, and the number of moves so far, impossible ones included."""
+    """Base of a state of a grid game.
+
+    Attributes:
+        moves: number of moves so far, impossible ones included.
+    """
 
     rows: int
     columns: int
@@ -124,6 +128,7 @@ class PlanPath(_GridGame[Walk]):
     about = puzzles.RULES["plan_path"]
 
     def read(self, puzzle: str) -> Walk:
+        # The first line repeats the positions of S and G in the grid.
         rows = puzzles.parse_rows(puzzle.partition("\n")[2], ".#SG")
         cells = _cells_of(rows)
         starts = [cell for cell, sign in cells.items() if sign == "S"]

@@ -25,7 +25,12 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """State of a game: the cards of both players, and the actions so far, which alternate."""
+    """State of a game.
+
+    Attributes:
+        cards: card of the first player, then of the second.
+        history: actions so far; the first player begins, and the players take turns.
+    """
 
     cards: str
     history: tuple[str, ...] = ()
@@ -35,7 +40,7 @@ class KuhnPoker(ZeroSumGame[Hand]):
     """Rules of Kuhn poker. A deal is the first player's card, then the second's: "K J"."""
 
     about = RULES["kuhn_poker"]
-    forfeit = 2.0
+    forfeit = 2.0  # as much as a player can lose: the ante and the bet
 
     def deals(self) -> Mapping[str, float]:
         return {" ".join(cards): 1 / 6 for cards in permutations(CARDS, 2)}

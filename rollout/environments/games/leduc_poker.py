@@ -85,7 +85,8 @@ class LeducPoker(ZeroSumGame[LeducHand]):
         if state.rounds[-1][-1] == "fold":
             loser = (len(state.rounds[-1]) - 1) % 2
             return float(_stakes(state)[loser]) * (-1 if loser == 0 else 1)
-        # A pair with the open card beats everything; no two players have one.
+        # A pair with the open card beats everything. At most one player has one, because the open
+        # card leaves only one other card of its rank.
         strengths = [(rank == state.ranks[2], RANKS.index(rank)) for rank in state.ranks[:2]]
         if strengths[0] == strengths[1]:
             return 0.0

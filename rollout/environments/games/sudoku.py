@@ -1,4 +1,4 @@
-"""Sudoku (game) of 4x4 and 9x9 cells (rewards of Stronger-MAS)."""
+"""The game Sudoku, with 4x4 or 9x9 cells."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,33 +23,35 @@ class SudokuGrid:
     Attributes:
         given: digits of the puzzle.
         cells: digits of the puzzle and of the player.
-        writes: number of changes of a cell so far.
+        solution: digits of the solution; of the first one that was found if there are several.
+        changes: number of times that the player has changed the digit of a cell.
     """
 
     size: int
     given: Cells
     cells: Cells
     solution: Cells
-    writes: int = 0
+    changes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sudoku(Game[SudokuGrid]):
-    """Rules with the rewards of Stronger-MAS's released code.
+    """Rules of Sudoku with the rewards of Stronger-MAS's released code.
 
-    An action writes a whole grid or single cells. Its reward is
+    A list of actions writes the whole grid or single cells. Its reward is
 
     r = step · n + solved_reward + efficient · e                                if the grid is solved
     r = step · n + progress · Δfilled + constraint · Δsatisfied + broken · b    otherwise
 
-    - n: number of cells in the action; 1 for a whole grid.
-    - e: 1 if all actions so far have made no more changes of cells than the puzzle has empty cells.
+    - n: number of single cells in the list; 1 for a whole grid.
+    - e: 1 if the player has changed digits of cells no more often than the puzzle has empty cells,
+      in all lists so far; else 0.
     - filled: share of cells with a digit.
-    - satisfied: number of digits less one, summed over the rows, columns and boxes without a
-      repeated digit.
-    - b: 1 if a row, column or box has a repeated digit.
+    - satisfied: sum of (number of digits − 1) over the rows, columns and boxes that have digits and
+      repeat none.
+    - b: 1 if a row, column or box has a repeated digit; else 0.
 
-    Δ is the change by the action. An action that contradicts a given digit writes nothing and has the
+    Δ is the change by the list. A list that contradicts a given digit writes nothing and has the
     reward step · n + broken.
     """
 
@@ -93,14 +95,15 @@ class Sudoku(Game[SudokuGrid]):
             return Played(state=state, reward=cost + self.broken, impossible_actions=contradicted)
 
         cells = list(state.cells)
-        changed = 0
+        changes = 0
         for index, digit in writes:
-            changed += cells[index] != digit
+            if cells[index] != digit:
+                changes += 1
             cells[index] = digit
-        after = replace(state, cells=tuple(cells), writes=state.writes + changed)
+        after = replace(state, cells=tuple(cells), changes=state.changes + changes)
 
         if self.solved(after):
-            is_efficient = after.writes <= state.given.count(0)
+            is_efficient = after.changes <= state.given.count(0)
             reward = cost + self.solved_reward + (self.efficient if is_efficient else 0.0)
         else:
             reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
@@ -124,7 +127,12 @@ class Sudoku(Game[SudokuGrid]):
 
 
 def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
-    """Yield every solution of a grid, in the order of the digits or in random order."""
+    """Yield every solution of a grid.
+
+    Args:
+        given: digits of the cells by rows; 0 if the cell is empty.
+        random: source of a random order of the solutions; None: a fixed order.
+    """
     size = isqrt(len(given))
     units = _units(size)
     used = [0] * (3 * size)  # bit mask of the digits in each row, column and box
@@ -132,13 +140,16 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
     for index, digit in enumerate(cells):
         if digit:
             if any(used[unit] >> digit & 1 for unit in units[index]):
-                return
+                return  # the grid repeats a digit
             for unit in units[index]:
                 used[unit] |= 1 << digit
     digits = range(1, size + 1)
 
     def search() -> Iterator[Cells]:
-        """Try the possible digits of the empty cell that has the fewest of them."""
+        """Yield the solutions of `cells`: try each digit that is possible in one empty cell.
+
+        The cell is the one with the fewest possible digits.
+        """
         best = -1
         excluded = 0  # bit mask of the digits that are impossible in cell `best`
         for index, digit in enumerate(cells):
@@ -167,6 +178,7 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
 
 @lru_cache(maxsize=4096)
 def _solution(given: Cells) -> Cells | None:
+    """Return the first solution of a grid that is found, or None."""
     return next(solutions(given), None)
 
 
@@ -197,15 +209,17 @@ def _by_unit(cells: Cells) -> list[list[int]]:
 
 
 def _repeats(cells: Cells) -> bool:
+    """Return True if a row, column or box has a repeated digit."""
     return any(len(set(unit)) < len(unit) for unit in _by_unit(cells))
 
 
 def _satisfied(cells: Cells) -> int:
-    """Sum the number of digits less one over the rows, columns and boxes without a repeated digit."""
+    """Return `satisfied` of the reward (see `Sudoku`)."""
     return sum(max(len(unit) - 1, 0) for unit in _by_unit(cells) if len(set(unit)) == len(unit))
 
 
 def _filled(cells: Cells) -> float:
+    """Return the share of cells with a digit."""
     return 1 - cells.count(0) / len(cells)
 
 
@@ -231,7 +245,7 @@ def _parse_writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[in
 
 
 _DEFAULT_GIVENS = {4: 8, 9: 36}
-# No puzzle with fewer givens has a single solution (McGuire et al. 2012 for size 9).
+# No puzzle with fewer givens has a unique solution (McGuire et al. 2012 for size 9).
 _MIN_GIVENS = {4: 4, 9: 17}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rollout.environments.games.game import RULES, BadPuzzle
 from rollout.environments.games.zero_sum import FIRST, SECOND, ZeroSumGame
 
-_EMPTY = "123456789"  # a free cell is written as its number
+_EMPTY_BOARD = "123456789"  # a free cell is written as its number
 _MARKS = {FIRST: "X", SECOND: "O"}
 _LINES = (
     (0, 1, 2),
@@ -29,11 +29,11 @@ class TicTacToe(ZeroSumGame[str]):
     forfeit = 1.0
 
     def deals(self) -> Mapping[str, float]:
-        return {_EMPTY: 1.0}
+        return {_EMPTY_BOARD: 1.0}
 
     def read(self, deal: str) -> str:
-        if deal != _EMPTY:
-            raise BadPuzzle(f"'{deal[:80]}' is no start of tic-tac-toe; expected {_EMPTY}")
+        if deal != _EMPTY_BOARD:
+            raise BadPuzzle(f"'{deal[:80]}' is no start of tic-tac-toe; expected {_EMPTY_BOARD}")
         return deal
 
     def player(self, state: str) -> str | None:
@@ -65,6 +65,7 @@ def _player_to_move(board: str) -> str:
 
 def _winner(board: str) -> str:
     """Return the mark that has three in a row, or ""."""
+    # Free cells have different numbers, so only marks can be equal.
     for first, second, third in _LINES:
         if board[first] == board[second] == board[third]:
             return board[first]

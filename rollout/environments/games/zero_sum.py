@@ -15,7 +15,7 @@ from rollout.records.trajectory import Task
 
 _State = TypeVar("_State")
 
-# Players of every game, which are also the names of the agents that play them.
+# Players of every game. Agents that play them have the same names.
 FIRST = "first"
 SECOND = "second"
 PLAYERS = (FIRST, SECOND)
@@ -70,9 +70,9 @@ class ZeroSumEnv(Generic[_State]):
     """A zero-sum game of the players `first` and `second`.
 
     Every step is one action of the player whose turn it is. The reward of the last step is the
-    number of points that `first` has won; earlier steps have none. A text that is not a legal action
-    forfeits the game. Metrics of the last step are `solved` (1 if `first` has won, 0.5 after a draw,
-    else 0), `payoff` and `forfeited`.
+    payoff: the number of points that `first` has won, negative if it has lost. Earlier steps have the
+    reward 0. A text that is not a legal action forfeits the game. Metrics of the last step are
+    `solved` (1 if `first` has won, 0.5 after a draw, else 0), `payoff`, and `forfeited` (0 or 1).
     """
 
     game: ClassVar[type[ZeroSumGame[Any]]]
@@ -115,14 +115,14 @@ class ZeroSumEnv(Generic[_State]):
 
         self._done = True
         metrics = {
-            "solved": (1 + (payoff > 0) - (payoff < 0)) / 2,
+            "solved": _solved(payoff),
             "payoff": payoff,
             "forfeited": float(forfeited),
         }
         return Step(reward=payoff, done=True, metrics=metrics)
 
     def state(self) -> str:
-        """Return the information set of the player whose turn it is; "" if no game is being played."""
+        """Return what the player whose turn it is has seen so far; "" if no game is being played."""
         if self._state is None or self._done:
             return ""
         return self._game.observe(self._state)
@@ -134,7 +134,14 @@ class ZeroSumEnv(Generic[_State]):
         return self._state
 
 
+def _solved(payoff: float) -> float:
+    """Return 1 if the first player has won, 0.5 after a draw, and else 0."""
+    if payoff > 0:
+        return 1.0
+    return 0.5 if payoff == 0 else 0.0
+
+
 def zero_sum_env(game: type[ZeroSumGame[Any]]) -> type[ZeroSumEnv[Any]]:
-    """Make the environment class of a game."""
+    """Return the environment class of one game: ZeroSumEnv with `game` set."""
     namespace = {"__doc__": ZeroSumEnv.__doc__, "__module__": __name__, "game": game}
     return type(f"{game.__name__}Env", (ZeroSumEnv,), namespace)

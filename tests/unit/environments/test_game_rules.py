@@ -274,6 +274,7 @@ def test_no_path_is_shorter_than_the_solution() -> None:
         ("sudoku", "1 . 3\n. . .\n. . .", "3 rows of 3 cells; expected 4 rows of 4"),
         ("sudoku", "1 1 . .\n. . . .\n. . . .\n. . . .", "no solution"),
         ("blocksworld", "now: A B\ngoal: A", "with the same blocks"),
+        ("blocksworld", "now: A | A\ngoal: A", "with the same blocks"),
         ("blocksworld", "A on B", "with the same blocks"),
     ],
 )
@@ -306,6 +307,6 @@ def test_a_picture_has_a_board_for_every_state() -> None:
     assert picture.count(">G</text>") == 3  # on the last board S stands on the goal
 
 
-def test_a_picture_of_blocks_shows_now_and_goal() -> None:
+def test_a_picture_of_blocks_shows_the_current_stacks_on_the_table() -> None:
     picture = draw_boards(make_task("blocksworld", BLOCKS), [])
     assert picture.count("<rect") == 6
