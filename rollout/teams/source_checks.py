@@ -59,7 +59,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
     agent_calls = [call for call in calls if _names_agent(call, agent)]
     keywords = _keyword_names(agent_calls)
-    # the slots of a chat come with a later call
+    # A chat is opened without slots. They come with a later call that does not name the agent.
     opens_chat = any(
         isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in agent_calls
     )
@@ -94,25 +94,27 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
     functions = {node.name for node in nodes if isinstance(node, _FunctionNode)}
     agents: set[str] = set()
-    chats_called: set[ast.expr] = set()  # attributes `chat` that are called with a constant name
-    team_names: set[ast.expr] = set()  # uses of the name `team` that stay in the module
+    understood_chats: set[ast.expr] = set()  # `.chat` in calls with the agent's name as a text
+    # Expressions that do not hand the team to other modules: attributes of `team`, and arguments of
+    # the module's own functions.
+    local_uses: set[ast.expr] = set()
     for node in nodes:
         match node:
             case ast.Call(
-                func=ast.Attribute(attr="chat") as chat, args=[ast.Constant(value=str(name)), *_]
+                func=ast.Attribute(attr="chat") as chat, args=[ast.Constant(value=str(agent)), *_]
             ):
-                agents.add(name)
-                chats_called.add(chat)
-            case ast.Call(func=ast.Name(id=name)) if name in functions:
-                team_names.update([*node.args, *(keyword.value for keyword in node.keywords)])
+                agents.add(agent)
+                understood_chats.add(chat)
+            case ast.Call(func=ast.Name(id=function)) if function in functions:
+                local_uses.update([*node.args, *(keyword.value for keyword in node.keywords)])
             case ast.Attribute(value=ast.Name(id="team") as team):
-                team_names.add(team)
+                local_uses.add(team)
 
     for node in nodes:
         match node:
-            case ast.Attribute(attr="chat") if node not in chats_called:
+            case ast.Attribute(attr="chat") if node not in understood_chats:
                 return None
-            case ast.Name(id="team") if node not in team_names:
+            case ast.Name(id="team") if node not in local_uses:
                 return None
     return frozenset(agents)
 
@@ -150,8 +152,8 @@ def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
 
 def _names_agent(call: ast.Call, agent: str) -> bool:
     """Return True if a call has the agent's name as an argument, and does not define the agent."""
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    if name in ("register_agent", "AgentSpec"):
+    function_name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if function_name in ("register_agent", "AgentSpec"):
         return False
     return any(
         isinstance(argument, ast.Constant) and argument.value == agent for argument in call.args
@@ -159,10 +161,13 @@ def _names_agent(call: ast.Call, agent: str) -> bool:
 
 
 def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Return True if a module imports foreign code or passes `**` of an unknown mapping."""
-    imported = {
-        (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
-    }
+    """Return True if a module imports code of other packages, or passes `**` of anything but a literal."""
+    imported: set[str] = set()  # top-level packages; "" for a relative import
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            imported.update(alias.name.split(".")[0] for alias in node.names)
     if not imported <= _OWN_PACKAGES | sys.stdlib_module_names:
         return True
     for call in calls:
@@ -173,6 +178,7 @@ def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast
 
 
 def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the values of all text literals."""
     return {
         node.value
         for node in nodes
@@ -258,21 +264,21 @@ def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str]:
 
 
 def _missing_attribute(
-    nodes: Sequence[ast.AST], name: str, used: Sequence[ast.Attribute], kind: type
+    nodes: Sequence[ast.AST], name: str, used: Sequence[ast.Attribute], class_: type
 ) -> str:
-    """Describe the first attribute that `kind` lacks; return "" if there is none.
+    """Describe the first attribute that `class_` lacks; return "" if there is none.
 
     Attributes that the function sets itself, or names in a string as for `hasattr`, count as existing.
     """
-    # co_names has the attributes that __init__ sets
-    existing = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
+    # Attributes that __init__ sets are not in dir(), but in the co_names of its code.
+    existing = {*dir(class_), *class_.__init__.__code__.co_names}  # type: ignore[misc]
     existing |= _text_constants(nodes)
     existing |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
     for node in used:
         if node.attr not in existing:
-            public = [attribute for attribute in dir(kind) if not attribute.startswith("_")]
+            public = [attribute for attribute in dir(class_) if not attribute.startswith("_")]
             return (
-                f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'"
+                f"{name}.{node.attr}: {class_.__name__} has no '{node.attr}'"
                 f"{nearest_hint(node.attr, public)}"
             )
     return ""
@@ -281,7 +287,7 @@ def _missing_attribute(
 def _missing_await(
     nodes: Sequence[ast.AST],
     used: Sequence[ast.Attribute],
-    kind: type,
+    class_: type,
     bindings: Mapping[str, int],
 ) -> str:
     """Describe the first coroutine that is dropped, or used as if it had been awaited.
@@ -289,10 +295,10 @@ def _missing_await(
     Args:
         nodes: all nodes of the function.
         used: attributes of the checked parameter.
-        kind: class of the checked parameter.
+        class_: class of the checked parameter.
         bindings: number of times that each name is bound.
     """
-    # Variables whose attributes are read, which a coroutine does not have.
+    # Variables whose attributes are read as those of a result. A coroutine has none of these.
     read = {
         node.value.id
         for node in nodes
@@ -304,7 +310,7 @@ def _missing_await(
         method = node.value.func
         if not isinstance(method, ast.Attribute) or method not in used:
             continue
-        if not inspect.iscoroutinefunction(getattr(kind, method.attr, None)):
+        if not inspect.iscoroutinefunction(getattr(class_, method.attr, None)):
             continue
         targets = [
             target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)

@@ -104,6 +104,26 @@ def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.Monke
     assert filled_slots(spread, "writer") is None
 
 
+@pytest.mark.parametrize(
+    ("statement", "function"),
+    [("from asking import ask", "ask"), ("import asking", "asking.ask")],
+)
+def test_slots_that_another_module_may_fill_are_unknown(
+    statement: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asking.py").write_text(
+        "async def ask(team, agent, task):\n    await team.act(agent, problem=task.prompt)\n"
+    )
+    script = f"{function.replace('.', '_')}_relay"
+    (tmp_path / f"{script}.py").write_text(
+        f"{statement}\n"
+        "async def relay(task, team, env):\n"
+        f"    await {function}(team, 'writer', task)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert filled_slots(import_module(script).relay, "writer") is None
+
+
 async def revise(task, team, env):
     await team.act("editor", draft=(await team.act("writer")).text)
 
