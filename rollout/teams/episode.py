@@ -96,25 +96,28 @@ class Episode:
         env = cast(ResourceEnv, self._env)
         if hasattr(env, "open") and hasattr(env, "close"):
             opened.push_async_callback(env.close)  # is called even if `open` fails
-            opening: Callable[..., Awaitable[None]] = env.open
-            await self._call_env("open", partial(opening, **self._supplied(opening)), self._task)
+            open_env: Callable[..., Awaitable[None]] = env.open
+            await self._call_env("open", partial(open_env, **self._supplied(open_env)), self._task)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
         """Open every agent's tools."""
         for agent in self.session.agents:
             tools: list[Tool] = []
             for name, maker in agent.tools.items():
-                opening = maker(**self._supplied(maker))
-                tools += await self._timed(f"tools.{name}", opened.enter_async_context, opening)
+                with DefectGuard(f"tools.{name}"):
+                    tools_context = maker(**self._supplied(maker))
+                tools += await self._timed(
+                    f"tools.{name}", opened.enter_async_context, tools_context
+                )
             if tools:
                 self.session.tools[agent.name] = tools
         self.session.run_tool = self.run_tool
 
     def _supplied(self, function: Callable[..., object]) -> dict[str, object]:
-        """Return those of the episode's parts that a function has parameters for."""
-        parts = {"env": self, "calls": self.session.calls}
+        """Return those of the arguments `env` and `calls` that a function has parameters for."""
+        arguments = {"env": self, "calls": self.session.calls}
         parameters = inspect.signature(function).parameters
-        return {name: part for name, part in parts.items() if name in parameters}
+        return {name: value for name, value in arguments.items() if name in parameters}
 
     async def run_tool(
         self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
@@ -153,6 +156,7 @@ class Episode:
         if step.answer is not None:
             self.answer = step.answer
         self.metrics.update(step.metrics)
+        # A step is the whole team's, so its tool calls follow the latest turn of any asyncio task.
         for tool_call in step.tools:
             self._record(tool_call, self.session.last_turn, started_s)
         return step
@@ -230,6 +234,7 @@ class Episode:
     async def _call_env(
         self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
+        """Call a method of the environment, while the session records that its task waits."""
         call_name = f"{self._name}.{method}"
         with self.session.waits_for(call_name):
             return await self._timed(call_name, call, *arguments)
@@ -237,7 +242,7 @@ class Episode:
     async def _timed(
         self, call_name: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
-        """Make a call within the deadline of tools; errors have the call's name."""
+        """Make a call within the deadline of tools; a Defect or LateTool has the call's name."""
 
         async def guarded() -> _T:
             with DefectGuard(call_name):
@@ -249,6 +254,7 @@ class Episode:
             raise LateTool(f"{call_name}: {late}", f"tool/{call_name}") from None
 
     def _record(self, call: ToolCall, turn: Turn | None, started_s: float) -> None:
+        """Record a tool call that has just returned, and the turn that it followed."""
         event = ToolEvent(
             after_turn=turn.index if turn else -1,
             node=turn.node if turn else "",

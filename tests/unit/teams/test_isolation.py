@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -172,6 +173,23 @@ def test_a_bug_of_an_environment_fails_only_its_trajectory(where, error):
     assert errors == ["", error, ""]
     assert groups[1].trajectories[0].outcome is None
     assert rollout_metrics(groups)["outcome/mean"] == 1.0  # of the other two
+
+
+def test_a_bug_in_making_tools_fails_only_its_trajectory():
+    calls = []
+
+    def make_tools():
+        calls.append("made")
+        if len(calls) == 1:
+            raise OSError("the shop is closed")
+        return nullcontext([])
+
+    team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
+    agent = replace(team.agents["a"], tools={"shop": make_tools})
+    team = replace(team, agents={**team.agents, "a": agent})
+    groups = asyncio.run(collect([TASK], team, Adder, ask, group_size=2, seed=SEED, step=STEP))
+    errors = [without_location(trajectory.error) for trajectory in groups[0].trajectories]
+    assert errors == ["Defect: tools.shop: OSError: the shop is closed", ""]
 
 
 def test_an_environment_is_closed_after_every_kind_of_end():
