@@ -53,15 +53,16 @@ class Chat:
     rewrites earlier messages, all of them are tokenized anew, and the turn's score `root` is 1. When
     a prompt leaves no room for its reply, the agent's `when_full` decides:
 
-    - `stop`: the chat is `full`; it takes no more messages, and the latest reply stays the last.
-      The turn's score `full` is 1.
+    - `stop`: the chat is `full`, and every later message gets the latest reply again. The score
+      `full` of that reply's turn is 1.
     - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's
       score `folded` is 1.
-    - `drop_oldest_results`: the older half of the tool results is left out. The next turn's score
-      `dropped_results` is their number.
+    - `drop_oldest_results`: the older half of the tool results is left out, and if that is not
+      enough, the older half of the rest, and so on. The next turn's score `dropped_results` is their
+      number.
 
     If the prompt is still too long after that, the chat is full as with `stop`. If the agent has not
-    replied yet, `PromptTooLong` is raised instead. If there is no reply for another reason, an
+    replied yet, `PromptTooLong` is raised instead. If there is no reply for another reason, another
     EngineError is raised.
 
     Attributes:
@@ -193,25 +194,28 @@ class Chat:
         return self.latest
 
     def fold(self, summary: str) -> None:
-        """Replace the conversation by a summary; keep system prompt, question and new messages."""
-        first_new = 0  # index of the first message after the latest reply
-        for index, message in enumerate(self.messages, start=1):
+        """Replace the conversation by a summary.
+
+        The system prompt stays. The question, the summary and the messages since the latest reply
+        are joined to one message of the user.
+        """
+        old_count = 0  # number of messages up to the latest reply
+        for number, message in enumerate(self.messages, start=1):
             if message.role == "assistant":
-                first_new = index
-        new_messages = self.messages[first_new:]
+                old_count = number
 
         # The first two messages are the system prompt, if there is one, and the question.
-        folded = []
+        system = []
         parts = []
-        for message in self.messages[:2]:
+        for index, message in enumerate(self.messages[:2]):
             if message.role == "system":
-                folded.append(message)
-            elif message.role == "user" and message not in new_messages:
+                system.append(message)
+            elif message.role == "user" and index < old_count:
                 parts.append(message.content)
         parts.append(f"What has happened since:\n{summary}")
+        new_messages = self.messages[max(old_count, len(system)) :]
         parts += [message.content for message in new_messages]
-        folded.append(Message(role="user", content="\n\n".join(parts)))
-        self.messages = folded
+        self.messages = [*system, Message(role="user", content="\n\n".join(parts))]
 
     def _add_result(self, call: ToolUse, result: str) -> None:
         self.messages.append(Message(role="tool", content=result, answers=call.id))
@@ -291,7 +295,11 @@ class Chat:
         return call.name in self._tools and self._tools[call.name].parallel
 
     def _refusal(self, number: int, call: ToolUse, reply: AgentReply) -> str:
-        """Return the reason why a call is not made, or ""; count the agent's calls."""
+        """Return the reason why a call is not made, or ""; count the agent's calls.
+
+        Args:
+            number: position of the call in the reply, from 0.
+        """
         rules = self._agent.chats
         if call.id in reply.problems:
             return reply.problems[call.id]
@@ -310,7 +318,7 @@ class Chat:
         make_call = partial(
             call_tool, self._tools, call, call_s=rules.call_s, max_chars=rules.result_chars
         )
-        # The environment records its own steps.
+        # The environment records its own steps, so the call is made without a record.
         if tool is not None and tool.recorded_by_env:
             return (await make_call()).result
         # A call that was answered before a restart gets its recorded result.
@@ -323,16 +331,18 @@ class Chat:
 
     async def drop_results(self) -> bool:
         """Drop the older half of the remaining tool results; return False if there are none."""
-        numbers = []
-        for number, message in enumerate(self.messages):
+        results = []  # indices of the messages with these results
+        for index, message in enumerate(self.messages):
             if message.role == "tool" and message.content != _DROPPED:
-                numbers.append(number)
-        dropped = numbers[: (len(numbers) + 1) // 2]
-        for number in dropped:
-            self.messages[number] = replace(self.messages[number], content=_DROPPED)
+                results.append(index)
+        if not results:
+            return False
+        dropped = results[: (len(results) + 1) // 2]
+        for index in dropped:
+            self.messages[index] = replace(self.messages[index], content=_DROPPED)
         earlier = self._pending_scores.get("dropped_results", 0.0)
         self._pending_scores["dropped_results"] = earlier + len(dropped)
-        return bool(dropped)
+        return True
 
     async def sum_up(self) -> bool:
         """Replace the chat by the summariser's summary; return False if it has no reply to sum up."""
@@ -354,7 +364,7 @@ class Chat:
         return True
 
 
-# functions that make room for a reply and return True if they did; `stop` has none
+# Functions that make room for a reply and return True if they did, by `when_full`; `stop` has none.
 WHEN_FULL: dict[WhenFull, Callable[[Chat], Awaitable[bool]]] = {
     "fold": Chat.sum_up,
     "drop_oldest_results": Chat.drop_results,

@@ -20,7 +20,7 @@ from rollout.engines import EngineClient
 from rollout.environments.protocol import AgentMistake
 from rollout.environments.tools import Tool, tool_of
 from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Group, Sampling, Status, Trajectory
+from rollout.records.trajectory import Group, Message, Sampling, Status, Trajectory
 from rollout.teams.chat import Chat
 from rollout.teams.roles import Agent, ChatRules, Role
 from rollout.teams.team import Team
@@ -322,6 +322,29 @@ def test_a_chat_without_results_to_drop_is_full(qwen: Renderer) -> None:
     assert trajectory.error == ""
     assert len(engine.calls) == 1
     assert [turn.scores.get("full") for turn in trajectory.turns] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("replied", "expected"),
+    [
+        (True, "go\n\nWhat has happened since:\nnothing\n\ngo"),
+        (False, "What has happened since:\nnothing\n\ngo"),
+    ],
+)
+def test_a_summary_stands_before_the_messages_without_a_reply(replied: bool, expected: str) -> None:
+    role = Role(name="r", system="S", user="", parse=number)
+    agent = Agent(name="a", role=role, policy="p", sampling=Sampling())
+    chat = Team({"a": agent}, {}).session(SEED).chat("a")
+    question = Message(role="user", content="go")
+    if replied:
+        chat.messages += [question, Message(role="assistant", content="gone")]
+    chat.messages.append(question)
+
+    chat.fold("nothing")
+    assert chat.messages == [
+        Message(role="system", content="S"),
+        Message(role="user", content=expected),
+    ]
 
 
 def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
