@@ -48,7 +48,8 @@ class CollectOptions:
     """Options of a collection, in addition to the team, the tasks and the environment."""
 
     tree: Branching | None = None  # None: trajectories do not branch
-    replays: ReplayPlan | None = None  # None: trajectories are not replayed; not with a tree
+    # Replays of each trajectory; None: it is not replayed. They exclude a tree.
+    replays: ReplayPlan | None = None
     # fields that replace those of every agent's `Sampling`
     sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -66,8 +67,8 @@ class Collector:
     """Collector of one step's trajectories, with a team, an environment and an orchestra.
 
     Attributes:
-        policies_of: takes the id of a task, and returns the policies of those agents that play
-            another policy than their own in its trajectories; None: all agents play their own.
+        policies_of: returns, for the id of a task, the policy by agent of those agents that do not
+            play their own policy in the task's trajectories; None: all agents play their own.
     """
 
     team: Team
@@ -267,7 +268,7 @@ class _Ending:
 _Play = Episode | Tree | ReplayedPlay  # play of one trajectory
 
 
-# metrics that count failures, by the class of the failure
+# Metrics that count failed trajectories, and the class of failure that each one counts.
 _FAILURE_METRICS = {
     "undecided": Undecided,
     "overlong": PromptTooLong,

@@ -11,8 +11,8 @@ from rollout.base.errors import Defect, EngineError, EnvError, Unusable
 class DefectGuard:
     """Context manager that turns an unexpected exception into a Defect, which fails one trajectory.
 
-    Errors of engines and environments, deadlines and `Unusable` pass. `sys.exit` is unexpected:
-    asyncio would end the event loop of all trajectories.
+    EngineError, EnvError, Late and Unusable are expected and pass unchanged. SystemExit is converted
+    too, because with it asyncio would end the event loop of all trajectories.
     """
 
     # This is a class because @contextmanager is several times slower, and a turn enters a guard about

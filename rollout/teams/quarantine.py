@@ -1,4 +1,4 @@
-"""Quarantined trajectories: files with the task and replies of a failed trajectory, and replays."""
+"""Quarantined trajectories: files from which a trajectory that failed by a defect is played again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from rollout.records.trajectory import Message, Sampling, Task, Trajectory
 from rollout.teams.team import RecordedReply, Team
 
 _REPLY = TypeAdapter(PolicyReply)
-_MAX_TASK_NAME_CHARS = 100  # of the part of a file's name that is made of a task's id
+_MAX_TASK_NAME_CHARS = 100  # characters of a task's id that a file's name has
 
 
 def quarantine_path(folder: Path, step: int, task_id: str, sample: int) -> Path:
-    """Return the file of a quarantined trajectory in the folder of these files.
+    """Return the path of a quarantined trajectory's file in `folder`.
 
-    An id of a task that is long, or has other characters than letters, digits, `.`, `_` and `-`, is
-    changed in the name. A digest of the id is then added, so that no two tasks have the same file.
+    The name has the first 100 characters of the task's id, in which characters other than letters,
+    digits, `.`, `_` and `-` are replaced by `_`. If the id differs from that, its digest is added, so
+    that no two tasks have the same file.
     """
     task_name = re.sub(r"[^A-Za-z0-9._-]", "_", task_id[:_MAX_TASK_NAME_CHARS])
     if task_name != task_id:
@@ -77,6 +78,7 @@ def write_quarantined(
 
 
 def _reply_row(call_seed: int, recorded: RecordedReply) -> dict[str, object]:
+    """Return a reply as JSON values, with the seed of its call and the messages that it answers."""
     reply = to_json(recorded.reply, inf_nan_mode="constants", bytes_mode="base64")
     messages = [asdict(message) for message in recorded.messages]
     return {"seed": call_seed, "messages": messages, **json.loads(reply)}

@@ -60,7 +60,12 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """A turn of the trajectory that may get alternatives; its call is in round `round`."""
+    """A turn of the trajectory that may get alternatives.
+
+    Attributes:
+        turn: index of the turn.
+        round: index in `Branch.rounds` of the round with the turn's call.
+    """
 
     turn: int
     round: int
@@ -192,7 +197,10 @@ class ReplayedPlay(BranchedPlay):
         return replace(alternative, scores=scores)
 
     async def _replay_without(self, decision: _Decision) -> None:
-        """Replay the trajectory with an empty reply at a turn; turns of chats cannot be empty."""
+        """Replay the trajectory with an empty reply at a turn.
+
+        A turn of a chat is not replayed, because the chat's next prompt contains the tokens of its reply.
+        """
         for call, answer in self._branches[0].rounds[decision.round]:
             if call.index != decision.turn or call.chat or isinstance(answer, Exception):
                 continue

@@ -27,7 +27,7 @@ class ChatRules(Section):
     calls_per_turn: int = Field(8, ge=1)
     # Most tool calls of the agent in a trajectory; further ones are not made.
     calls: int = Field(64, ge=1)
-    # Seconds after which a tool call has failed; a call that is a step of the environment has collection.tool_s.
+    # Deadline of a tool call in seconds; a call that is a step of the environment has collection.tool_s instead.
     call_s: float = Field(30.0, gt=0)
     # Characters of a tool result that the agent reads; the middle of a longer one is left out.
     result_chars: int = Field(4000, ge=2)
@@ -64,7 +64,7 @@ class Role:
         return tuple([Message(role=role, content=content) for role, content in texts if content])
 
 
-ROLES: dict[str, Role] = {}
+ROLES: dict[str, Role] = {}  # registered roles by name
 
 
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
@@ -104,7 +104,8 @@ class Agent:
     name: str
     role: Role
     policy: str
-    sampling: Sampling  # stop, seed and session are set for each call
+    # Sampling of the calls. Each call sets stop, seed and session itself, and in a chat also grammar and candidates.
+    sampling: Sampling
     chats: ChatRules = field(default_factory=ChatRules)
     tools: Mapping[str, ToolMaker] = field(default_factory=dict)  # opened for each trajectory
 

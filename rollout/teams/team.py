@@ -80,7 +80,11 @@ class Team:
         return replace(self, agents=agents)
 
     def with_policies(self, policies: Mapping[str, str]) -> Team:
-        """Return the team with other policies for these agents."""
+        """Return the team with other policies for some agents.
+
+        Args:
+            policies: name of the policy by agent.
+        """
         agents = dict(self.agents)
         for name, policy in policies.items():
             agents[name] = replace(agents[name], policy=policy)
@@ -105,9 +109,11 @@ class TeamSession:
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # Makes a tool call; an episode replaces it by a function that times and records the call.
         self.run_tool: ToolRunner = _call_tool
-        # by task of this trajectory: the awaited call, and the time on the event loop's clock
+        # By asyncio task of this trajectory: the call that the task waits for, and the start of the
+        # wait on the event loop's clock.
         self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
-        self.closed = False  # the trajectory has ended: no task of it may wait any more
+        # True once the trajectory has ended: none of its asyncio tasks may wait any more.
+        self.closed = False
 
         self._team = team
         self._seed_path = seed_path
@@ -115,9 +121,9 @@ class TeamSession:
         self._turns: dict[int, Turn] = {}
         self._rounds: dict[int, int] = {}  # number of the round, by turn
         self._calls_begun = 0
-        self._latest_turn: dict[object, int] = {}  # by task of this trajectory
-        self._chat_counts: Counter[str] = Counter()  # by agent
-        self._tool_call_counts: Counter[str] = Counter()  # by agent
+        self._latest_turn: dict[object, int] = {}  # by the asyncio task that asked for the turn
+        self._chat_counts: Counter[str] = Counter()  # number of chats, by agent
+        self._tool_call_counts: Counter[str] = Counter()  # number of tool calls, by agent
         # A round is the turns before a step of the environment. Further steps belong to it until the
         # next turn begins a new round.
         self._round = 0  # number of the current round, from 0
@@ -134,12 +140,12 @@ class TeamSession:
 
     @property
     def last_turn(self) -> Turn | None:
-        """The latest turn, or None."""
+        """The recorded turn whose call began last, or None."""
         return self._turns[max(self._turns)] if self._turns else None
 
     @property
     def task_turn(self) -> Turn | None:
-        """The latest turn that the running asyncio task asked for, or else the latest of all."""
+        """The latest turn that the running asyncio task asked for; `last_turn` if it asked for none."""
         index = self._latest_turn.get(asyncio.current_task())
         return self.last_turn if index is None else self._turns[index]
 
@@ -219,7 +225,12 @@ class TeamSession:
     async def take_turn(
         self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None
     ) -> tuple[Turn, AgentReply]:
-        """Have an agent reply to `messages`, in its `chat` or once, and record the turn.
+        """Have an agent reply to `messages`, and record the turn.
+
+        Args:
+            agent: agent that replies.
+            messages: the whole prompt, in a chat with the earlier messages.
+            chat: state of the chat that the reply belongs to; None: a single question.
 
         Raises:
             EngineError: the engine could not answer; `PromptTooLong` if the prompt leaves no room
@@ -265,7 +276,7 @@ class TeamSession:
         Args:
             call: call that the turn answers.
             turn: the turn.
-            task: task that asked for it.
+            task: asyncio task that asked for it.
         """
         if self._stepped:
             self._round_turns.clear()
@@ -300,7 +311,13 @@ class TeamSession:
             self.scores[turn][name] = real_number(value, f"score '{name}' of turn {turn}")
 
     def seed(self, *choice: int | str) -> int:
-        """Return a seed for the random choice with these keys, equal in every replay."""
+        """Return a seed for a random choice of the orchestra, equal whenever the trajectory is played again.
+
+        All branches and replays of a trajectory get the same seed.
+
+        Args:
+            choice: keys that identify the choice in the trajectory.
+        """
         return derive_seed(*self._seed_path, "orchestra", *choice)
 
     def mark_unread(self, turn: int, /) -> None:
@@ -343,7 +360,7 @@ class TeamSession:
             return await count_prompt_tokens(self._team.policies[agent.policy], messages, chat)
 
     async def close(self) -> None:
-        """Cancel the tasks that an orchestra has left in a call or a step."""
+        """Cancel the asyncio tasks that an ended orchestra has left waiting for a call or a step."""
         self.closed = True
         await cancel_tasks(self.waiting)
 
@@ -400,7 +417,7 @@ class _Waiting:  # a class, because @contextmanager would be several times slowe
         self._awaited = awaited
 
     def __enter__(self) -> asyncio.Task[Any]:
-        # looked up once: Python 3.11 asks the system for the process's number each time
+        # `current_task` is given the loop, because finding it takes a system call in Python 3.11.
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         if self._session.closed or task is None:
@@ -422,12 +439,13 @@ def _turn(
     seed: int,
     started_s: float,
 ) -> Turn:
+    """Return the record of a turn; scores that are 0 are left out."""
     agent = call.agent
     completion = policy_reply.completion
-    counts = {
-        "tool_calls": len(agent_reply.calls),
-        "malformed_calls": len(agent_reply.problems),
-        "root": int(policy_reply.root),
+    scores = {
+        "tool_calls": float(len(agent_reply.calls)),
+        "malformed_calls": float(len(agent_reply.problems)),
+        "root": float(policy_reply.root),
     }
     is_usable = bool(agent_reply.calls) or agent_reply.value is not None
     return Turn(
@@ -450,7 +468,7 @@ def _turn(
         seed=seed,
         started_s=started_s,
         took_s=time.time() - started_s,
-        scores={name: float(count) for name, count in counts.items() if count},
+        scores={name: value for name, value in scores.items() if value},
         chat=call.chat.id if call.chat else "",
         masked=not policy_reply.trainable,
         routing=completion.routing,
@@ -459,7 +477,7 @@ def _turn(
 
 
 def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
-    """Parse a policy's reply: the value that the role's parser reads from it, and in a chat its tool calls.
+    """Parse a policy's reply: its value by the role's parser, and in a chat with tools its tool calls.
 
     A reply that is cut off has neither.
     """
@@ -496,6 +514,8 @@ def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
 
 
 def _digest(messages: tuple[Message, ...]) -> str:
+    """Return a digest of messages, as 16 hexadecimal digits."""
+    # The lengths keep apart messages whose texts would be equal when joined.
     parts = [
         f"{len(message.role)}:{message.role}{len(message.text)}:{message.text}"
         for message in messages

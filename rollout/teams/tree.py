@@ -223,13 +223,13 @@ class BranchError(RuntimeError):
 
 
 class BranchSession(TeamSession):
-    """A session whose calls stay open until the tree answers them."""
+    """A session whose calls stay open until the play of its branch answers them."""
 
     def __init__(self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord) -> None:
         super().__init__(team, seed_path, calls.for_branch(self._branch_name))
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # open calls, by turn
         self.changed = asyncio.Event()  # set when a call is made or a wait has ended
-        self.tasks: set[asyncio.Task[Any] | None] = set()  # all tasks that have waited
+        self.tasks: set[asyncio.Task[Any] | None] = set()  # all asyncio tasks that have waited
 
     @contextmanager
     def waits_for(self, awaited: object) -> Iterator[asyncio.Task[Any]]:
@@ -257,7 +257,7 @@ class BranchSession(TeamSession):
         return str(derive_seed(*seeds)) if seeds else ""
 
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
-        """Open a call, and wait until the tree hands over its answer."""
+        """Open a call, and wait for its answer, which `Branch` hands over."""
         answer: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
         self.open[call.index] = call, answer
         self.changed.set()
@@ -279,16 +279,21 @@ class Branch:
 
     A round consists of the calls that are open once the orchestra waits for nothing else. The
     policies answer them concurrently, and the answers are handed over together, in the order of the
-    calls.
+    calls. These rounds are not those of `Turn.round`, which steps of the environment separate.
+
+    Attributes:
+        node: `Turn.node` of the turns that were sampled in the latest round.
+        rounds: answered calls of each round so far.
+        resting: True if the orchestra has ended or waits for open calls.
     """
 
     def __init__(self, episode: Episode, session: BranchSession) -> None:
         self.episode = episode
         self.node = ""
         self.rounds: list[list[AnsweredCall]] = []
-        self.resting = False  # True if the orchestra has ended or waits for open calls
+        self.resting = False
         self._session = session
-        self._steps_before = 0  # steps of the environment before the latest round
+        self._steps_before = 0  # number of steps before the latest round was answered
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -372,10 +377,11 @@ class Branch:
         return local + alpha * sum(self.episode.rewards[self._steps_before :])
 
     def _check_open_calls(self, expected: Sequence[CallKey]) -> None:
+        """Raise BranchError if other calls are open; an episode that has failed may have none."""
         if self.open_calls != expected and self.episode.failure is None:
             raise BranchError(
-                f"with the same replies, the orchestra waits for {_names(self.open_calls)} instead of "
-                f"{_names(expected)}"
+                f"with the same replies, the orchestra waits for {_describe_calls(self.open_calls)} instead of "
+                f"{_describe_calls(expected)}"
             )
 
     async def _hand_over(self, answered: list[AnsweredCall]) -> None:
@@ -395,7 +401,7 @@ def call_key(call: Call) -> CallKey:
     return call.index, call.agent.name, call.state_key
 
 
-def _names(calls: Sequence[CallKey]) -> str:
+def _describe_calls(calls: Sequence[CallKey]) -> str:
     names = [f"{agent} (turn {turn}, state {state})" for turn, agent, state in calls]
     return ", ".join(names) or "nobody"
 
@@ -414,5 +420,6 @@ def failure_metrics(episode: Episode) -> list[str]:
 
 
 def _node_order(node: str) -> tuple[int, list[int]]:
+    """Return a sort key that orders nodes by depth, then by their branch numbers."""
     numbers = [int(number) for number in node.split(".") if number]
     return len(numbers), numbers
