@@ -83,8 +83,9 @@ class LeducPoker(ZeroSumGame[LeducHand]):
 
     def payoff(self, state: LeducHand) -> float:
         if state.rounds[-1][-1] == "fold":
-            loser = (len(state.rounds[-1]) - 1) % 2
-            return float(_stakes(state)[loser]) * (-1 if loser == 0 else 1)
+            loser = (len(state.rounds[-1]) - 1) % 2  # 0: the first player; 1: the second
+            lost_points = float(_stakes(state)[loser])
+            return -lost_points if loser == 0 else lost_points
         # A pair with the open card beats everything. At most one player has one, because the open
         # card leaves only one other card of its rank.
         strengths = [(rank == state.ranks[2], RANKS.index(rank)) for rank in state.ranks[:2]]

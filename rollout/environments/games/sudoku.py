@@ -306,6 +306,7 @@ class SudokuSource(PuzzleSource):
 
     @property
     def _givens(self) -> int:
+        """Number of given digits, by default that of the size."""
         return _DEFAULT_GIVENS[self.size] if self.givens is None else self.givens
 
 
