@@ -148,6 +148,7 @@ class Episode:
         return problem
 
     async def step(self, action: str) -> Step:
+        """Step the environment; record its reward, answer, metrics and tool calls."""
         started_s = time.time()
         step = self._with_plain_values(await self._call_env("step", self._env.step, action))
         self._update_state()

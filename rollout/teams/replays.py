@@ -145,6 +145,7 @@ class ReplayedPlay(BranchedPlay):
         await self._replay_all(further)
 
     def _outcome_variance(self, decision: _Decision) -> float:
+        """Return the variance of the outcomes of the trajectory and of a turn's alternatives."""
         outcomes = [self.episode.outcome or 0.0]
         outcomes += [
             turn.scores[REPLAY_OUTCOME] for turn in self._alternatives.get(decision.turn, ())

@@ -263,6 +263,7 @@ class TeamSession:
         return turn, reply
 
     def _check_turn_limit(self) -> None:
+        """Raise Defect if the trajectory has taken as many turns as it may."""
         max_turns = self._team.max_turns
         if max_turns is not None and self._calls_begun >= max_turns:
             raise Defect(

@@ -73,6 +73,7 @@ class BranchedPlay:
         self._dropped: Counter[str] = Counter()  # branches that failed, by metric
 
     def _new_branch(self) -> Branch:
+        """Return a branch whose orchestra has not started yet."""
         session = BranchSession(self.team, self.seed_path, self.calls)
         session.replies = self.replies
         episode = Episode(
@@ -141,7 +142,7 @@ class Tree(BranchedPlay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._branch_scores: dict[str, float] = {}  # by node
-        # Turns and tool calls of the branches that did not continue.
+        # Turns and tool calls of the branches that did not continue, though they had not failed.
         self._side_turns: list[Turn] = []
         self._side_tools: list[ToolEvent] = []
 
@@ -191,13 +192,22 @@ class Tree(BranchedPlay):
                 self._side_tools += [event for event in events if event.node == branch.node]
 
     def _choose(self, grown: Sequence[Branch], depth: int) -> Branch:
+        """Return the branch that continues.
+
+        Args:
+            grown: branches of the round that have not failed.
+            depth: number of rounds before this one.
+        """
         if self.branching.select == "sampled":
             return grown[derive_seed(*self.seed_path, "select", depth) % len(grown)]
         return max(grown, key=lambda branch: self._branch_scores[branch.node])
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of all branches, round by round; the score `branch` of a turn is that of its branch."""
+        """The turns of the branch that continued and of the others that have not failed, round by round.
+
+        The score `branch` of a turn is that of its branch.
+        """
         turns = []
         for turn in [*self.episode.turns, *self._side_turns]:
             score = self._branch_scores.get(turn.node)
@@ -208,7 +218,7 @@ class Tree(BranchedPlay):
 
     @property
     def tools(self) -> tuple[ToolEvent, ...]:
-        """The tool calls of all branches, round by round."""
+        """The tool calls of the same branches as `turns`, round by round."""
         events = [*self.episode.tools, *self._side_tools]
         return tuple(sorted(events, key=lambda event: _node_order(event.node)))
 
