@@ -315,11 +315,9 @@ class EmbeddedEngine:
         )
         if problem:
             return problem
-        if max(reply.completion_ids) >= self.decoder.shape.vocab:
-            return (
-                f"the reply has token ids outside 0..{self.decoder.shape.vocab - 1}; "
-                "is it from another tokenizer?"
-            )
+        vocab = self.decoder.shape.vocab
+        if min(reply.completion_ids) < 0 or max(reply.completion_ids) >= vocab:
+            return f"the reply has token ids outside 0..{vocab - 1}; is it from another tokenizer?"
         return ""
 
     def abort(self, request_ids: Collection[int]) -> None:

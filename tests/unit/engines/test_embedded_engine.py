@@ -80,6 +80,14 @@ def test_scoring_has_a_cache_of_one_layer(qwen2: Path, monkeypatch: pytest.Monke
         assert engine.score([reply]) == [pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)]
 
 
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_reply_with_a_token_outside_the_vocabulary_is_not_scored(qwen2: Path, token: int) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
+    reply = ScoredReply(prompt_ids=[1, 2], completion_ids=[3, token, 4])
+    with pytest.raises(EngineError, match=r"outside 0\.\.63"):
+        engine.score([reply])
+
+
 @pytest.mark.parametrize(
     ("interrupt", "notify_every", "steps_taken"),
     [
