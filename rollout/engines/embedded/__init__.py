@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching in plain torch, for small models on a CPU or one GPU."""
+"""The embedded engine: continuous batching in torch, with Triton kernels on a GPU, for small models."""

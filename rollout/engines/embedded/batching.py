@@ -49,12 +49,22 @@ _UNINTERRUPTIBLE_BUDGET_FACTOR = 5
 
 @dataclass(slots=True)
 class Stats:
-    """Work of an engine so far; seconds are CPU time of its thread."""
+    """Work of an engine so far; seconds are CPU time of its thread.
 
-    prefill_tokens: int = 0  # prompt tokens that were computed
-    cached_tokens: int = 0  # prompt tokens whose keys were reused
-    decode_tokens: int = 0  # completion tokens that were sampled
-    steps: int = 0  # decoding passes
+    Attributes:
+        prefill_tokens: number of prompt tokens that were computed.
+        cached_tokens: number of prompt tokens whose keys were reused.
+        decode_tokens: number of completion tokens that were sampled.
+        steps: number of decoding steps. Each computes one token of every running request.
+        prefill_s: seconds of passes over prompts.
+        decode_s: seconds of decoding steps; on a GPU with the sampling of `GpuSteps`.
+        sample_s: seconds of all other sampling.
+    """
+
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_tokens: int = 0
+    steps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -65,9 +75,11 @@ class EmbeddedEngine:
 
     A request's tokens depend on its prompt, its sampling and the weights. Other requests of the
     batch change only the last bits of log-probabilities, because sums over more rows are made in
-    another order. In deterministic mode they change nothing, and a trainer in deterministic mode
-    computes the same bits (`ExactDecoder`). If `ExactDecoder` does not support the model,
-    deterministic mode decodes every sequence alone, which is several times slower.
+    another order. In deterministic mode they change nothing.
+
+    Deterministic mode uses `ExactDecoder` if it can (see `exact_decoder`). A trainer in deterministic
+    mode then computes the same bits. Otherwise every sequence is decoded alone, which is several
+    times slower.
 
     Attributes:
         decoder: the model and its weights.
@@ -336,16 +348,16 @@ class EmbeddedEngine:
                 self._finish(row, "abort")
 
     def load_weights(self, stream: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of full tensors; drop the cached prefixes of requests without an adapter.
+        """Replace all weights by a stream of full tensors.
 
-        Running requests continue with the keys that they have and the new weights. Their version
-        spans say from which token on.
+        Cached prefixes of requests without an adapter are dropped. Running requests continue with
+        the keys that they have and the new weights; their version spans say from which token on.
         """
         self.decoder.load(stream)
         self._rows.set_version(version, 0)
 
     def adopt(self, half: int, version: int) -> None:
-        """Make the weights active that were written into the decoder's `half`; see `load_weights`."""
+        """Activate the weights that were written into the decoder's `half`; see `load_weights`."""
         self.decoder.adopt(half)
         self._rows.set_version(version, 0)
 
@@ -362,12 +374,13 @@ class EmbeddedEngine:
         self._rows.set_version(version, number)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the memory that `tags` name: the KV cache, and the decoder's copies of the active weights.
+        """Free the memory that `tags` name.
 
-        The two halves of weights, from which `wake` makes the copies again, stay in the host's memory.
+        "kv_cache" is the KV cache, and "weights" the decoder's copies of the active weights. The two
+        halves of weights, from which `wake` makes the copies again, stay in the host's memory.
 
         Raises:
-            EngineError: requests are running.
+            EngineError: requests are running, or have outcomes that `step` has not returned yet.
         """
         if self.has_work:
             raise EngineError(BUSY)
@@ -422,9 +435,8 @@ class EmbeddedEngine:
         """Compute prompts of waiting requests in one pass, and sample their first tokens."""
         assert self._cache is not None
         began = time.thread_time()
-        rows = self._rows
         spans = admit(
-            rows,
+            self._rows,
             self._waiting,
             budget=self.decoder.prefill_tokens,
             reuse_prefixes=self._reuse_prefixes,
@@ -432,22 +444,22 @@ class EmbeddedEngine:
         )
         logits = self.decoder.prefill(self._cache, spans)
 
-        admitted = [span.row for span in spans]
-        span_of_row = list(range(len(spans)))
+        admitted = [span.row for span in spans]  # cache rows
+        logits_rows = list(range(len(spans)))  # for each of `admitted`, its row in `logits`
         for number, span in enumerate(spans):
             if span.copies:
-                size = int(rows.prompt_size[span.row])
+                size = int(self._rows.prompt_size[span.row])
                 self._cache.copy_prefix(span.row, span.copies, size)
-                rows.cached[span.copies] = size
+                self._rows.cached[span.copies] = size
                 admitted += span.copies
-                span_of_row += [number] * len(span.copies)
-        for generation in rows.generations[admitted]:
+                logits_rows += [number] * len(span.copies)
+        for generation in self._rows.generations[admitted]:
             self.stats.cached_tokens += generation.cached_tokens
             self.stats.prefill_tokens += len(generation.prompt) - generation.cached_tokens
         self.stats.prefill_s += time.thread_time() - began
 
         if len(admitted) > len(spans):
-            logits = logits[torch.tensor(span_of_row, device=logits.device)]
+            logits = logits[torch.tensor(logits_rows, device=logits.device)]
         self._sample(np.array(admitted), logits)
 
     def _decode(self, live: np.ndarray) -> None:
@@ -474,11 +486,11 @@ class EmbeddedEngine:
         If a request has top-p, top-k, a grammar or candidates, sample all rows again from the logits.
         """
         began = time.thread_time()
-        state = self._rows
-        batch, token_ids = state.decode_batch(rows)
-        step = steps.run(batch, token_ids, state.temperature[rows], state.uniforms(rows))
-        state.mark_cached(rows)
-        is_plain = bool(state.plain[rows].all())
+        batch, token_ids = self._rows.decode_batch(rows)
+        temperature = self._rows.temperature[rows]
+        step = steps.run(batch, token_ids, temperature, self._rows.uniforms(rows))
+        self._rows.mark_cached(rows)
+        is_plain = bool(self._rows.plain[rows].all())
         if is_plain:
             tokens, logprobs = step.sampled()
         self.stats.decode_s += time.thread_time() - began
@@ -535,11 +547,11 @@ class EmbeddedEngine:
 def _parts(
     replies: Sequence[ScoredReply], tokens: int, *, one_by_one: bool
 ) -> Iterator[list[ScoredReply]]:
-    """Split replies into parts that are scored in one pass.
+    """Split replies into parts, each of which is scored in one pass.
 
     Args:
-        tokens: maximum number of tokens of a part with several replies. Each reply counts with its
-            prompt, and as if it were as long as the longest, as in the part's cache.
+        tokens: maximum number of tokens that the cache of a part with several replies holds. In the
+            cache, each reply and its prompt take as many tokens as the longest of the part.
         one_by_one: give each reply a part of its own.
     """
     part: list[ScoredReply] = []

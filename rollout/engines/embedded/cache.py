@@ -1,4 +1,4 @@
-"""Cached keys and values of the embedded engine."""
+"""KV cache of the embedded engine, and the batch of its rows that decode one token each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.models.architecture import Architecture
+from rollout.models.batch_invariant import KEY_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +20,12 @@ class DecodeBatch:
 
     Attributes:
         rows: row numbers, ascending.
-        positions: position of each row's new token.
-        groups: group number of each row. Rows of one group have equal keys at their first `shared`
-            positions. A group with number g began in row `g % S`, for a cache of S rows.
+        positions: position of each row's newest token, which has no keys yet.
+        groups: group number of each row. Two rows of one group have equal keys at as many leading
+            positions as the smaller of their `shared` says. A group with number g began in row
+            `g % S`, for a cache of S rows.
         shared: number of leading positions at which a row's keys equal those of its group.
-        adapters: adapter of each row; 0 for none.
+        adapters: number of each row's adapter; 0 for none.
     """
 
     rows: np.ndarray
@@ -46,10 +48,12 @@ class KVCache:
     """Keys and values of `rows` sequences of at most `length` tokens.
 
     Attributes:
-        keys: [L, S, KV, D, M] for layers, rows, KV heads, head dimension and positions. The key of
-            a token is contiguous, but in exact mode the positions are, as `models/batch_invariant.py` needs.
+        keys: [L, S, KV, D, M] for layers, rows, KV heads, head dimension and positions. In memory, the
+            elements of a token's key are contiguous. In exact mode the positions are contiguous
+            instead, as `models/batch_invariant.py` needs.
         values: [L, S, KV, M, D].
-        routing: experts of each token in each sparse layer [S, M, layers, k]; None if not recorded.
+        routing: experts of each token in each sparse layer [S, length, sparse layers, k]; None if not
+            recorded.
     """
 
     def __init__(
@@ -80,18 +84,19 @@ class KVCache:
             shape = (rows, length, sum(experts.sparse), experts.per_token)
             self.routing = np.zeros(shape, f"<u{experts.index_bytes}")
 
-        length = 16 * math.ceil(length / 16)
+        # Row blocks of attention read up to the next multiple of `KEY_MULTIPLE` positions.
+        length = KEY_MULTIPLE * math.ceil(length / KEY_MULTIPLE)
         if length % 128 == 0 and device.type == "cpu":
             # With a multiple of 128 positions, the keys of different heads (in exact mode, of different
             # dimensions) would lie at strides that compete for the same few sets of the CPU's cache.
-            length += 16
-        heads = (1 if one_layer else architecture.layers, rows, architecture.kv_heads)
+            length += KEY_MULTIPLE
+        leading = (1 if one_layer else architecture.layers, rows, architecture.kv_heads)
         head_dim = architecture.head_dim
-        values = _zeros(*heads, length, head_dim, dtype=dtype, device=device)
+        values = _zeros(*leading, length, head_dim, dtype=dtype, device=device)
         if exact:
-            keys = _zeros(*heads, head_dim, length, dtype=dtype, device=device)
+            keys = _zeros(*leading, head_dim, length, dtype=dtype, device=device)
         else:
-            keys = _zeros(*heads, length, head_dim, dtype=dtype, device=device).transpose(-1, -2)
+            keys = _zeros(*leading, length, head_dim, dtype=dtype, device=device).transpose(-1, -2)
         self.values = values.expand(architecture.layers, -1, -1, -1, -1)
         self.keys = keys.expand(architecture.layers, -1, -1, -1, -1)
 
@@ -111,17 +116,20 @@ class KVCache:
             self.routing[targets, :tokens] = self.routing[source, :tokens]
 
     def routing_bytes(self, row: int, tokens: int) -> bytes:
-        """Return the experts of a row's first `tokens` positions, as `Completion` stores them."""
+        """Return the experts of a row's first `tokens` positions for `Completion.routing`."""
         return b"" if self.routing is None else self.routing[row, :tokens].tobytes()
 
     def clear(self, row: int) -> None:
-        """Overwrite a row that has values which are not finite: a masked NaN is still NaN."""
+        """Set the keys and values of a row to 0 after some were not finite.
+
+        Attention also reads masked positions, and the product of a NaN and a weight of 0 is NaN.
+        """
         self.keys[:, row] = 0.0
         self.values[:, row] = 0.0
 
 
 def _zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros; on a CPU in huge pages, because small ones overflow its TLB."""
+    """Allocate zeros; on a CPU in huge pages, because the cache has too many small ones for the TLB."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     size_bytes = dtype.itemsize * math.prod(size)

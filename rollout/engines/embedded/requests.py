@@ -44,8 +44,8 @@ class NewTokens:
     token_ids: list[int]
 
 
-Outcome = Completion | EngineError
-Report = tuple[int, Outcome | NewTokens]  # with the request's id
+Outcome = Completion | EngineError  # end of a request
+Report = tuple[int, Outcome | NewTokens]  # the request's id, and its outcome or new tokens
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,11 +13,13 @@ from rollout.engines.embedded.sampling import likeliest_tokens, sample_tokens, u
 from rollout.models.grammars import next_mask, unpack_masks
 from rollout.records.trajectory import Completion, VersionSpan
 
-_NEVER = np.iinfo(np.int64).max
+_NOT_IDLE = np.iinfo(np.int64).max  # stands for the `last_used` of live rows: none is chosen
 
 
 class CacheRows:
-    """Requests and tokens in the rows of the KV cache, as columns: entry r of each describes row r.
+    """Requests and tokens in the rows of the KV cache.
+
+    All attributes but `versions` are columns: entry r describes row r.
 
     Attributes:
         live: True while a request runs in the row.
@@ -28,10 +30,10 @@ class CacheRows:
         prompt_size: number of tokens of the prompt.
         max_size: `size` at which the completion has reached its `max_tokens`.
         cached: number of leading tokens whose keys other requests may reuse.
-        group: group number. Rows of one group have equal keys at their first `shared` positions.
-            The group began in row `group % rows`.
+        group: group number. Two rows of one group have equal keys at as many leading positions as
+            the smaller of their `shared` says. The group began in row `group % rows`.
         shared: number of leading positions at which the row's keys equal those of its group.
-        adapter: adapter that the keys were computed with.
+        adapter: number of the adapter that the keys were computed with; 0 for none.
         fresh: True if all keys come from the present weights.
         last_used: number of the last use; later uses have larger numbers.
         temperature, top_p, top_k, seed, stop: sampling of the request; `stop` is padded by -1.
@@ -61,8 +63,8 @@ class CacheRows:
         self.stop = np.full((rows, 1), -1, dtype=np.int64)
         self.plain = np.zeros(rows, dtype=bool)
         self.versions = defaultdict[int, int](int, {0: version})
-        self._clock = 0
-        self._groups = 0
+        self._clock = 0  # number of uses so far
+        self._groups = 0  # number of groups so far
 
     def decode_batch(self, rows: np.ndarray) -> tuple[DecodeBatch, np.ndarray]:
         """Return the next decoding pass of `rows` [N], ascending, and their newest tokens [N]."""
@@ -83,6 +85,10 @@ class CacheRows:
     def longest_prefix(self, prompt: np.ndarray, adapter: int) -> tuple[int, int]:
         """Find the row whose cached keys share the most leading tokens with a prompt.
 
+        Args:
+            prompt: token ids [P].
+            adapter: number of the prompt's adapter. Keys of other adapters are not considered.
+
         Returns:
             The row, and the number of tokens, which is 0 if there is no such row. The last token of
             the prompt is never shared, because its logits are needed.
@@ -93,7 +99,8 @@ class CacheRows:
             return 0, 0
         width = int(usable.max())
         same = self.tokens[rows, :width] == prompt[:width]
-        shared = np.where(same.all(1), width, same.argmin(1))
+        first_difference = same.argmin(1)  # 0 if there is none
+        shared = np.where(same.all(1), width, first_difference)
         shared = np.minimum(shared, usable[rows])
         best = int(shared.argmax())
         return int(rows[best]), int(shared[best])
@@ -107,7 +114,7 @@ class CacheRows:
         if shared and not self.live[source] and self.cached[source] == shared:
             return source
         last_used = np.where(self.cached > 0, self.last_used, -1)  # rows without keys come first
-        return int(np.where(self.live, _NEVER, last_used).argmin())
+        return int(np.where(self.live, _NOT_IDLE, last_used).argmin())
 
     def occupy(
         self,
@@ -118,14 +125,16 @@ class CacheRows:
         *,
         has_copies: bool = False,
     ) -> None:
-        """Put a request into a row. Its keys are not computed yet.
+        """Put a request into an idle row, before the keys of its prompt are computed.
 
-        The row joins the group of row `source` if it shares at least half of what that group
-        shares. If copies follow, the group must also share at least half of this prompt. Otherwise
-        the row begins a group of its own, in which the copies share the whole prompt.
+        The row joins the group of row `source` if `shared` is not 0, and at least half of the
+        positions that `source` has in common with its group. If copies follow, the positions that
+        this row has in common with the group must also be at least half of the prompt. Otherwise the
+        row begins a group of its own, in which the copies share the whole prompt.
 
         Args:
-            source: row from which the first `shared` keys are copied.
+            source: row from which the keys of the first `shared` tokens are copied.
+            shared: number of these tokens; 0: all keys are computed.
             has_copies: True if other rows with the same prompt follow.
         """
         sampling = generation.sampling
@@ -175,6 +184,7 @@ class CacheRows:
         return completion
 
     def _completion(self, row: int, finish_reason: str, routing: bytes) -> Completion:
+        """Return what the request in a row has sampled so far."""
         generation: Generation = self.generations[row]
         start = int(self.prompt_size[row])
         end = int(self.size[row])
@@ -303,6 +313,7 @@ class CacheRows:
         new version.
 
         Args:
+            version: the new version.
             adapter: number of the adapter; 0 for the full weights.
         """
         has_adapter = self.adapter == adapter
@@ -312,7 +323,7 @@ class CacheRows:
         for row in np.flatnonzero(self.live & has_adapter):
             versions = self.generations[row].versions
             sampled = int(self.size[row] - self.prompt_size[row])
-            if versions[-1][1] == sampled:  # the version before has sampled nothing
+            if versions[-1][1] == sampled:  # the previous version has sampled nothing
                 versions.pop()
             versions.append((version, sampled))
 

@@ -1,4 +1,4 @@
-"""Sampling of the next token, from seeds and positions alone."""
+"""Sampling of the next token, with random numbers that depend on seed and position alone."""
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         positions: index of the token in its completion, integer [N].
     """
     counter = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
-    return (_mix(counter) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    upper_bits = _mix(counter) >> np.uint64(40)  # 24 bits, as many as float32 holds exactly
+    return upper_bits.astype(np.float32) * np.float32(2.0**-24)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -51,7 +52,7 @@ def sample_tokens(
     Returns:
         Tokens, int64 [N], and their log-probabilities, float32 [N]. These are of the full
         distribution after temperature, before top-p and top-k, and at temperature 1 for greedy
-        rows. They are NaN where the logits are not finite.
+        rows. They are NaN in a row whose logits include NaN or ∞, or are all -∞.
     """
     device = logits.device
     greedy = temperature == 0

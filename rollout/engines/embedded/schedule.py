@@ -18,11 +18,15 @@ def admit(
 ) -> list[PromptSpan]:
     """Move waiting requests to rows in their order, up to the budget of one prefill pass.
 
-    Requests with equal prompts are admitted together, in neighbouring rows, and computed once.
+    Requests with equal prompts are admitted together and computed once, unless `reuse_prefixes` is
+    False.
 
     Args:
+        rows: rows of the cache, of which idle ones are occupied.
+        waiting: requests in the order of their arrival; the admitted ones are removed. Requests that
+            remain are moved behind the first one that has the same prompt.
         budget: number of tokens after which no further prompt is admitted.
-        reuse_prefixes: start from cached keys of other rows.
+        reuse_prefixes: start a prompt from the cached keys of the longest prefix.
         one_by_one: admit one prompt only, and start it from no cached keys.
 
     Returns:
@@ -33,6 +37,7 @@ def admit(
     spans: list[PromptSpan] = []
     by_prompt = defaultdict[tuple[int, bytes | int], deque[Generation]](deque)
     for generation in waiting:
+        # Without reuse, the request's id keeps equal prompts apart.
         key = generation.prompt.tobytes() if reuse_prefixes else generation.id
         by_prompt[generation.adapter, key].append(generation)
 
