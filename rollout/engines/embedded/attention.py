@@ -1,12 +1,12 @@
 """Attention of a decoding pass over the KV cache.
 
-A batch is cut into blocks. A `RowBlock` has neighbouring rows of the cache, all as wide as their
-longest sequence. A `GroupBlock` has groups of rows with the same prompt, whose common keys are read
-once for all of them.
+A batch is cut into blocks. A `RowBlock` has neighbouring rows of the cache, which are all read up to
+the length of the longest. A `GroupBlock` has groups of rows that begin with the same tokens; the keys
+of these are read once for each group.
 
-Letters of shapes: n rows of a block, S rows and M positions of the cache, L layers, H query heads, KV
-key and value heads, D head dimension, G groups, W cache rows of a group (with idle ones), P tokens of
-the longest common prefix.
+Letters of shapes: n rows of the batch in a block, S rows and M positions of the cache, L layers, H
+query heads, KV key and value heads, D head dimension, G groups, W cache rows of a group (with idle
+ones), P tokens of the longest common prefix.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def row_blocks(
     rows = batch.rows.tolist()
     context_lengths = (batch.positions + 1).tolist()
     blocks: list[RowBlock] = []
-    width = 0
-    for i in range(first, last):
+    width = context_lengths[first]
+    for i in range(first + 1, last):
         wider = max(width, context_lengths[i])
         entries_read = (rows[i] - rows[first] + 1) * wider
         entries_read_before = (rows[i - 1] - rows[first] + 1) * width
         # Entries of the KV cache that the block reads because of this row, beyond the row's context.
         idle_entries = entries_read - entries_read_before - context_lengths[i]
-        if i > first and idle_entries > _ROW_BLOCK_COST:
+        if idle_entries > _ROW_BLOCK_COST:
             blocks.append(RowBlock(batch, slice(first, i), device))
             first = i
             wider = context_lengths[i]
@@ -140,7 +140,8 @@ class _Window:
         self._rows = slice(first_row, first_row + size)
         self._device = device
         self._offsets = batch.rows[part] - first_row  # of the live rows, within the window
-        self._live: Tensor | None = None  # the offsets; None if all rows of the window are live
+        # The offsets on the device; None if all rows of the window are live.
+        self._live: Tensor | None = None
         if size != len(self._offsets):
             self._live = torch.from_numpy(self._offsets).to(device)
         self._positions = np.zeros(size, dtype=np.int64)
@@ -170,7 +171,10 @@ class _Window:
 
 
 class RowBlock(_Window):
-    """Neighbouring rows, all as wide as their longest sequence."""
+    """Neighbouring rows, which are all read up to the length of the longest.
+
+    The block is as wide as this length, rounded up to a multiple of `KEY_MULTIPLE`.
+    """
 
     def __init__(self, batch: DecodeBatch, part: slice, device: torch.device) -> None:
         first_row = int(batch.rows[part][0])
@@ -178,7 +182,7 @@ class RowBlock(_Window):
         super().__init__(batch, part, first_row, last_row - first_row + 1, device)
 
     def _update_mask(self) -> None:
-        """Compute the width of the block, and its mask [rows, 1, width]."""
+        """Compute the width of the block, and its mask [rows of the window, 1, width]."""
         self._width = KEY_MULTIPLE * -(-(int(self._positions.max()) + 1) // KEY_MULTIPLE)
         visible = np.arange(self._width) <= self._positions[:, None]
         self._mask = _additive_mask(visible, self._device)[:, None]
@@ -191,12 +195,12 @@ class RowBlock(_Window):
         Args:
             keys: [S, KV, D, M].
             values: [S, KV, M, D].
-            layer: index of the layer.
+            layer: index of the layer, which only a `GroupBlock` needs.
             exact: compute as the trainer's exact mode does.
         """
         kv_heads = keys.shape[1]
         heads, head_dim = q.shape[1:]
-        window = len(self._mask)
+        window = len(self._mask)  # number of rows
         folded = self._spread(q).reshape(window * kv_heads, heads // kv_heads, head_dim)
         window_keys = keys[self._rows].flatten(0, 1)[..., : self._width]
         window_values = values[self._rows].flatten(0, 1)[:, : self._width]
@@ -242,7 +246,8 @@ class GroupBlock(_Window):
             first_row = first_rows[0]
             distance = first_rows[1] - first_rows[0]
         else:
-            # A single group has no distance to another, so its window has its live rows only.
+            # A single group has no distance to another, so the window is from its first to its last
+            # live row.
             first_row = int(batch.rows[part][0])
             distance = int(np.ptp(batch.rows[part])) + 1
         self._grid = (len(runs), distance)  # G and W
@@ -251,11 +256,14 @@ class GroupBlock(_Window):
         super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
 
     def _update_mask(self) -> None:
-        """Compute the mask [G, 1, W, 1, keys]; None if every row attends to all keys."""
+        """Compute `_suffix`, the positions of the keys that each row reads for itself, and the mask.
+
+        The mask is [G, 1, W, 1, P + keys of `_suffix`], or None if every row attends to all keys.
+        """
         positions = self._positions[:, None]
         shared = self._shared[:, None]
-        # Each row's own keys are read from the end of the shortest prefix on. The mask hides those
-        # that a longer prefix has already, and those behind the row's position.
+        # The suffix begins at the end of the shortest prefix. The mask hides keys of the suffix that
+        # a longer prefix has already, and those behind the row's position.
         self._suffix = slice(int(shared.min()), int(positions.max()) + 1)
         self._mask: Tensor | None = None
         if np.ptp(shared) or np.ptp(positions):
@@ -299,10 +307,10 @@ class GroupBlock(_Window):
         return scores.view(groups, kv_heads, rows, heads_per_kv, -1)
 
     def _suffix_scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Return the scores of queries [G, W, KV, H / KV, D] and the own keys of each query's row.
+        """Return the scores of queries [G, W, KV, H / KV, D] and the keys of their own rows.
 
         Returns:
-            [G, KV, W, H / KV, keys].
+            [G, KV, W, H / KV, keys of `_suffix`].
         """
         suffix_keys = keys[self._rows].flatten(0, 1)[:, :, self._suffix]
         scores = torch.bmm(q.flatten(0, 2), suffix_keys)
@@ -323,7 +331,7 @@ class GroupBlock(_Window):
         """Return each row's weighted sum [G, W, KV, H / KV, D] of its own values.
 
         Args:
-            weights: attention weights of the rows' own keys [G, KV, W, H / KV, keys].
+            weights: attention weights of the rows' own keys [G, KV, W, H / KV, keys of `_suffix`].
             values: the layer's cache [S, KV, M, D].
         """
         by_row = weights.transpose(1, 2)
@@ -378,11 +386,13 @@ def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
         if not (first_row <= lowest and highest < first_row + distance <= cache_rows):
             return False
     adjacent = runs[-2].stop == runs[-1].start and first_rows[-1] - first_rows[-2] == distance
-    padding = sum(
-        abs(int(column[runs[-1]].max() - column[runs[0]].max()))
-        for column in (batch.shared, batch.positions)
-    )
-    return adjacent and distance * padding <= _GROUP_BLOCK_COST
+
+    # The shorter groups are padded to the prefix and the length of the longest, in all of their rows.
+    first_run = runs[0]
+    last_run = runs[-1]
+    prefix_padding = abs(int(batch.shared[last_run].max() - batch.shared[first_run].max()))
+    length_padding = abs(int(batch.positions[last_run].max() - batch.positions[first_run].max()))
+    return adjacent and distance * (prefix_padding + length_padding) <= _GROUP_BLOCK_COST
 
 
 def _additive_mask(visible: np.ndarray, device: torch.device) -> Tensor:

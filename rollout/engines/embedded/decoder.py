@@ -27,8 +27,9 @@ from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import DecoderWeights, LayerWeights
 from rollout.models.tensors import WEIGHT_UPDATE, WeightStream
 
-# Prompt tokens of one attention product: bounds its memory, and skips most of the masked half. Also
-# the tokens of a reply whose logits are computed at a time.
+# Number of prompt tokens whose queries are multiplied with the keys at a time. This bounds the memory
+# of the scores, and most of the scores that the causal mask hides are not computed. Also the number of
+# tokens of a reply whose logits are computed at a time.
 QUERY_BLOCK = 128
 
 
@@ -52,7 +53,7 @@ class PromptSpan:
 
     @property
     def end(self) -> int:
-        """Position behind the last one."""
+        """Position behind the last token of the span."""
         return self.start + len(self.token_ids)
 
 
@@ -72,7 +73,7 @@ class CachedDecoder:
         half: index of the active half.
         dtype: type in which matrices are multiplied. On a CPU, all else is float32.
         adapters: weights of the adapters; None if the decoder has none.
-        products: products with the active weights.
+        products: matrix products with the active weights.
     """
 
     exact = False
@@ -89,11 +90,12 @@ class CachedDecoder:
         adapters: Sequence[AdapterShape] = (),
         bf16: bool = False,
     ) -> None:
-        """Allocate the weights, which are not initialised.
+        """Allocate the weights; none are loaded before `load` or `adopt`.
 
         Args:
+            shape: architecture of the model.
             max_length: maximum number of tokens of prompt and reply.
-            halves: buffers to use; None: the decoder allocates them.
+            halves: buffers of the weights; None: the decoder allocates them, uninitialised.
             device: name of the torch device that computes.
             adapters: shapes of adapters, which have no effect before they are `put`.
             bf16: multiply in bfloat16 where the processor can.
@@ -109,7 +111,8 @@ class CachedDecoder:
         self.halves = halves or (DecoderWeights(shape), DecoderWeights(shape))
         self.half = 0
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
-        self._active = self.weights  # the weights of the products, or their copy on the device
+        # The weights that the passes read: the active half, or its copy on the device and in `dtype`.
+        self._active = self.weights
         self.products = BlockedWeights()
 
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
@@ -135,13 +138,13 @@ class CachedDecoder:
             where: folder or other source of the stream, for errors.
 
         Raises:
-            EngineError: see `DecoderWeights.fill`. The weights before stay active.
+            EngineError: see `DecoderWeights.fill`. The present weights stay active.
         """
         self.halves[1 - self.half].fill(stream, where)
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:
-        """Make a filled half of the weights the active one."""
+        """Activate a filled half of the weights, 0 or 1."""
         self.half = half
         self.restore()
 
@@ -152,10 +155,10 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Copy the active weights to the device in `dtype`, and into blocks for the matrix products.
+        """Copy the active weights to the device in `dtype`, and on a CPU into blocks for oneDNN.
 
-        In float32 on a CPU, the decoder computes from the active half itself, without a copy on the
-        device.
+        An earlier copy on the device is overwritten, because CUDA graphs hold its address. In float32
+        on a CPU, the passes read the active half itself.
         """
         active = self.weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
@@ -274,11 +277,11 @@ class CachedDecoder:
         blocks: Sequence[RowBlock | GroupBlock],
         token_ids: np.ndarray,
     ) -> Tensor:
-        """Compute one token [N] in each row of the batch.
+        """Compute one token in each row of the batch, and write its key and value into the cache.
 
         Args:
             blocks: attention blocks of the batch.
-            token_ids: int64 [N].
+            token_ids: newest token of each row, int64 [N].
 
         Returns:
             Logits [N, V].
@@ -309,7 +312,10 @@ class CachedDecoder:
         return torch.from_numpy(array).to(self.device)
 
     def _low_rank(self, adapter_numbers: np.ndarray) -> Sequence[AddLowRank]:
-        """Return a function for each layer, which adds the output of each row's adapter; see `for_rows`."""
+        """Return a function for each layer, which adds the output of each row's adapter.
+
+        See `LowRank.for_rows`. The functions add nothing if the decoder has no adapters.
+        """
         if self.adapters is None:
             return [_add_nothing] * self.shape.layers
         return self.adapters.for_rows(self._to_device(adapter_numbers))
@@ -317,9 +323,10 @@ class CachedDecoder:
     def _project(
         self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `x` [N, hidden] to queries [N, H, D], keys and values [N, KV, D].
+        """Normalize and project `x` [N, hidden] to queries [N, H, D], keys and values [N, KV, D].
 
-        Queries and keys are rotated by their positions.
+        Queries and keys are normalized too, if the model has norms for them, and then rotated and
+        scaled by `rotation` [N, 1, D / 2], complex.
         """
         shape = self.shape
         x = self._norm(x, layer.input_norm)
@@ -365,9 +372,15 @@ class CachedDecoder:
     def _attend_block(
         self, q: Tensor, keys: Tensor, values: Tensor, size: int, visible: int
     ) -> Tensor:
-        """Attend with queries [KV, heads x size, D] to the first `visible` keys.
+        """Return the attention [KV, H / KV · size, D] of the queries of `size` tokens.
 
-        The mask is causal in the last `size` of these keys.
+        Args:
+            q: [KV, H / KV · size, D].
+            keys: keys of the row [KV, D, M].
+            values: values of the row [KV, M, D].
+            size: number of tokens.
+            visible: number of leading keys that the last of these tokens attends to. The mask is
+                causal in the last `size` of these keys, and all tokens attend to those before.
         """
         scores = torch.bmm(q, keys[:, :, :visible])
         if size > 1:
@@ -420,24 +433,24 @@ class CachedDecoder:
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.products.multiply(x, weight, bias)
 
-    def _multiply_add(self, x: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
-        return self.products.multiply_add(x, attended, weight)
+    def _multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        return self.products.multiply_add(x, inputs, weight)
 
 
 def _add_nothing(*_: object) -> None:
-    """Stand in for `LowRank` in a decoder without adapters."""
+    """Add nothing; this is the `AddLowRank` of a decoder without adapters."""
 
 
 def stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
-    """Stack the experts [N, k] of each sparse layer to [N, layers, k]."""
+    """Stack the experts [N, k] of each sparse layer to [N, sparse layers, k]."""
     stacked: np.ndarray = torch.stack(list(experts), 1).cpu().numpy()
     return stacked
 
 
 def record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
-    """Write the experts of the spans' tokens [T, layers, k] into the cache's `routing`.
+    """Write the experts of the spans' tokens [sum of T, sparse layers, k] into the cache's `routing`.
 
-    A span that continues the prefix of another row also copies the experts of that prefix.
+    For a span that starts from the keys of another row, the experts of that prefix are copied too.
     """
     end = 0
     for span in spans:
@@ -449,6 +462,7 @@ def record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np
 
 
 def _usable_device(device: str) -> torch.device:
+    """Return a torch device by its name; raise EngineError if torch cannot compute on it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

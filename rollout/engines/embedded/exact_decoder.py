@@ -18,10 +18,10 @@ from rollout.models.fused_weights import LayerWeights
 
 
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
-    """Return an exact decoder of the same weights, or `decoder` itself where there can be none.
+    """Return an exact decoder of the same weights, or `decoder` itself if there can be none.
 
-    Exact decoding needs a CPU, float32, no adapters, and products that are batch-invariant (see
-    `models/batch_invariant.py`).
+    Exact decoding needs a CPU, float32, no adapters, and a matrix library whose products are
+    batch-invariant (see `models/batch_invariant.py`).
     """
     on_cpu = decoder.device.type == "cpu"
     if not on_cpu or decoder.adapters is not None or decoder.dtype != torch.float32:
@@ -38,7 +38,10 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
 
 
 class ExactDecoder(CachedDecoder):
-    """Decoder with the operations of Megatron in `TrainerSpec.deterministic`; takes 1.6 times as long."""
+    """Decoder with the operations of a trainer whose `TrainerSpec` is deterministic.
+
+    It takes 1.6 times as long as `CachedDecoder`.
+    """
 
     exact = True
 
@@ -52,9 +55,16 @@ class ExactDecoder(CachedDecoder):
     def _project(
         self, layer: LayerWeights, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `x`; see `CachedDecoder`.
+        """Normalize and project `x`; see `CachedDecoder`.
 
-        The halves of a head are rotated, by the cosines and sines in `rotation` [N, 1, D, 2].
+        As in the trainer, the elements that are rotated together are half a head apart, and the
+        scale is in the queries alone.
+
+        Args:
+            layer: weights of the layer.
+            x: [N, hidden].
+            rotation: cosines and sines [N, 1, D, 2].
+            add_low_rank: not used, because exact decoders have no adapters.
         """
         shape = self.shape
         normed = self._norm(x, layer.input_norm)
@@ -98,6 +108,7 @@ class ExactDecoder(CachedDecoder):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` [..., D], whose halves have the elements that are rotated together."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 

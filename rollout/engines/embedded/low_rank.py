@@ -68,9 +68,9 @@ _LayerAdapters = dict[str, _LinearAdapters]  # by linear layer
 class LowRank:
     """A and B of several adapters side by side, as if they were one adapter of all their ranks R.
 
-    The product of a row with all A is set to 0 at the ranks of other adapters. So a batch takes two
-    products for each projection, however many adapters it has, and no row is computed with the
-    adapter of another row.
+    The product of a row with all A is set to 0 at the ranks of other adapters. So a batch takes one
+    product with A for each linear layer and one with B for each projection, however many adapters it
+    has, and no row is computed with the adapter of another row.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from rollout.models.architecture import Experts
 from rollout.models.fused_weights import DecoderWeights, LayerWeights
 
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third
-# less time than MKL's product, which copies the weight into blocks in each call. A call costs 15 us
-# more.
+# less time than MKL's product, which copies the weight into blocks in each call. The overhead of a
+# call is 15 us larger.
 one_dnn_linear: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 # Smallest float32 weight, in elements, for which a copy in oneDNN's blocks saves time. In bfloat16
 # the copy saves time for every size.
@@ -22,13 +22,17 @@ _MIN_BLOCKED_ELEMENTS = 1 << 18
 # takes about a millisecond each.
 _MAX_BLOCKED_ROWS = 256
 
-# True if the processor multiplies in bfloat16, which is twice as fast as float32. Without
-# AVX512-BF16 it takes 3 to 6 times as long (measured with oneDNN held to older instructions).
+# Function that returns True if the processor has instructions for products in bfloat16 (AVX512-BF16).
+# With them a product is twice as fast as in float32. Without them it takes 3 to 6 times as long
+# (measured with oneDNN restricted to older instructions).
 has_bf16: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
 
 
 class BlockedWeights:
-    """Copies of a decoder's large weights in the blocks in which oneDNN multiplies."""
+    """Matrix products with a decoder's weights.
+
+    It holds copies of the large weights in the block layout of oneDNN, which multiplies them faster.
+    """
 
     def __init__(self, weights: DecoderWeights | None = None) -> None:
         """Copy the large matrices of `weights`, which takes about 1.5 ns an element; None: no copies."""
@@ -51,7 +55,10 @@ class BlockedWeights:
         return len(self._copies)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x weightᵀ + bias of `x` [N, inputs], in the type of `x`."""
+        """Return x weightᵀ + bias of `x` [N, inputs], multiplied in the type of `weight`.
+
+        The result is in the type of `x`.
+        """
         if x.dtype != weight.dtype:
             product = self.multiply(x.to(weight.dtype), weight).to(x.dtype)
             return product if bias is None else product.add_(bias)
@@ -84,9 +91,10 @@ def add_experts(
 
     Args:
         multiply: matrix product of the decoder, x weightᵀ.
-        experts: number and choice of the experts.
+        experts: sizes of the mixture, and how many experts a token has.
         layer: weights of the layer.
-        normed: input of the experts [N, hidden].
+        x: residual stream, to which the output is added.
+        normed: input of the experts [N, hidden], float32.
 
     Returns:
         The experts of each token, int64 [N, k].
