@@ -20,7 +20,7 @@ from rollout.models.grammars import Grammars
 
 
 def build_embedded_engines(request: EngineRequest) -> list[Any]:
-    """Return the embedded engines of a request, in Ray actors if they are trained."""
+    """Return an embedded engine for each policy of a request; trained ones run in Ray actors."""
     if not request.trained:
         return [build_local_engine(request, local_devices(request))]
 
@@ -86,6 +86,7 @@ def _choose_device(device: str, *, has_gpu: bool) -> str:
 
 
 def _load_engine(request: EngineRequest, device: str) -> EmbeddedEngine:
+    """Return an engine in this process, with the weights of the model's folder."""
     config = request.config
     return EmbeddedEngine.from_folder(
         request.model,

@@ -14,8 +14,8 @@ from rollout.engines.embedded.requests import NewTokens, Outcome, Report, Reques
 from rollout.engines.protocol import StreamingEngine, TokenCallback
 from rollout.records.trajectory import Completion, Sampling
 
-# An engine that computes a prompt already gets further calls with it, as long as it does not have this
-# many more calls than another engine.
+# An engine that has an open call with a prompt gets further calls with it, unless it has more open calls
+# than another engine by more than this number.
 _SAME_PROMPT_BONUS = 8
 
 
@@ -32,11 +32,11 @@ class Dispatcher(StreamingEngine):
     """Base of engines that collect concurrent calls and hand them over together in `exchange`."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _OpenCall] = {}
-        self._new: list[Request] = []
-        self._aborts: list[int] = []
+        self._open: dict[int, _OpenCall] = {}  # by id of the request
+        self._new: list[Request] = []  # open requests that the engine does not have yet
+        self._aborts: list[int] = []  # ids of requests that the engine must end
         self._ids = itertools.count()
-        self._loop: asyncio.Task[None] | None = None
+        self._loop: asyncio.Task[None] | None = None  # task of `_run`
 
     async def stream(
         self,
@@ -81,7 +81,10 @@ class Dispatcher(StreamingEngine):
         """Ask a running `exchange` to return soon, because there are new requests or aborts."""
 
     def open_requests(self) -> list[Request]:
-        """Return all open requests, for an engine that has lost them."""
+        """Return all open requests, to hand them to an engine that has lost them.
+
+        The next `exchange` gets none of them as new ones.
+        """
         self._new.clear()
         return [call.request for call in self._open.values()]
 
@@ -95,7 +98,10 @@ class Dispatcher(StreamingEngine):
         return len(self._open) - (_SAME_PROMPT_BONUS if has_prompt else 0)
 
     async def idle(self) -> bool:
-        """Return True if no call is open; if so, first wait until the engine has received the last aborts."""
+        """Return True if no call is open and the engine has received all aborts.
+
+        If no call is open, this waits until the engine has received the last aborts.
+        """
         if self._loop is not None and not self._loop.done() and not self._open:
             await asyncio.wait([self._loop])
         return not self._open
@@ -121,6 +127,7 @@ class Dispatcher(StreamingEngine):
             raise
 
     def _deliver(self, request_id: int, result: Outcome | NewTokens) -> None:
+        """Set the outcome of an open call, or call its callback with new tokens."""
         call = self._open[request_id]
         if not isinstance(result, NewTokens):
             set_outcome(call.future, result)
@@ -130,6 +137,7 @@ class Dispatcher(StreamingEngine):
                 self._aborts.append(request_id)
 
     def _fail_open_calls(self, error: EngineError) -> None:
+        """Raise `error` in all open calls."""
         self._new.clear()
         for call in self._open.values():
             set_outcome(call.future, error)

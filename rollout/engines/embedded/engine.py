@@ -27,8 +27,8 @@ from rollout.sync.transport import SyncRoute, WeightUpdate
 
 _POLL_S = 1.0  # pause between two calls to an actor that cannot be reached
 
-# Decoding time of one call to the actor. New requests wait at most this long, or a few times as
-# long while no request ends.
+# Seconds that one call to the actor decodes. While no request ends it decodes for longer, until a new
+# request, an abort or another call interrupts it (see `EmbeddedEngine.exchange`).
 _EXCHANGE_S = 0.02
 
 
@@ -45,8 +45,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
     the weights in shared memory, and samples all open requests again with the same seeds.
 
     Attributes:
-        exchanges: number of calls to the actor for requests.
-        slots: weights that are updated alone: those of the model, and then each adapter.
+        exchanges: number of calls to the actor's `exchange`.
+        slots: weights that are updated separately: those of the model, and then each adapter.
         transport: weight transport. A run sets it to "disk" if the trainer is on another node.
     """
 
@@ -93,12 +93,13 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._actor: Any = self._start_actor()
 
     def _start_actor(self) -> Any:
+        """Start an actor, which loads the present weights of `slots`."""
         self.starts += 1
         options = self._settings.placement or {}
         return _ENGINE_ACTOR.options(**options).remote(self._settings, self.slots)
 
     async def begin_update(self) -> SyncRoute:
-        """Return the route to the free half of the shared weights, or to the folder."""
+        """Return the route to the free half of the shared weights, or to the weights folder."""
         if self.transport == "shared":
             return self._shared_route(0)
         return SyncRoute(
@@ -122,6 +123,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return await self._commit(update, number)
 
     def _shared_route(self, number: int) -> SyncRoute:
+        """Return the route to the free half of slot `number`."""
         slot = self.slots[number]
         return SyncRoute(
             transport="shared",
@@ -132,6 +134,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         )
 
     async def _commit(self, update: WeightUpdate, number: int) -> float:
+        """Have the actor use the new weights of slot `number`; return the seconds of the pause."""
         slot = self.slots[number]
         half = slot.free_half
         folder = "" if update.transport == "shared" else update.location
@@ -142,9 +145,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return time.perf_counter() - began
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Free the memory of the KV cache and of a GPU's copy of the weights.
-
-        The buffers that the trainer writes to stay in the host's memory.
+        """Free the memory that `tags` name, but not the shared weights; see `EmbeddedEngine.sleep`.
 
         Raises:
             EngineError: requests are running.
@@ -154,7 +155,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         await self.call("sleep", tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Allocate the memory again."""
+        """Allocate again what `sleep` has freed; see `EmbeddedEngine.wake`."""
         await self.call("wake", tags)
 
     async def score(self, replies: Sequence[ScoredReply], adapter: int = 0) -> list[list[float]]:
@@ -173,7 +174,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         ray.kill(self._actor)
 
     def close(self) -> None:
-        """End the actor and remove its weights from shared memory."""
+        """End the actor; remove its weights from shared memory, and the weights folder."""
         self.end()
         for slot in self.slots:
             if slot.file is not None:
@@ -269,5 +270,6 @@ async def _wait_until_dead(actor: Any) -> None:
 
 
 def _actor_error(error: Exception) -> EngineError:
+    """Return an EngineError with the last line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return EngineError(f"the engine's actor failed: {lines[-1] if lines else type(error).__name__}")

@@ -22,13 +22,15 @@ from rollout.sync.shared import SharedWeights
 class WeightSlot:
     """Full weights of an actor, or one of its adapters.
 
-    The shared buffer has two halves: the actor computes from one, and the next update is written to the other.
+    The buffer of the weights has two halves: the actor has its weights from one, and the next update
+    is written to the other.
 
     Attributes:
-        file: file in shared memory that the trainer writes; None: memory of the actor alone.
+        file: file in shared memory that has the buffer, which the trainer writes to; None: the buffer
+            is memory of the actor alone.
         adapter: shape of the adapter; None for the full weights.
         version: version that the actor computes from.
-        half: half of the buffer that the actor computes from; None before the first update.
+        half: half of the buffer that has this version, 0 or 1; None before the first update.
     """
 
     file: Path | None
@@ -39,7 +41,9 @@ class WeightSlot:
     @property
     def free_half(self) -> int:
         """Half of the buffer that the next update is written to."""
-        return 0 if self.half is None else 1 - self.half
+        if self.half is None:
+            return 0  # a new decoder loads the weights of the model's folder into half 1
+        return 1 - self.half
 
 
 class EngineActor(EmbeddedEngine):
@@ -75,7 +79,7 @@ class EngineActor(EmbeddedEngine):
             routing=settings.routing,
             grammars=Grammars(settings.folder),
         )
-        # The client sets the interrupt flag in the files of all slots, so the first one is enough.
+        # The client sets the interrupt flag in the files of all slots, so the first file is enough.
         for shared in self._shared:
             if shared.file is not None:
                 self.interrupt = shared.interrupt
@@ -87,9 +91,12 @@ class EngineActor(EmbeddedEngine):
     def commit(
         self, half: int, version: int, checksums: dict[str, str], number: int, folder: str
     ) -> None:
-        """Compare the weights in half `half` of the shared buffer with the trainer's checksums, and decode with them.
+        """Compare new weights with the trainer's checksums, and decode with them.
 
         Args:
+            half: half of the buffer that has the weights, or into which they are read.
+            version: their version.
+            checksums: the trainer's checksums, by name of the tensor.
             number: number of the adapter; 0 for the full weights.
             folder: folder to read the weights from; "" if the trainer has written them into `half`.
 
@@ -120,5 +127,5 @@ class EngineActor(EmbeddedEngine):
         return os.getpid()
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's statistics by field name."""
+        """Return the engine's `Stats` by field name."""
         return asdict(self.stats)

@@ -14,13 +14,13 @@ from rollout.records.trajectory import Completion, Sampling
 
 
 class LocalEngine(Dispatcher):
-    """Engine that decodes on the event loop's thread, one step at a time between other coroutines.
+    """Embedded engine in this process, which decodes one step in each exchange.
 
-    An engine on a GPU decodes in another thread, so that other engines work while it waits for the
-    GPU.
+    On a CPU it decodes on the event loop's thread, between other coroutines. On a GPU it decodes in
+    another thread, so that other engines work while it waits for the GPU.
 
     Attributes:
-        core: the engine.
+        core: the embedded engine.
     """
 
     def __init__(self, core: EmbeddedEngine) -> None:
@@ -43,7 +43,7 @@ class LocalEngine(Dispatcher):
 
 
 class LocalReplicas(StreamingEngine):
-    """Several engines of one model; a request goes to the one with the smallest load."""
+    """Several engines of one model; a request goes to the one with the smallest `load`."""
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self.engines = engines

@@ -17,9 +17,10 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Replicas of the embedded engine that read new weights from one folder.
 
     A call goes to the replica with the smallest load. All samples of one prompt go to the same
-    replica, which computes the prompt once, unless its load is much larger. When the
-    process of a replica dies, it is started again and samples the open requests of the replica again.
-    Each replica may be started again `restarts` times an hour.
+    replica, which computes the prompt once, unless it has many more open calls than another.
+
+    A replica whose process dies is started again, up to `restarts` times an hour, and samples its
+    open requests again.
     """
 
     transport = "disk"
@@ -34,7 +35,8 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         """Start the replicas.
 
         Args:
-            settings: settings of each replica; they must name a weights folder.
+            settings: settings of each replica. They must name a weights folder; `transport` and
+                `placement` are replaced.
             placements: Ray's actor options of each replica.
             tell: called with one line when a replica is started again.
         """
@@ -59,7 +61,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         return await replica.stream(prompt_ids, sampling, on_tokens)
 
     async def score(self, replies: Sequence[ScoredReply]) -> list[list[float]]:
-        """Return the log-probabilities of replies; each replica computes a part of them."""
+        """Return the log-probabilities of replies, of which each replica scores a part."""
         count = len(self.replicas)
         parts = [list(replies[number::count]) for number in range(count)]
         scored_parts = await asyncio.gather(
