@@ -1,4 +1,4 @@
-"""Decoder model on a GPU, with Triton's kernels between its matrix products.
+"""Decoder model on a GPU, with Triton kernels between its matrix products.
 
 Letters of shapes: N rows of a decoding batch, T tokens, V vocabulary, H query heads, KV key and value
 heads, D head dimension.
@@ -48,7 +48,11 @@ def make_decoder(
     device: str = "cpu",
     **settings: Any,
 ) -> CachedDecoder:
-    """Return a decoder for a device; see `CachedDecoder`."""
+    """Return a decoder for a device: `CachedDecoder` for a CPU, else `GpuDecoder`.
+
+    Args:
+        settings: `adapters` and `bf16` of `CachedDecoder`.
+    """
     kind = CachedDecoder if device == "cpu" else GpuDecoder
     return kind(shape, max_length, halves, device, **settings)
 
@@ -66,11 +70,16 @@ class GpuDecoder(CachedDecoder):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.cache_dtype = self.dtype
-        self._cos_sin = torch.view_as_real(self._rotation)  # [M, D / 2, 2]
+        # Cosine and sine of each position and pair, times D^-1/4 [M, D / 2, 2]
+        self._cos_sin = torch.view_as_real(self._rotation)
         self._heads_per_kv = self.shape.heads // self.shape.kv_heads
 
     def rows_that_fit(self, rows: int) -> int:
-        """Return how many of `rows` fit into the free memory; raise EngineError if none does."""
+        """Return how many of `rows` sequences the free memory of a GPU has room for.
+
+        Raises:
+            EngineError: not even one fits.
+        """
         if self.device.type != "cuda":
             return rows
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
@@ -95,7 +104,12 @@ class GpuDecoder(CachedDecoder):
         coordinates: Tensor,
         blocks: Tensor,
     ) -> Tensor:
-        """Compute one token in each row, from `decoding_inputs` on the device.
+        """Compute one token in each row, and write its key and value into the cache.
+
+        Args:
+            cache: the cache.
+            token_ids, adapter_numbers, coordinates, blocks: arrays of `decoding_inputs`, on the
+                device.
 
         Returns:
             Logits [N, V].
@@ -126,7 +140,7 @@ class GpuDecoder(CachedDecoder):
     def _compute_independent_spans(
         self, cache: KVCache, spans: Sequence[PromptSpan], *, last_only: bool
     ) -> Tensor:
-        """Compute spans of which none starts from keys that another one writes, in one pass."""
+        """Compute spans in one pass; none may start from keys that another one computes."""
         for span in spans:
             if span.source != span.row:
                 cache.copy_prefix(span.source, [span.row], span.start)
@@ -165,7 +179,8 @@ class GpuDecoder(CachedDecoder):
             token_ids: [T].
             adapter_numbers: number of each token's adapter [T]; 0 for none.
             coordinates: cache row and position of each token [T, 2].
-            attend: function of queries [T, H, D] and a layer's keys and values.
+            attend: function of queries [T, H, D] and a layer's keys and values [S, KV, M, D], which
+                returns the attention [T, H, D].
 
         Returns:
             Output of the last layer [T, hidden], and the experts [T, k] of each sparse layer.
@@ -224,7 +239,10 @@ class GpuDecoder(CachedDecoder):
         return product
 
     def _low_rank_of(self, adapter_numbers: Tensor) -> Sequence[AddLowRank | None]:
-        """Return a function for each layer, which adds the output of each token's adapter; None without adapters."""
+        """Return a function for each layer, which adds the output of each token's adapter.
+
+        The functions are None if the decoder has no adapters.
+        """
         if self.adapters is None:
             return [None] * self.shape.layers
         return self.adapters.for_rows(adapter_numbers)
@@ -241,7 +259,7 @@ class GpuDecoder(CachedDecoder):
 
 
 def independent_spans(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
-    """Split spans, in order, into parts in which none starts from keys that another one writes."""
+    """Split spans, in order, into parts in which none starts from keys that another one computes."""
     parts: list[list[PromptSpan]] = []
     written: set[int] = set()
     for span in spans:

@@ -16,7 +16,8 @@ import triton.language as tl
 # therefore converted to float32 there.
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-1.0e30)  # a score below all others; a difference of two infinities is NaN
+# A score below all others. It is finite, because the difference of two infinities is NaN.
+_LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
@@ -73,7 +74,8 @@ def rotate_and_store_kernel(
     Args:
         qkv: [T, heads + 2 kv_heads, D] projections of T tokens.
         norms: weights [D] of the norms of queries and keys; None without these norms.
-        rotation: [M, D / 2, 2] float32, the cosine and sine of each position and pair.
+        rotation: [M, D / 2, 2] float32, the cosine and sine of each position and pair, both times
+            D^-1/4.
         coordinates: [T, 2] int32, cache row and position of each token.
         q: [T, heads, D] gets the queries.
         cache: keys and values of the layer [S, KV, M, D].
@@ -148,7 +150,7 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     keys, and `combine_kernel` adds the parts up (Flash-Decoding).
 
     Args:
-        q: [T, heads, D] queries, which contain the scale of the scores.
+        q: [T, heads, D] queries. Queries and keys contain the scale of their scores.
         cache: keys and values of the layer [S, KV, M, D].
         blocks: [B, 4] int32: cache row, first query (of T), number of queries, and position of the
             first query.
@@ -162,7 +164,7 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     tokens, heads, kv_heads, head_dim, length = sizes
     keys, values = cache
     part_values, part_statistics = parts
-    group: tl.constexpr = shape[0]
+    heads_per_kv: tl.constexpr = shape[0]
     padded_dim: tl.constexpr = shape[1]
     tile_rows: tl.constexpr = shape[2]
     tile_keys: tl.constexpr = shape[3]
@@ -178,8 +180,8 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     position = tl.load(block + 3)
 
     tile_row = tl.arange(0, tile_rows)
-    query = tile_row // group
-    head = kv_head * group + tile_row % group
+    query = tile_row // heads_per_kv
+    head = kv_head * heads_per_kv + tile_row % heads_per_kv
     is_used = query < query_count
     query_position = position + query
     column = tl.arange(0, padded_dim)
@@ -199,8 +201,8 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     largest = tl.full((tile_rows,), _LOWEST, dtype=tl.float32)
     total = tl.zeros((tile_rows,), dtype=tl.float32)
     attended = tl.zeros((tile_rows, padded_dim), dtype=tl.float32)
-    for tile_key in range(first_key, end, tile_keys):
-        key = tile_key + tl.arange(0, tile_keys)
+    for tile_start in range(first_key, end, tile_keys):
+        key = tile_start + tl.arange(0, tile_keys)
         key_offset = cache_offset + key[:, None].to(tl.int64) * head_dim + column[None, :]
         key_mask = (key < end)[:, None] & is_column[None, :]
         k_tile = tl.load(keys + key_offset, mask=key_mask, other=0.0)
@@ -221,12 +223,12 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
         normalized = attended / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + element, normalized.to(out.dtype.element_ty), mask=element_mask)
     else:
-        part = split.to(tl.int64) * tokens * heads
-        tl.store(part_values + part * head_dim + element, attended, mask=element_mask)
-        statistic = part_statistics + part + query_row
+        first_row = split.to(tl.int64) * tokens * heads
+        tl.store(part_values + first_row * head_dim + element, attended, mask=element_mask)
+        statistic = part_statistics + first_row + query_row
         tl.store(statistic, largest, mask=is_used)
-        all_parts = splits.to(tl.int64) * tokens * heads
-        tl.store(statistic + all_parts, total, mask=is_used)
+        row_count = splits.to(tl.int64) * tokens * heads
+        tl.store(statistic + row_count, total, mask=is_used)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from rollout.models.architecture import Architecture
 
 PREFILL_TOKENS = 16_384  # a pass admits prompts until it has this many tokens
 _USABLE_SHARE = 0.95  # of the free memory, because the allocator leaves gaps
-# Tensors as large as the logits of all rows: four that sampling holds at a time, and one of the
-# graphs for fewer rows, which keep their results.
+# Number of tensors as large as the logits of all rows: sampling holds four at a time, and the graphs
+# for fewer rows, which keep their logits, together as much as one.
 _LOGIT_COPIES = 5
 
 
@@ -21,14 +21,15 @@ def pass_bytes(
 ) -> int:
     """Return the memory of a pass over prompts, or over prompts with replies that are scored.
 
-    A pass holds the residual stream in float32. In the type of the matrices it holds the input and
-    the output of the MLP with gate, up projection and their product, or the input and the output of
-    attention with projections, queries and attended values. Scoring also holds keys and values of
-    one layer.
+    A pass holds the residual stream in float32. In the type of the matrices it holds either the MLP's
+    input, output, gate, up projection and the product of these two; or the attention's input, output,
+    projections, rotated queries and attended values. Scoring also holds keys and values of one layer.
 
     Args:
         length: maximum number of tokens of a sequence. The last prompt of a pass may have as many.
-        adapters: products are added to those of adapters, in float32.
+        bf16: True if matrices are multiplied in bfloat16, otherwise in float32.
+        adapters: True if the decoder has adapters. In bfloat16, their input and output then take
+            memory too, in float32.
     """
     experts = architecture.experts
     ffn = architecture.ffn if experts is None else max(architecture.ffn, experts.ffn)
@@ -46,7 +47,10 @@ def pass_bytes(
 
 
 def logits_bytes(architecture: Architecture, rows: int) -> int:
-    """Return the memory of a decoding step of this many rows, which its CUDA graphs keep."""
+    """Return the memory of the logits in decoding steps of up to `rows` rows, and of sampling from them.
+
+    CUDA graphs keep this memory.
+    """
     return _LOGIT_COPIES * 4 * rows * architecture.vocab
 
 

@@ -2,7 +2,7 @@
 
 Triton launches on the current device, so each operator makes its tensors' device the current one. The
 operators are norms with the residual before them, SwiGLU, the rotation that fills the cache, and attention
-over the cache. torch knows the shapes of their results without a GPU.
+over the cache. Each has a fake implementation, which gives torch the shape of its result without a GPU.
 
 Letters of shapes: T tokens, H query heads, KV key and value heads, D head dimension, S rows and M
 positions of the cache, B blocks of queries.
@@ -18,9 +18,9 @@ _TILE_KEYS = 64  # keys of a tile of attention
 # into registers.
 _PREFILL_ROWS = {torch.bfloat16: 128, torch.float32: 32}
 _MIN_ROWS = 16  # smallest number of rows that Triton multiplies
-_MAX_SPLITS = 32
-# Programs that decoding wants, two for each multiprocessor of an H100. The number is the same on
-# every GPU, so that sums have the same order.
+_MAX_SPLITS = 32  # a program of `combine_kernel` holds the parts of all splits
+# Number of programs that keeps a GPU busy in a decoding pass: two for each multiprocessor of an H100.
+# It is the same on every GPU, so that sums have the same order.
 _PROGRAMS = 2 * 132
 
 
@@ -40,7 +40,7 @@ def add_norm(
     rows, columns = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block = _next_power_of_two(columns)
-    warps = min(16, max(1, block // 512))
+    warps = min(16, max(1, block // 512))  # 16 columns for each thread
     with torch.cuda.device_of(x):
         kernels.add_norm_kernel[(rows,)](
             x, delta, weight, out, columns, eps, block, num_warps=warps
@@ -88,7 +88,8 @@ def rotate_and_store(
     Args:
         qkv: [T, (H + 2 KV) D] projections, contiguous.
         q_norm, k_norm: [D] weights of the norms, or None.
-        rotation: [M, D / 2, 2] float32, cosine and sine.
+        rotation: [M, D / 2, 2] float32, cosine and sine, both times D^-1/4. So the scores of queries
+            and keys are scaled by D^-1/2.
         coordinates: [T, 2] int32, cache row and position of each token.
         keys, values: [S, KV, M, D], contiguous.
     """
@@ -132,7 +133,7 @@ def attend_to_cache(
     """Return the causal attention [T, H, D] of queries over a layer's cache.
 
     Args:
-        q: [T, H, D] queries, which contain the scale of the scores.
+        q: [T, H, D] queries. Queries and keys contain the scale of their scores.
         keys, values: [S, KV, M, D], contiguous.
         blocks: [B, 4] int32: cache row, first query, number of queries, and position of the first
             query. Queries of a block have neighbouring positions.
@@ -200,12 +201,12 @@ def query_blocks(
         Blocks [B, 4] for `attend_to_cache`, those with the most keys first, and the rows of a tile.
     """
     tile_rows = max(_PREFILL_ROWS[dtype], _next_power_of_two(heads_per_kv))
-    queries = tile_rows // heads_per_kv
+    block_queries = tile_rows // heads_per_kv
     blocks = []
     first_query = 0
     for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True):
-        for first in range(0, size, queries):
-            count = min(queries, size - first)
+        for first in range(0, size, block_queries):
+            count = min(block_queries, size - first)
             blocks.append((row, first_query + first, count, start + first))
         first_query += size
     # A program's time grows with its keys; the longest come first, so that none is left at the end.

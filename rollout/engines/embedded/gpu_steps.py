@@ -16,7 +16,7 @@ from rollout.engines.embedded.gpu_decoder import GpuDecoder
 from rollout.engines.embedded.gpu_inputs import decoding_inputs, pack_arrays, unpack_arrays
 from rollout.engines.embedded.sampling import sample_on_device
 
-# Function that computes a step, and returns its logits and its sampled tokens
+# Function that computes a step, and returns its logits and what `DecodedStep` has as `_sampled`
 DecodingStep = Callable[[], tuple[Tensor, Tensor]]
 # Function that captures a step, and returns its outputs and the function that computes them again
 Capture = Callable[[DecodingStep], tuple[tuple[Tensor, Tensor], Callable[[], object]]]
@@ -110,7 +110,7 @@ class GpuSteps:
         return min(1 << (count - 1).bit_length(), cache_rows)
 
     def _compute(self, size: int, arrays: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Compute a step of `size` rows; return its logits and sampled tokens."""
+        """Compute a step of `size` rows from its inputs; see `DecodingStep`."""
         packed = pack_arrays(arrays)
         if self._capture is None:
             device_inputs = packed.to(self._decoder.device, non_blocking=True)
@@ -145,6 +145,12 @@ class GpuSteps:
         return _CapturedStep(inputs, outputs, replay)
 
     def _step(self, packed: Tensor, arrays: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Compute a step on the device; see `DecodingStep`.
+
+        Args:
+            packed: inputs on the device.
+            arrays: arrays of which `packed` was made, for their shapes.
+        """
         *inputs, temperature, uniform = unpack_arrays(packed, arrays)
         logits = self._decoder.decode_inputs(self._cache, *inputs)
         tokens, logprobs = sample_on_device(logits, temperature, uniform)
