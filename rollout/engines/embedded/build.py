@@ -38,6 +38,7 @@ def embedded_settings(request: EngineRequest) -> EmbeddedSettings:
     """Return the settings of an embedded engine that is trained."""
     config = request.config
     weights_folder = request.weights_folder
+    # Replicas read new weights from a folder; one engine can take them from shared memory.
     if weights_folder is None and config.replicas > 1:
         weights_folder = (request.log_folder / request.policies[0]).resolve()
     placement = request.placements[0] if request.placements else None
@@ -73,7 +74,7 @@ def local_devices(request: EngineRequest) -> list[str]:
     """Return torch's names of the devices that an embedded engine in this process computes on."""
     if request.gpus is None:
         return [_choose_device(request.config.device, has_gpu=torch.cuda.is_available())]
-    if not any(request.gpus):
+    if not any(request.gpus):  # the evaluation is on the CPU
         return [_choose_device(request.config.device, has_gpu=False)]
     return [f"cuda:{request.visible_gpus.index(gpu)}" for (gpu,) in request.gpus]
 

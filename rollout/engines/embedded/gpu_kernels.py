@@ -158,8 +158,8 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
         parts: with several splits, unnormalized attention [splits, T, heads, D] float32, and its
             largest score (times log2 e) and sum of exponentials [2, splits, T, heads]; else None.
         sizes: T, heads, kv_heads, D, M.
-        shape: heads of a key/value head, power of two from D on, rows of a tile, keys of a tile,
-            and precision of products.
+        shape: query heads of a key/value head, D rounded up to a power of two that is at least 16,
+            rows of a tile, keys of a tile, and precision of products.
     """
     tokens, heads, kv_heads, head_dim, length = sizes
     keys, values = cache
@@ -192,10 +192,10 @@ def attention_kernel(q, cache, blocks, out, parts, sizes, shape: tl.constexpr):
     q_tile = tl.load(q + element, mask=element_mask, other=0.0)
 
     # The splits share the tiles of keys that the last query sees.
-    end = position + query_count
-    split_keys = tl.cdiv(tl.cdiv(end, tile_keys), splits) * tile_keys
+    visible_keys = position + query_count
+    split_keys = tl.cdiv(tl.cdiv(visible_keys, tile_keys), splits) * tile_keys
     first_key = split * split_keys
-    end = tl.minimum(end, first_key + split_keys)
+    end = tl.minimum(visible_keys, first_key + split_keys)
     cache_offset = (cache_row * kv_heads + kv_head) * length * head_dim
 
     largest = tl.full((tile_rows,), _LOWEST, dtype=tl.float32)
@@ -237,8 +237,10 @@ def combine_kernel(parts, out, sizes, padded_splits: tl.constexpr, padded_dim: t
 
     Args:
         parts: values [splits, T, heads, D] and statistics [2, splits, T, heads].
-        out: [T, heads, D].
+        out: [T, heads, D] gets the attention.
         sizes: splits, T · heads, D.
+        padded_splits: the next power of two of the splits.
+        padded_dim: as in the `shape` of `attention_kernel`.
     """
     part_values, part_statistics = parts
     splits, query_rows, head_dim = sizes
