@@ -33,7 +33,7 @@ class Dispatcher(StreamingEngine):
 
     def __init__(self) -> None:
         self._open: dict[int, _OpenCall] = {}  # by id of the request
-        self._new: list[Request] = []  # open requests that the engine does not have yet
+        self._new: list[Request] = []  # requests that the engine does not have yet
         self._aborts: list[int] = []  # ids of requests that the engine must end
         self._ids = itertools.count()
         self._loop: asyncio.Task[None] | None = None  # task of `_run`
