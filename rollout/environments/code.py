@@ -175,6 +175,7 @@ class CodeEnv(SandboxedEnv):
         """
         tests = _Answers.of_task(self.task).tests_of_cases(cases)
         step = await self._try(program, tests, "None of the tests can be used.")
+        # The rate of `_try` is of the tests that fit; the others count as failed.
         rate = step.metrics["check_rate"] * len(tests) / max(len(cases), 1)
         return replace(step, metrics={"check_rate": rate})
 
@@ -242,6 +243,7 @@ def _count_passed(results: Sequence[RunResult]) -> int:
 
 
 def _input(test: Test) -> str:
+    """Return the input of a test as text."""
     if isinstance(test, StdinTest):
         return test.stdin
     return json.dumps(test.arguments)

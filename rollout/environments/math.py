@@ -24,8 +24,8 @@ class MathEnv(CalculatingEnv):
     async def step(self, action: str) -> Step:
         """Score the solver's text: reward 1 for the right answer, 0 otherwise.
 
-        Metrics: `answered` is 1 if the text has an answer; `refused`, which other answers do not have,
-        is 1 if the answer is over a limit and therefore wrong.
+        Metrics: `answered` is 1 if the text has an answer; `refused` is 1 if the answer is over a limit
+        and therefore wrong, and is left out otherwise.
 
         Raises:
             Unscorable: the task has no answer.

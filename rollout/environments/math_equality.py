@@ -62,9 +62,10 @@ def _compare(given: str, truth: str) -> AnswerComparison:
     gold = _read(truth)
     if guess is None or gold is None or not _are_equal(guess, gold):
         return AnswerComparison.DIFFERENT
-    is_equation = "=" in given and "=" in truth
-    if _has_unread_part(given, guess, is_equation) or _has_unread_part(truth, gold, is_equation):
-        return AnswerComparison.UNDECIDED
+    both_have_names = "=" in given and "=" in truth
+    for text, expression in ((given, guess), (truth, gold)):
+        if _has_unread_part(text, expression, both_have_names=both_have_names):
+            return AnswerComparison.UNDECIDED
     return AnswerComparison.EQUAL
 
 
@@ -386,22 +387,24 @@ def _sort_key(expression: Any) -> tuple[float, float]:
     return value.real, value.imag
 
 
-def _has_unread_part(text: str, expression: Any, is_equation: bool) -> bool:
+def _has_unread_part(text: str, expression: Any, *, both_have_names: bool) -> bool:
     """Return True if math-verify has ignored a part of the text.
 
     math-verify skips the parts of an answer that it cannot read. A number, a sign or a letter counts
-    as ignored if the text with another one in its place gives the same expression. Parts of units,
-    such as the 2 of `cm^2`, are not checked, nor are the names of values, such as the x of `x=5`, if
-    the other answer has none.
+    as ignored if the text with another one in its place gives the same expression. So does notation
+    that math-verify always skips; in the name of a value, such as `f'(1)` in `f'(1)=5`, it counts only
+    if both answers have names. Letters of names and parts of units, such as the 2 of `cm^2`, are not
+    checked.
 
     Args:
         text: the answer.
         expression: the sympy object that was read from it.
-        is_equation: True if both answers are equations.
+        both_have_names: True if both answers are equations, which name their values.
     """
     name = _NAMED_SIDE.match(text)
     value_start = name.end() if name else 0
-    if _SKIPPED_NOTATION.search(text, 0 if is_equation else value_start):
+    searched_from = 0 if both_have_names else value_start
+    if _SKIPPED_NOTATION.search(text, searched_from):
         return True
     changes = [(number.end() - 1, _other_digit(number[0][-1])) for number in _DIGITS.finditer(text)]
     changes += [(sign.start(), _OTHER_SIGN[sign[0]]) for sign in _SIGN.finditer(text)]

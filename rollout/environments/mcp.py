@@ -190,7 +190,7 @@ class McpEnv:
     Args:
         servers: command that starts each server, by the server's name.
         max_turns: maximum number of steps; after them the trajectory ends.
-        reward: the score of the answer that becomes the outcome.
+        reward: score of the answer that becomes the outcome: `exact_match` or `token_f1`.
         deadline_s: seconds that a call of a tool may take.
         start_s: seconds within which all servers must have started.
         max_chars: maximum number of characters of a result that an agent is shown.

@@ -54,17 +54,16 @@ class SearchEnv:
     """A question over one corpus, answered with a retriever's passages.
 
     A search without a query, or with one over 500 characters, finds nothing and is counted in the
-    metric `invalid_searches`, and so is a text without any tag; `searches` counts the other searches.
-    The scores of an answer, `exact_match`
-    and `token_f1`, are metrics, and one of them is the outcome. A trajectory without an answer has
-    the outcome 0.
+    metric `invalid_searches`, as is a text without any tag; `searches` counts the other searches. The
+    scores of an answer, `exact_match` and `token_f1`, are metrics, and one of them is the outcome. A
+    trajectory without an answer has the outcome 0.
 
     Args:
         top_k: number of passages of a search.
         style: format of a passage in the observation: a number and the title before the text
             (Search-R1's `search_r1`, or `verl`); the `text` alone; or the `id`, the title and the
             text, for agents with the tool `passages`.
-        reward: which of these two scores is the outcome.
+        reward: score of the answer that becomes the outcome: `exact_match` or `token_f1`.
     """
 
     task: Task = field(kw_only=False)
