@@ -16,7 +16,8 @@ class _Title:
     unit: Unit = ""
 
 
-# By chart. "*" stands for the name of an agent, a policy or a data source.
+# By name of the chart, in which "*" stands for the name of an agent, a policy, a data source or an
+# opponent.
 _TITLES = {
     "reward/mean": _Title(title="Mean reward of a turn"),
     "outcome/mean": _Title(title="Mean outcome of a trajectory"),
@@ -71,7 +72,8 @@ _TITLES = {
     "time/mfu": _Title(title="MFU in updates (share of the GPU's peak FLOP/s)", unit="share"),
 }
 
-# The last ending that fits decides.
+# Units of metrics that are not in `_TITLES`, by the end of their names. If several fit, the last one
+# decides.
 _UNITS_BY_ENDING: dict[str, Unit] = {
     "accuracy": "share",
     "ci_low": "share",
@@ -85,19 +87,23 @@ _UNITS_BY_ENDING: dict[str, Unit] = {
     "_s": "s",
     "_per_s": "",
 }
-_GROUPS = {"agent": "by agent", "policy": "by policy", "validation": "by source"}
-_MEMBER = re.compile(
-    r"(?P<group>agent|policy|validation)/(?P<member>[^/]+)/(?P<name>.+)", re.DOTALL
-)
+# Ends of the titles of metrics that have a value for each member of a group, by group.
+_GROUPS = {
+    "agent": "by agent",
+    "policy": "by policy",
+    "validation": "by source",
+    "opponent": "by opponent",
+}
+_MEMBER = re.compile(rf"(?P<group>{'|'.join(_GROUPS)})/(?P<member>[^/]+)/(?P<name>.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricChart:
-    """The chart that a metric is a line of.
+    """Chart of a metric, and the member of a group whose line the metric is.
 
     Attributes:
-        chart: name of the metric, with "*" in the place of an agent, a policy or a data source.
-        member: name of the agent, the policy or the data source; "" for other metrics.
+        chart: name of the chart: that of the metric, with "*" in place of the member.
+        member: name of the agent, the policy, the data source or the opponent; "" for other metrics.
         title: title of the chart.
         unit: unit of the values.
     """
@@ -109,7 +115,7 @@ class MetricChart:
 
 
 def metric_chart(name: str) -> MetricChart:
-    """Return the chart of a metric. A title that is not in the table is made from the name."""
+    """Return the chart of a metric. A chart that is not in `_TITLES` gets a title made from its name."""
     match = _MEMBER.fullmatch(name)
     chart = f"{match['group']}/*/{match['name']}" if match else name
     member = match["member"] if match else ""

@@ -25,6 +25,14 @@ from mcore_mas.reports.metric_titles import MetricChart, metric_chart
             "Validation accuracy by source",
             "share",
         ),
+        (
+            "opponent/rival/score",
+            "opponent/*/score",
+            "rival",
+            "Mean score by opponent",
+            "share",
+        ),
+        ("opponent/rating", "opponent/rating", "", "Elo rating", ""),
         # Names that the table lacks.
         ("agent/a.b-c/new_metric", "agent/*/new_metric", "a.b-c", "New metric by agent", ""),
         ("policy/p/time/mfu", "policy/*/time/mfu", "p", "Time mfu by policy", "share"),
