@@ -33,9 +33,9 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerGroup:
-    """Turns of one task in a group of turns that an estimator compared with one another."""
+    """The turns of one task in a group of turns that an estimator compared with one another."""
 
-    label: str  # statistic of the comparison: "mean" or "std", or "peers" for both
+    label: str  # name of the group in `Advantages.groups`, such as "peers"
     peer_columns: tuple[str, ...]  # columns in which the turns are equal
     vote_columns: tuple[str, ...]  # columns in which turns of one vote are equal
     size: int  # number of votes in the group, including those of other tasks
@@ -61,14 +61,14 @@ def trajectory_page(
 ) -> str:
     """Return the page of a trajectory as HTML.
 
-    In a tree, branches that ended before the outcome are folded, at the turn at which they left the
-    path. The alternatives of a turn are folded after it.
+    In a tree, branches that did not lead to the outcome are folded, where they left the path. The
+    alternatives of a turn are folded after it.
 
     Args:
         trajectory: trajectory to show.
         advantages: advantages of turns, also of other trajectories.
         tokens: tokens of turns, which are shaded by log-probability or by the turn's advantage.
-        groups: turns that each turn was compared with.
+        groups: peer groups of turns, also of other trajectories.
         task: question and right answers of the trajectory's task, for the head of the page.
         agent_order: agents of the run, so that an agent has the same colour on all pages.
     """
@@ -77,7 +77,6 @@ def trajectory_page(
     tools_by_turn = group_pairs(
         ((event.node, event.after_turn), event) for event in trajectory.tools
     )
-    path_nodes = dict.fromkeys(turn.node for turn in trajectory.path)
     turn_advantages = {
         (node, turn): advantage
         for (trajectory_id, node, turn), advantage in advantages.items()
@@ -94,7 +93,7 @@ def trajectory_page(
         alternatives=group_pairs(
             (turn.index, turn) for turn in trajectory.turns if REPLAY_OUTCOME in turn.scores
         ),
-        path={node: _siblings(node, turns_by_node) for node in path_nodes},
+        branches_by_path_node=_branches_by_path_node(trajectory),
         tools=tools_by_turn,
         advantages=turn_advantages,
         largest_advantage=max(map(abs, turn_advantages.values()), default=0.0),
@@ -103,10 +102,37 @@ def trajectory_page(
     )
 
 
-def _siblings(node: str, nodes: Mapping[str, object]) -> list[str]:
-    """Return the other children of a node's parent; [] for the root."""
-    if not node:
-        return []
-    parent = node.rpartition(".")[0]
-    children = [name for name in nodes if name and name.rpartition(".")[0] == parent]
-    return [child for child in children if child != node]
+def _branches_by_path_node(trajectory: Trajectory) -> dict[str, list[list[str]]]:
+    """Return the branches that did not lead to the outcome, by the node of the path that they follow.
+
+    A branch is a list of nodes: its root, which left the path, and the nodes below it. It follows the
+    root's sibling on the path, or the last node of the path if it left there.
+
+    Returns:
+        A key for each node of the path, which is "" without a tree, and if no node led to the outcome.
+    """
+    path = list(dict.fromkeys(turn.node for turn in trajectory.path)) or [""]
+    branches: dict[str, dict[str, list[str]]] = {node: {} for node in path}  # by path node and root
+    for turn in trajectory.turns:
+        # Alternatives, whose trajectory was replayed, have nodes without being branches of a tree.
+        if turn.node in path or REPLAY_OUTCOME in turn.scores:
+            continue
+        root = _branch_root(turn.node, path)
+        siblings = [node for node in path if node and _parent(node) == _parent(root)]
+        path_node = siblings[0] if siblings else path[-1]
+        nodes = branches[path_node].setdefault(root, [])
+        if turn.node not in nodes:
+            nodes.append(turn.node)
+    return {path_node: list(by_root.values()) for path_node, by_root in branches.items()}
+
+
+def _branch_root(node: str, path: Sequence[str]) -> str:
+    """Return the uppermost node beside the path that is `node` or above it."""
+    root = node
+    while _parent(root) and _parent(root) not in path:
+        root = _parent(root)
+    return root
+
+
+def _parent(node: str) -> str:
+    return node.rpartition(".")[0]

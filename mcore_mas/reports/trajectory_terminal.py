@@ -42,7 +42,7 @@ def print_trajectory(
     head: bool = True,
     tools: AgentTools = MappingProxyType({}),
 ) -> None:
-    """Print the turns of a trajectory with messages, tools, scores and advantages.
+    """Print the turns of a trajectory with messages, tool calls, scores and advantages.
 
     Args:
         trajectory: trajectory to print.
@@ -51,7 +51,7 @@ def print_trajectory(
         branches: True to print also the branches of a tree that did not lead to the outcome, and
             the alternatives of turns.
         head: begin with ids, status and outcome.
-        tools: names of the tools that are printed where an agent first speaks.
+        tools: names of each agent's tools, which are printed where the agent first speaks.
     """
     if head:
         _print_head(trajectory, console)
@@ -68,7 +68,7 @@ def print_trajectory(
                 plain_text(f"tools of {turn.agent}: {', '.join(tools[turn.agent])}", "dim")
             )
         shown_agents.add(turn.agent)
-        if turn.index not in shown_turns:  # all branches at a turn read the same messages
+        if turn.index not in shown_turns:  # turns of one index read the same messages
             for message in turn.new_messages:
                 console.print(_message_panel(message, turn.agent))
         shown_turns.add(turn.index)
@@ -90,22 +90,27 @@ def print_trajectory(
 
 def _print_head(trajectory: Trajectory, console: Console) -> None:
     outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
-    turns = f"{len(trajectory.turns)} turns"
-    if trajectory.leaf:
-        turns = (
-            f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, "
-            f"{len(trajectory.turns)} in the tree"
-        )
-    elif len(trajectory.path) < len(trajectory.turns):
-        alternatives = len(trajectory.turns) - len(trajectory.path)
-        turns = f"{len(trajectory.path)} turns, and {alternatives} alternatives to them"
     console.print(
         plain_text(
             f"{step_label(trajectory.step)}   task {trajectory.task_id}   sample {trajectory.sample}   "
             f"source {trajectory.source}   id {trajectory.id}"
         )
     )
-    console.print(plain_text(f"{trajectory.status.value}   outcome {outcome}   {turns}"))
+    counts = _describe_turn_counts(trajectory)
+    console.print(plain_text(f"{trajectory.status.value}   outcome {outcome}   {counts}"))
+
+
+def _describe_turn_counts(trajectory: Trajectory) -> str:
+    """Describe how many turns there are on the path, and in the tree or as alternatives."""
+    on_path = len(trajectory.path)
+    in_all = len(trajectory.turns)
+    if trajectory.leaf:
+        return f"{on_path} turns on the path to {trajectory.leaf}, {in_all} in the tree"
+    if on_path == in_all:
+        return f"{in_all} turns"
+    if any(REPLAY_OUTCOME in turn.scores for turn in trajectory.turns):
+        return f"{on_path} turns, and {in_all - on_path} alternatives to them"
+    return f"{on_path} turns on the path, {in_all} in the tree"
 
 
 def _message_panel(message: Message, agent: str) -> Panel:

@@ -230,7 +230,26 @@ def test_a_tree_folds_branches_where_they_left_the_path() -> None:
         if tag == "details" and attributes.get("class") == "branches"
     ]
     assert folded == [{"class": "branches"}, {"class": "branches"}]
-    assert text.count("1 branch that did not go on") == 2
+    assert text.count("1 branch that did not lead to the outcome") == 2
+
+
+def test_a_branch_is_folded_with_all_turns_below_it() -> None:
+    """The best attempt, "0", was improved twice in vain; so was "1", which was worse from the start."""
+    nodes = ("1", "0", "1.0", "0.0", "0.0.0")
+    turns = [turn(index, node=node, text=f"at {node}") for index, node in enumerate(nodes)]
+    text = HtmlPage(trajectory_page(trajectory(*turns, leaf="0"), {})).text()
+    assert "1 turn of 5 in the tree" in text
+    assert text.count("2 branches that did not lead to the outcome") == 1
+    titles = re.findall(r"turn \d · branch ([0-9.]+)", text)
+    assert titles == ["0", "1", "1.0", "0.0", "0.0.0"]
+
+
+def test_a_tree_without_a_best_attempt_is_folded_whole() -> None:
+    turns = [turn(0, node="0", text="left"), turn(1, node="1", text="right")]
+    text = HtmlPage(trajectory_page(trajectory(*turns), {})).text()
+    assert "0 turns of 2 in the tree" in text
+    assert "2 branches that did not lead to the outcome" in text
+    assert "left" in text and "right" in text
 
 
 def test_a_turn_has_its_peer_groups(recorded: Path) -> None:

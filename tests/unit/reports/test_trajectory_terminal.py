@@ -204,6 +204,12 @@ def test_branches_shows_the_alternatives_of_a_turn(tmp_path, capsys, monkeypatch
     assert "alternative 1 · 1 tokens, log p 0.00 · replay_outcome 7" in text
 
 
+def test_a_tree_without_a_best_attempt_has_no_turns_on_its_path(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "step_000000.parquet"
+    write_trajectories(path, [trajectory(turn(0, node="0"), turn(1, node="1"))])
+    assert "0 turns on the path, 2 in the tree" in show(capsys, monkeypatch, path)
+
+
 def test_the_tools_of_an_agent_are_named_where_it_first_speaks(
     tmp_path, capsys, monkeypatch
 ) -> None:
