@@ -61,6 +61,9 @@ def print_trajectory(
     path = {(turn.node, turn.index) for turn in trajectory.path}
     shown_turns: set[int] = set()
     shown_agents: set[str] = set()
+    for event in trajectory.tools:
+        if event.after_turn < 0:  # it was called before the first turn
+            console.print(_tool_panel(event))
     turns = trajectory.turns if branches else trajectory.path
     for turn in turns:
         if turn.agent not in shown_agents and tools.get(turn.agent):

@@ -210,6 +210,14 @@ def test_a_tree_without_a_best_attempt_has_no_turns_on_its_path(tmp_path, capsys
     assert "0 turns on the path, 2 in the tree" in show(capsys, monkeypatch, path)
 
 
+def test_a_tool_call_before_the_first_turn_is_shown_first(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "step_000000.parquet"
+    listing = ToolEvent(after_turn=-1, tool="files", query="", result="data.csv")
+    write_trajectories(path, [trajectory(turn(0, text="reads it"), tools=(listing,))])
+    text = show(capsys, monkeypatch, path)
+    assert 0 < text.index("data.csv") < text.index("reads it")
+
+
 def test_the_tools_of_an_agent_are_named_where_it_first_speaks(
     tmp_path, capsys, monkeypatch
 ) -> None:
