@@ -1,4 +1,7 @@
-"""Costs of a run: device hours and tokens of its training; tokens and seconds of an answer."""
+"""Costs of a run: device hours and tokens of its training; tokens and seconds of an answer.
+
+An answer is a completed trajectory of an evaluation.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,10 @@ def run_costs(run: Path, state: str) -> dict[str, str]:
     Args:
         run: folder of the run.
         state: name of the evaluation whose answers are counted.
+
+    Raises:
+        MetricsError, FolderError: as in `training_costs`.
+        RecordError: a file of the evaluation's trajectories cannot be read.
     """
     row = {"experiment": run.name}
     training = training_costs(run)
@@ -108,7 +115,7 @@ def sampled_tokens(metrics: Metrics) -> float:
 
 
 def answer_costs(folder: Path) -> dict[str, float]:
-    """Return the mean costs of an answer over the completed trajectories of an evaluation.
+    """Return the mean costs of the answers of an evaluation.
 
     The seconds of an answer are from its first call to the end of its last call. Those of an agent
     are the sum over its calls.
@@ -119,6 +126,9 @@ def answer_costs(folder: Path) -> dict[str, float]:
     Returns:
         `tokens` and `seconds`, and `agent/NAME/calls`, `agent/NAME/tokens` and `agent/NAME/seconds`
         of each agent; nothing if no completed trajectory is recorded.
+
+    Raises:
+        RecordError: a file of trajectories cannot be read.
     """
     turns = _read_turns(folder)
     if not len(turns):
@@ -155,9 +165,10 @@ def _costs_by_agent(turns: pd.DataFrame) -> dict[str, AnswerCosts]:
 
 
 def _read_turns(folder: Path) -> pd.DataFrame:
-    """Return the turns of all completed trajectories of an evaluation.
+    """Return a row for each turn of the completed trajectories of an evaluation.
 
-    The columns are answer (an id), agent, tokens, started, ended and took (in seconds).
+    The columns are answer (the id of the turn's trajectory), agent, tokens (number of sampled ones),
+    started, ended (Unix times in seconds) and took (seconds). Without files there are no columns.
     """
     shards = sorted(folder.glob("part_*.parquet"))
     parts = [_read_shard(path, number) for number, path in enumerate(shards)]
@@ -165,6 +176,7 @@ def _read_turns(folder: Path) -> pd.DataFrame:
 
 
 def _read_shard(path: Path, number: int) -> pd.DataFrame:
+    """Return the rows of one file; its `number` distinguishes its answers from those of other files."""
     columns = ["status", *(f"turns.list.element.{name}" for name in _TURN_COLUMNS)]
     with (
         arrow_errors(path, "not a readable file of trajectories", "; evaluate the run again"),

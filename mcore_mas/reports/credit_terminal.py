@@ -168,13 +168,13 @@ def _print_task(
 ) -> None:
     """Print how an estimator compared the turns of a task, and the advantages that it gave.
 
-    The turns with advantages are those of the agents that have this estimator. The peer groups may
-    also hold turns of other agents.
+    Advantages are printed for the agents that have this estimator. The peer groups may also hold
+    turns of other agents. Nothing is printed if none of these agents has a turn of the task.
     """
     compared = [samples[index] for index in applied.indices]
     rows = [i for i, sample in enumerate(compared) if sample.task == task]
-    trained_rows = [i for i in rows if estimators[compared[i].agent] == applied.estimator]
-    if not trained_rows:
+    credited_rows = [i for i in rows if estimators[compared[i].agent] == applied.estimator]
+    if not credited_rows:
         return
     name = applied.estimator.name
     shown_options = "".join(f" {key}={value}" for key, value in applied.estimator.options.items())
@@ -184,7 +184,7 @@ def _print_task(
         text = f"{label}: {_describe_grouping(statistics.grouping)}"
         console.print(plain_text(text, style="italic"))
         console.print(_groups_table(statistics, compared, rows))
-    console.print(_turns_table(groups, compared, trained_rows))
+    console.print(_turns_table(groups, compared, credited_rows))
 
 
 def _describe_grouping(grouping: Grouping) -> str:
@@ -208,7 +208,13 @@ def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
 def _groups_table(
     statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]
 ) -> Table:
-    """Return a table with a line per peer group: its votes, their mean and deviation."""
+    """Return a table with a line per peer group: its votes, their number, mean and deviation.
+
+    Args:
+        statistics: votes of the groups.
+        samples: turns that were compared.
+        rows: indices of the turns whose groups and votes are shown.
+    """
     table = Table(
         "group",
         "votes",
@@ -220,6 +226,7 @@ def _groups_table(
     )
     for group_rows in rows_by_group.values():
         first = group_rows[0]
+        # By index of the vote, because several turns may share a vote.
         votes = {
             int(statistics.vote_index[i]): f"{float(statistics.score[i]):g}" for i in group_rows
         }
@@ -239,6 +246,11 @@ def _turns_table(
     """Return a table with a line per turn: its reward, its vote in each group, its advantage.
 
     If turns have them, further columns show the score "removal" and how alternatives were continued.
+
+    Args:
+        groups: statistics of the groups in which the turns were compared, by label.
+        samples: turns that were compared, with their advantages.
+        rows: indices of the turns that are shown.
     """
     headings = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
     has_removal = any("removal" in sample.scores for sample in samples)
@@ -258,7 +270,7 @@ def _turns_table(
 
     for row in rows:
         sample = samples[row]
-        advantages = sample.advantages or (0.0,)  # by token
+        advantages = sample.advantages or (0.0,)  # by token; a masked turn has none
         low, high = min(advantages), max(advantages)
         cells = [
             sample.trajectory.rpartition("/")[2],  # its task is in the title

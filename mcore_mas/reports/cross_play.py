@@ -1,4 +1,4 @@
-"""Cross-play: scores of a team by the models that play two of its agents, as a table and a heat map."""
+"""Cross-play: scores of a team by the models that play two of its agents, as a matrix and a heat map."""
 
 import io
 import math
@@ -16,10 +16,13 @@ from rollout.base.ownership import FolderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Score of an evaluation, with its 95 % interval over tasks.
+    """Scores of an evaluation, in which one pair of models has played.
 
     Attributes:
+        file: file of the evaluation.
         scores: score of every trajectory that has one.
+        value: avg@k, the mean over tasks of their mean scores, as a fraction of 1.
+        ci_low, ci_high: ends of its 95 % interval over tasks.
     """
 
     file: Path
@@ -39,7 +42,7 @@ class CrossPlayMatrix:
     Attributes:
         row_agent: agent that the models in the rows play.
         column_agent: agent that the models in the columns play.
-        pairings: score by the models of the row and of the column.
+        pairings: scores by the models of the row and of the column.
     """
 
     row_agent: str
@@ -58,18 +61,19 @@ class CrossPlayMatrix:
 
 
 def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPlayMatrix:
-    """Read the score of every pair of models from the evaluations of all runs in a results folder.
+    """Read the scores of every pair of models from the evaluations of all runs in a results folder.
 
-    Evaluations of teams without one of the two agents are left out, and so are those of versions that
-    did not record who played.
+    Evaluations of teams without one of the two agents are left out, and so are those of older versions,
+    which did not record the players.
 
     Raises:
         FolderError: a file is damaged, two evaluations are of the same pair, or there is none.
     """
     pairings: dict[tuple[str, str], Pairing] = {}
     for file in sorted(results.glob("*/evaluation/*.json")):
-        scores = read_record(file, "rows")
-        players: Mapping[str, str] = scores.get("players", {})
+        evaluation = read_record(file, "rows")
+        # The name of the model that plays each agent.
+        players: Mapping[str, str] = evaluation.get("players", {})
         if not {row_agent, column_agent} <= players.keys():
             continue
         pair = players[row_agent], players[column_agent]
@@ -78,7 +82,7 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
                 f"{file}: {row_agent} is {pair[0]} and {column_agent} is {pair[1]} as in "
                 f"{pairings[pair].file}; name agents in which the evaluations differ, or remove one"
             )
-        pairings[pair] = _pairing(file, scores["rows"], scores.get("tasks", []))
+        pairings[pair] = _pairing(file, evaluation["rows"], evaluation.get("tasks", []))
     if not pairings:
         raise FolderError(
             f"{results}: no evaluation of a team with agents {row_agent} and {column_agent}; make some "
@@ -88,17 +92,23 @@ def read_cross_play(results: Path, row_agent: str, column_agent: str) -> CrossPl
 
 
 def _pairing(file: Path, rows: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> Pairing:
-    """Return avg@k of the whole evaluation, which is the last row: it follows those of single data sources."""
-    row = [row for row in rows if row["metric"].startswith("avg@")][-1]
+    """Return the scores of an evaluation.
+
+    Args:
+        file: file of the evaluation.
+        rows: means of metrics; those over all data sources follow those of single ones.
+        tasks: tasks with the scores of their trajectories; None for a score that is not known.
+    """
+    average = [row for row in rows if row["metric"].startswith("avg@")][-1]
     scores: list[float] = []
     for task in tasks:
         scores += [score for score in task["scores"] if score is not None]
     return Pairing(
         file=file,
         scores=tuple(scores),
-        value=row["value"],
-        ci_low=row["ci_low"],
-        ci_high=row["ci_high"],
+        value=average["value"],
+        ci_low=average["ci_low"],
+        ci_high=average["ci_high"],
     )
 
 
@@ -125,7 +135,7 @@ def draw_cross_play(cross_play: CrossPlayMatrix, out: Path) -> None:
             f"{100 * pairing.value:.1f}",
             ha="center",
             va="center",
-            color="black" if pairing.value > 0.6 else "white",
+            color="black" if pairing.value > 0.6 else "white",  # viridis is bright at its upper end
         )
     figure.colorbar(image, ax=axes, label="mean score")
     text = io.StringIO()

@@ -56,6 +56,7 @@ def read_task_metrics(evaluation: Path) -> dict[str, dict[str, float]]:
 
 
 def _read(evaluation: Path, key: str, adapter: TypeAdapter[Any]) -> Any:
+    """Read the value of a key in the file of an evaluation, and check it with `adapter`."""
     values = read_record(evaluation, key)[key]
     try:
         return adapter.validate_python(values)

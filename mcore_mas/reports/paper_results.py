@@ -18,7 +18,7 @@ from rollout.base.files import write_text
 
 # Papers print per cents with one decimal, so their numbers are rounded by up to 0.05 %.
 _ROUNDING = 0.0005
-_POSITION = ("block", "row", "column", "metric")  # the position of a cell in a table
+_POSITION = ("block", "row", "column", "metric")  # fields of a cell that say where it is in a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Evaluations:
             state: name of the evaluation, or GAIN for trained - base, paired by task.
             dataset: a data source; "all" for one series of all tasks; or "average" for a series of
                 each data source.
-            kind: avg, pass or maj.
+            kind: the metric without its k: avg, pass or maj.
         """
         if state == GAIN:
             trained = self.scores(experiment, "trained", dataset, kind)
@@ -106,7 +106,7 @@ def make_paper_table(
     csv: Path,
     markdown: Path,
 ) -> None:
-    """Write a table as CSV with a line per cell, and as Markdown in the layout of the paper.
+    """Write a table as CSV, with a line per cell and difference, and as Markdown in the paper's layout.
 
     Args:
         table: the paper's table.
@@ -254,7 +254,14 @@ def _mean_with_interval(scores: Mapping[str, pd.Series], name: str) -> dict[str,
 
 
 def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield a Markdown table for each block and metric, with our metrics and the number of tasks."""
+    """Yield the parts of a table in Markdown, one for each block and metric.
+
+    Yields:
+        name: block and metric of the paper.
+        measured: our metrics, such as "avg@16"; "" for differences.
+        tasks: data sources, each with its number of tasks.
+        grid: the Markdown table.
+    """
     for block, metric in dict.fromkeys((line["block"], line["metric"]) for line in lines):
         block_lines = [line for line in lines if (line["block"], line["metric"]) == (block, metric)]
         measured = dict.fromkeys(line["measured"] for line in block_lines if "measured" in line)

@@ -69,11 +69,12 @@ class PaperTable(Section):
     rows: dict[str, dict[str, str]] = Field(min_length=1)
     columns: dict[str, dict[str, str]] = Field(min_length=1)
     compare: tuple[tuple[str, str], ...] = ()  # (method, baseline): two rows or two columns
-    # Evaluations in which other models play, as in a suite.
+    # Evaluations in which other models play, as in a suite: the model of each agent, by experiment and
+    # by name of the evaluation.
     evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()  # results in the paper's text that are not in the table
-    # Fields of each block, and its `values`: for each row, the numbers of its first columns; those of the others are
-    # not in the paper.
+    # Fields of each block, and its `values`: the published numbers of each row, in the order of the columns. A list
+    # may be shorter; the paper has no numbers for the columns that remain.
     blocks: dict[str, dict[str, Any]] = Field(min_length=1)
 
     @classmethod
@@ -132,7 +133,7 @@ class PaperTable(Section):
 
     @cached_property
     def cells(self) -> tuple[PaperCell, ...]:
-        """Every cell, by block, row, column and metric."""
+        """All cells, in the order of blocks, rows, columns and metrics."""
         cells: list[PaperCell] = []
         for block in self.blocks:
             self._check_values(block)

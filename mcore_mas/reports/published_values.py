@@ -63,6 +63,7 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
     for family in read_published()["families"]:
         if not any(fnmatch(experiment, pattern) for pattern in family["experiments"]):
             continue
+        # If an experiment is in several families, later ones take precedence.
         for name in family.get("unknown", ()):
             theirs[name] = UNKNOWN
             sources[name] = ""
@@ -147,7 +148,10 @@ def _loss_option(option: str, config: RunConfig) -> Any:
 
 
 def _describe_choice(choice: Choice | None) -> Any:
-    """Return a list of the name of a choice and those of its options that are floats."""
+    """Return a list of the name of a choice and its options that are floats; None without a choice.
+
+    The choice "none" has no options, and is returned as its name.
+    """
     if choice is None:
         return None
     if choice.name == "none":
@@ -213,8 +217,8 @@ def _tree_weights(config: RunConfig) -> list[Any]:
     return [_estimator_option(("mcts", "mars2"), option, config) for option in ("gamma", "lam")]
 
 
-# Hyper-parameters that are computed from several keys of a config. docs/published.yaml names the
-# keys of the others.
+# Hyper-parameters that are computed from a config, by name. The others are values in a config, whose
+# keys are in docs/published.yaml.
 COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "estimator": _estimator,
     "group size": _group_size,

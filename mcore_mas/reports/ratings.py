@@ -12,15 +12,15 @@ import numpy as np
 # Elo's unit: a difference of 400 points means expected scores of 10 to 1.
 _POINTS = 400 / math.log(10)
 _Z95 = 1.959964  # 97.5 % quantile of the standard normal distribution
-_MAX_UPDATES = 100
+_MAX_UPDATES = 100  # of Newton's method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Games:
-    """Games of two players, the first of whom moves first.
+    """Games of two players in which the same one always moves first.
 
     Attributes:
-        score: points of the first player: 1 for a win, 0.5 for a draw.
+        score: sum of the points of the player who moves first: 1 for a win, 0.5 for a draw.
         count: number of games.
     """
 
@@ -92,8 +92,8 @@ def bradley_terry(games: Mapping[tuple[str, str], Games]) -> Ratings:
         if np.abs(update).max() < 1e-10:
             break
     margins = _Z95 * np.sqrt(np.diag(covariance))
-    rated = [
+    ratings = [
         Rating(value=_POINTS * float(value), margin=_POINTS * float(margin))
         for value, margin in zip(values, margins, strict=True)
     ]
-    return Ratings(players=dict(zip(players, rated[:-1], strict=True)), first_move=rated[-1])
+    return Ratings(players=dict(zip(players, ratings[:-1], strict=True)), first_move=ratings[-1])

@@ -22,21 +22,21 @@ class ScoreDifference:
     second: float
     low: float  # 95 % interval of second - first, paired by task
     high: float
-    tasks: int  # number of these tasks
+    tasks: int  # number of tasks for which both runs have the metric
 
 
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     """Return the settings in which runs differ, with the value of each run or None.
 
     Settings that differ only by the run's name or folder, and empty sections that other runs lack,
-    are left out. A section that a run lacks as a whole, such as an agent, is one setting.
+    are left out. A section that a run lacks as a whole, such as an agent, is listed as one setting.
 
     Args:
-        runs: their folders.
+        runs: folders of the runs.
 
     Returns:
-        Values by dotted key, in the order of `runs`. For a section that another run lacks, the
-        value is its size, such as "3 settings", or None.
+        The runs' values by dotted key, in the order of `runs`. The value of a section that a run lacks
+        is None for this run, and its size for the others, such as "3 settings".
 
     Raises:
         FolderError: one is not a run's folder, or its config is damaged.
@@ -77,7 +77,7 @@ def _without_folder(value: Any, folder: str) -> Any:
 
 
 def _missing_section(key: str, configs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the outermost section of a key that a config lacks as a whole; else the key."""
+    """Return the outermost section around a key that one of the configs lacks; the key if they lack none."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         section = ".".join(parts[:depth])

@@ -72,9 +72,9 @@ def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
 
 
 def _job_seconds(folder: Path) -> dict[str, float]:
-    """Return the duration of each finished job of a run, by its rule and state.
+    """Return the seconds that each finished job of a run took, by its name, such as `evaluate_base`.
 
-    A file of Snakemake without a duration is passed over.
+    Snakemake writes them to a file for each job. A file without a duration is passed over.
     """
     seconds = {}
     for file in sorted((folder / "benchmarks").glob("*.jsonl")):
@@ -88,9 +88,9 @@ def _job_seconds(folder: Path) -> dict[str, float]:
 def _conversations(folder: Path) -> Iterator[ShownConversation]:
     """Yield up to three conversations of a run's evaluations.
 
-    The first two are of one task, before and after training: the first task that only the trained
-    team solves, or else the first task. The third is of another task, the first that the trained
-    team does not solve.
+    The first two show the same task before and after training: the first task that only the trained
+    team solves, or else the first task. The third shows the first other task that the trained team
+    does not solve. Conversations that the evaluations do not have are left out.
     """
     base = _first_samples(folder / "evaluation" / "base")
     trained = _first_samples(folder / "evaluation" / "trained")

@@ -64,6 +64,13 @@ def has_step(row: Mapping[str, Any]) -> bool:
 
 
 def _checked_row(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row; raise MetricsError if it has no step.
+
+    Args:
+        path: file of the row, for the error.
+        number: number of the row in the file, counted from 1, for the error.
+        row: values by name.
+    """
     if not has_step(row):
         raise MetricsError(
             f"{path}: row {number} has no whole number from -1 as its 'step'; "

@@ -105,25 +105,23 @@ def squared_advantages_by_agent(groups: Sequence[Sequence[Trajectory]]) -> dict[
     """
     squares: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        rewarded_turns: list[list[tuple[str, float]]] = []
-        for trajectory in group:
-            if trajectory.status is Status.COMPLETED:
-                rewarded_turns.append(
-                    [
-                        (turn.agent, turn.reward)
-                        for turn in trajectory.turns
-                        if turn.reward is not None
-                    ]
-                )
-        mean_rewards = [fmean(reward for _, reward in turns) for turns in rewarded_turns if turns]
-        group_rewards = pd.Series(mean_rewards, dtype=float)
-        mean = group_rewards.mean()
-        deviation = group_rewards.std()
-        for turns in rewarded_turns:
-            for agent, reward in turns:
+        completed = [trajectory for trajectory in group if trajectory.status is Status.COMPLETED]
+        rewards_by_trajectory = [_agent_rewards(trajectory) for trajectory in completed]
+        mean_rewards = [
+            fmean(reward for _, reward in rewards) for rewards in rewards_by_trajectory if rewards
+        ]
+        mean = pd.Series(mean_rewards, dtype=float).mean()
+        deviation = pd.Series(mean_rewards, dtype=float).std()
+        for rewards in rewards_by_trajectory:
+            for agent, reward in rewards:
                 square = ((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0
                 squares[agent].append(square)
     return {agent: fmean(values) for agent, values in squares.items()}
+
+
+def _agent_rewards(trajectory: Trajectory) -> list[tuple[str, float]]:
+    """Return the agent and the reward of each turn that has a reward."""
+    return [(turn.agent, turn.reward) for turn in trajectory.turns if turn.reward is not None]
 
 
 def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -232,13 +230,18 @@ def _read_accuracy(path: Path) -> float:
 def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the mean of each measure over seeds, with its 95 % interval.
 
-    There is a row for each setting, and one for the difference of each other setting minus the first.
+    There is a row for each setting, and one for each later setting minus the first.
+
+    Args:
+        team: name of the team.
+        runs: rows of `_measure_runs`.
 
     Raises:
         MetricsError: there is only one setting, or their seeds differ.
     """
-    # A run lacks measures of agents that were never called; these values are unknown (NaN). A run
-    # whose norms are all finite lacks "norms not finite", a count that is 0 then.
+    # Values that stand for a missing measure, by measure. A run lacks measures of agents that were
+    # never called; these values are unknown (NaN). A run whose norms are all finite lacks "norms not
+    # finite", a count that is 0 then.
     missing_values: dict[str, float] = {}
     for run in runs:
         for measure in run:
@@ -295,7 +298,8 @@ def _check_pairs(team: str, by_setting: Mapping[str, pd.DataFrame]) -> None:
 def _markdown_study(findings: pd.DataFrame) -> str:
     """Return a table for each team: a row per measure, a column per setting and difference.
 
-    A cell has the mean and, in brackets, its 95 % interval.
+    A cell has the mean and, in brackets, its 95 % interval. If it has fewer seeds than others of the
+    team, it also says how many.
     """
     team_seeds = findings.groupby("team")["seeds"].transform("max")
     cells = []

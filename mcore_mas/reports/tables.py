@@ -79,8 +79,8 @@ def make_table(
 def read_evaluation(path: Path) -> pd.DataFrame:
     """Read an evaluation as a table with a row per task and metric.
 
-    The columns are run, policy_state, k, replies, overlong, cut, failed, task, source, metric and
-    value.
+    The columns are task, source, metric and value, and those of the whole evaluation: run,
+    policy_state, k, replies, overlong, cut and failed (numbers of failed replies by reason).
 
     Raises:
         TableError: the file is missing or damaged, or no task was scored.
@@ -112,11 +112,14 @@ def _table_rows(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
         sources = sorted(rows["source"].unique())
         datasets = ["all", *sources] if len(sources) > 1 else sources
         for dataset, metric in product(datasets, rows["metric"].unique()):
-            of_dataset = rows["source"].eq(dataset) | (dataset == "all")
-            part = rows[(rows["metric"] == metric) & of_dataset]
+            is_of_dataset = rows["source"].eq(dataset) | (dataset == "all")
+            part = rows[(rows["metric"] == metric) & is_of_dataset]
             for state, task_scores in _scores_by_state(part, rows).items():
+                # Names of evaluations have no hyphen, so a state with one is a difference. Its runs
+                # are those of its first state.
+                is_difference = "-" in state
                 runs = rows[rows["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
-                lowest = -1.0 if "-" in state else 0.0
+                lowest = -1.0 if is_difference else 0.0
                 low, high = score_interval(
                     task_scores.tolist(), f"{dataset}/{metric}", lowest=lowest
                 )
@@ -146,17 +149,18 @@ def _scores_by_state(part: pd.DataFrame, experiment_rows: pd.DataFrame) -> dict[
         part: rows of one metric and one data source.
         experiment_rows: all rows of the experiment, which decide the order of states.
     """
-    cross_play = [
+    # Evaluations in which other models play.
+    cross_play_states = [
         state for state in experiment_rows["policy_state"].unique() if state not in STATES
     ]
     scores: dict[str, pd.Series] = {}
-    for state in (*STATES, *cross_play):
+    for state in (*STATES, *cross_play_states):
         rows = part[part["policy_state"] == state]
         if len(rows):
             # A task that several seeds evaluate counts once.
             scores[state] = rows.groupby("task", sort=False)["value"].mean()
 
-    pairs = [("trained", "base"), *((state, "trained") for state in cross_play)]
+    pairs = [("trained", "base"), *((state, "trained") for state in cross_play_states)]
     for state, baseline in pairs:
         if state not in scores or baseline not in scores:
             continue
@@ -170,8 +174,8 @@ def _scores_by_state(part: pd.DataFrame, experiment_rows: pd.DataFrame) -> dict[
 def _reply_counts(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the counts of the replies of all seeds.
 
-    Overlong replies count as wrong, because their prompt was too long. Cut replies had a part of
-    their prompt left out. Failed replies are left out of the scores.
+    A reply is the answer of a trajectory. Overlong replies count as wrong, because a prompt was too
+    long. For cut replies a part of a prompt was left out. Failed replies are left out of the scores.
     """
     failures: Counter[str] = Counter()
     for failures_of_run in runs["failed"]:
@@ -225,9 +229,9 @@ def markdown_table(table: pd.DataFrame) -> str:
 
 
 def result_rows(table: Path) -> Iterator[dict[str, str]]:
-    """Yield a row for each experiment of a table in CSV: its avg@k before and after training.
+    """Yield a row for each experiment of a table in CSV: its avg@k before and after training, and the gain.
 
-    The score is over all data, or over the only data source.
+    The scores are over all data sources. The interval is that of the gain.
 
     Raises:
         TableError: the table is not as `make_table` writes it.

@@ -37,7 +37,7 @@ def read_task_texts(paths: Collection[Path], task_ids: Collection[str]) -> dict[
 
 
 def find_task_texts(file: Path, task_ids: Collection[str]) -> dict[str, TaskText]:
-    """Return the texts by id of tasks of the run that a file of trajectories lies in.
+    """Return the texts of tasks by id, from the run that a file of trajectories lies in.
 
     Tasks that the run does not have are left out. The result is {} if the file lies in no run's folder.
     """
@@ -67,5 +67,6 @@ def _read_columns(path: Path, modified_ns: int) -> pa.Table:
     """
     with arrow_errors(path, "not a readable file of tasks"), open_parquet(path) as file:
         batches = list(bounded_batches(file, rows=_BATCH_ROWS, columns=_COLUMNS))
+        # A file without rows has no batches.
         table = pa.Table.from_batches(batches) if batches else file.read(columns=_COLUMNS)
         return table.select(_COLUMNS)  # fails if a column is missing
