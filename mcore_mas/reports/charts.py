@@ -24,7 +24,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _LINE_STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-_RUNNING_MEAN_STEPS = 5  # the thick line is a running mean over as many steps
+_RUNNING_MEAN_STEPS = 5  # number of steps over which the thick line is a running mean
 _MAX_COLUMNS = 4  # panels in a row
 
 _FIRST_SECTION = "reward and accuracy"
@@ -66,7 +66,7 @@ _STYLE: Any = {
 
 # By run, the lower and the upper end of the interval of its validation accuracy.
 Bands = Mapping[str, tuple[pd.Series, pd.Series]]
-# By title of a panel and by run, the values by number of updates.
+# By title of a panel and by run, the values by the number of the step, as `curve` returns them.
 Panels = dict[str, dict[str, pd.Series]]
 
 
@@ -108,13 +108,13 @@ def write_charts(runs: Mapping[str, Path], out: Path) -> None:
 
 
 def key_curves(metrics: Mapping[str, Metrics]) -> str:
-    """Return the first section of the page as SVG: reward and validation accuracy of each run."""
+    """Return the first section of the page as SVG: reward, outcome and validation accuracy of each run."""
     panels = sections(metrics)[_FIRST_SECTION]
     return _figure(panels, list(metrics), _accuracy_bands(metrics))
 
 
 def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
-    """Return reward and validation accuracy of each run as the content of an SVG file.
+    """Return reward, outcome and validation accuracy of each run as the content of an SVG file.
 
     Runs whose metrics cannot be read are left out.
 
@@ -130,14 +130,15 @@ def picture_of_key_curves(runs: Mapping[str, Path]) -> str:
             metrics[run] = read_metrics(path)
     if not metrics:
         return ""
-    # Matplotlib declares the namespace of SVG, which a file needs.
+    # The root element declares the namespace of SVG, so the picture is a whole file as it is.
     return key_curves(metrics).strip()
 
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
     """Return the panels of each section of the page.
 
-    Sections without a curve are left out, but not the first one, whose panels then say so.
+    Sections without a curve are left out, except for the first one. A panel without a curve says that
+    there is none.
     """
     panels_by_section = {_FIRST_SECTION: _panels_of(metrics, _FIRST_PANELS)}
     game_panels = _panels_of(metrics, _GAME_PANELS)
@@ -151,7 +152,7 @@ def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
 
 
 def _panels_of(metrics: Mapping[str, Metrics], titles: Mapping[str, str]) -> Panels:
-    """Return a panel for each metric in `titles`, with the runs that have it."""
+    """Return a panel for each metric in `titles`, with the curves of the runs that have the metric."""
     panels: Panels = {}
     for key, title in titles.items():
         curves = {run: curve(rows, key) for run, rows in metrics.items()}
@@ -185,6 +186,7 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     with rc_context(_STYLE):
         rows = math.ceil(len(panels) / _MAX_COLUMNS)
         columns = min(_MAX_COLUMNS, len(panels))
+        # In inches. The legend has a line for as many runs as there are columns.
         width = max(5.0, 3.2 * columns)
         height = 2.5 * rows + 0.3 + 0.2 * math.ceil(len(runs) / columns)
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -246,9 +248,9 @@ def _draw_curve(
 ) -> None:
     """Draw the curve of a run.
 
-    A metric with a value in every step is a thin line, with its running mean as the thick line.
-    Other metrics are of validations, whose means over several steps would be of no use. Their values
-    are the thick line, and a dotted line continues the value before training, if there is one.
+    A metric with a value in every step is a thin line, with its running mean as the thick line. A
+    metric without a value in some steps, such as a validation's, is a thick line through its values.
+    If it was measured before training, a dotted line at that value crosses the panel.
     """
     colour = _COLOURS[run_index % len(_COLOURS)]
     thick_line = values
@@ -277,5 +279,5 @@ def _draw_curve(
 
 
 def _literal(text: str) -> str:
-    """Return a text in which Matplotlib takes no dollar sign for a formula."""
+    """Escape the dollar signs of a text, between which Matplotlib would set a formula."""
     return text.replace("$", r"\$")

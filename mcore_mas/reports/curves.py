@@ -8,10 +8,9 @@ from mcore_mas.reports.step_metrics import Metrics
 
 
 def curve(metrics: Metrics, key: str) -> pd.Series:
-    """Return the values of a metric by the number of updates, for the steps that have it.
+    """Return the values of a metric by the number of the step, for the steps that have the metric.
 
-    The value of step s stands at s + 1, the number of updates after it. The validation before training
-    is step -1, and stands at 0.
+    Metrics count steps from 0, and curves from 1. The validation before training has the number 0.
     """
     values = {int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}
     return pd.Series(values, dtype=float)

@@ -30,8 +30,9 @@ def write_game_pictures(
         trajectory_id: id of the trajectory to draw into a file; takes precedence over `index`.
 
     Raises:
-        RecordError: the file is not a file of trajectories, lies in no run's folder, or has a
-            trajectory that is not a game.
+        RecordError: the file is not a file of trajectories, lies in no run's folder, or lacks the
+            trajectory; a trajectory is not a game; or `out` has another suffix than .svg.
+        BadPuzzle: a task's prompt is not a puzzle of its game.
     """
     if out.suffix not in ("", ".svg"):
         raise RecordError(f"{out}: pictures are SVG; name a file that ends in .svg, or a folder")
@@ -56,7 +57,7 @@ def write_game_pictures(
 
 
 def _picture_files(folder: Path, trajectories: Sequence[Trajectory]) -> dict[Path, Trajectory]:
-    """Return the trajectory of each file in a folder of pictures.
+    """Return trajectories by the file in a folder that each is drawn into.
 
     Trajectories whose ids differ only in characters that `picture_name` replaces would share a file.
     The names of all but the first of them get a number, such as `-2`.
@@ -91,10 +92,10 @@ def picture_name(trajectory: Trajectory) -> str:
 def game_actions(trajectory: Trajectory) -> list[str]:
     """Return the actions of each step of a game; "" for a step without actions.
 
-    The actions of a step are those that its last turn decided on, or those that this turn's program
-    printed.
+    The last turn before a step decides on its actions. If this turn wrote a program, they are what
+    the program printed. A malformed turn and a failed program decide on none.
     """
-    last_turns = {turn.round: turn for turn in trajectory.path}
+    last_turns = {turn.round: turn for turn in trajectory.path}  # by number of the step
     printed = {
         (event.node, event.after_turn): "" if event.failed else parse_listed(event.result)
         for event in trajectory.tools
@@ -131,7 +132,7 @@ def draw_boards(task: Task, actions: Sequence[str]) -> str:
     return render_page(
         "boards.svg.jinja",
         boards=list(zip(boards, lefts, strict=False)),
-        width=lefts[-1],
+        width=lefts[-1],  # the left edge that a further board would have
         height=_SQUARE_SIZE * max(map(len, boards)) + 2 * _BOARD_GAP,
         square=_SQUARE_SIZE,
         gap=_BOARD_GAP,

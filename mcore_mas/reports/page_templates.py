@@ -1,4 +1,7 @@
-"""Rendering of the templates in templates/. Pages load and run nothing; model output is escaped."""
+"""Rendering of the templates in templates/, in which model output is escaped.
+
+Pages load and run nothing, except for the studio, which loads its own scripts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ def render_page(template: str, **values: Any) -> str:
     """Render a file of templates/ with values.
 
     On a web page every value is escaped. Control and bidirectional characters, which a browser
-    would obey, are shown as escapes such as `\\x1b`. Should an escape ever be missing, the page's own
-    content security policy lets nothing run and nothing load.
+    would obey, are shown as escapes such as `\\x1b`. Should an escape ever be missing, the content
+    security policy of the page lets no script in a value run, and nothing load.
     """
     return _TEMPLATES.get_template(template).render(values)
 
@@ -27,7 +30,10 @@ def embed_page(page: str) -> Markup:
 
 
 def _escape_controls(value: Any) -> Any:
-    """Return a value with its control characters as escapes, unless it is the escaped output of a macro."""
+    """Return a value with its control characters as escapes.
+
+    Markup is left as it is, such as the output of a macro, whose values have been escaped.
+    """
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return escape_text(value)
     return value

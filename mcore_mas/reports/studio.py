@@ -38,14 +38,14 @@ from rollout.records.trajectory_lists import (
     trajectory_at,
 )
 
-_ROWS_PER_PAGE = 100
-_LOG_BYTES = 20_000
-_MAX_CONFIG_BYTES = 2_000_000
+_ROWS_PER_PAGE = 100  # of a list of trajectories
+_LOG_BYTES = 20_000  # at the end of a log, which are shown
+_MAX_CONFIG_BYTES = 2_000_000  # at the beginning of a config, which are shown
 # A list shows the beginnings of questions and answers; the page of a trajectory has all of them.
 _MAX_QUESTION_LETTERS = 300
 _MAX_ANSWER_LETTERS = 100
 _MAX_ANSWERS = 3
-_NOT_METRICS = {"step", "time/unix_s"}
+_NOT_METRICS = {"step", "time/unix_s"}  # keys of a row that have no chart
 _MAX_TRAJECTORIES = 4096  # credit and timeline of larger files are not computed
 _FILTER = TypeAdapter(TrajectoryFilter)
 
@@ -87,7 +87,6 @@ class Studio:
                 start = 0
             rows, end = read_json_lines(path, start)
         rows = [row for row in rows if has_step(row)]
-        # The charts keep the order of the rows. If the config is damaged, the page colours the agents in this order.
         charts: dict[str, dict[str, Any]] = {}
         for row in rows:
             for name in row:
@@ -96,12 +95,16 @@ class Studio:
         return {"rows": rows, "charts": charts, "start": start, "end": end}
 
     def agents(self, run: str) -> list[str]:
-        """Return the agents of a run in the order of its config, which decides their colours."""
+        """Return the agents of a run in the order of its config, which decides their colours.
+
+        Raises:
+            FolderError: the config is damaged.
+        """
         agents = read_run_config(self._run_folder(run)).get("agents")
         return list(map(str, agents)) if isinstance(agents, Mapping) else []
 
     def config(self, run: str) -> str:
-        """Return the resolved config of a run as YAML."""
+        """Return the resolved config of a run as YAML; of a very large one only the beginning."""
         with (self._run_folder(run) / "config.yaml").open("rb") as file:
             return escape_text(file.read(_MAX_CONFIG_BYTES).decode("utf-8", errors="replace"))
 
@@ -117,13 +120,19 @@ class Studio:
     def trajectories(
         self, run: str, file: str, first: WholeNumber = 0, **filters: str
     ) -> dict[str, Any]:
-        """Return up to 100 rows of a file's list, with the tasks' questions and right answers.
+        """Return a page of the list of a file's trajectories.
 
         Args:
             run: name of the run.
             file: file of the run.
-            first: index of the first row, counted from 0.
+            first: index of the trajectory in the file at which the page begins, counted from 0.
             filters: fields of `TrajectoryFilter`.
+
+        Returns:
+            rows: the next trajectories that pass the filters, each with its task's question and
+                right answers.
+            of: number of trajectories in the file.
+            page: maximum number of rows on a page.
         """
         path = self._file_path(run, file)
         rows = list_trajectories(
@@ -206,13 +215,16 @@ class Studio:
         return read_task_texts(paths, task_ids)
 
     def _agent_order(self, run: str) -> list[str]:
-        """Return the agents of a run, none if its config is damaged."""
+        """Return `agents`, or [] if the config is damaged."""
         with suppress(FolderError):
             return self.agents(run)
         return []
 
     def _tokens(self, run: str, trajectory: Trajectory) -> TurnTokens:
-        """Return the sampled tokens of the turns whose policy has a tokenizer here."""
+        """Return the sampled tokens of the turns of a trajectory.
+
+        Turns of a policy whose tokenizer is not on this machine are left out.
+        """
         folder = self._run_folder(run)
         policies = {turn.policy for turn in trajectory.turns}
         tokenizers = {policy: _tokenizer_file(folder, policy) for policy in policies}
@@ -260,7 +272,7 @@ def escape_texts(value: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _read_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGroups]:
-    """Compute the credit of a file of a training step; return empty mappings for other files.
+    """Compute the credit of a file of a training step; return empty mappings for other and for large files.
 
     The time of modification is a key of the cache, so that a modified file is read again.
     """
@@ -271,7 +283,10 @@ def _read_credit(path: Path, modified_ns: int) -> tuple[TurnAdvantages, TurnGrou
 
 
 def _tokenizer_file(run: Path, policy: str) -> Path | None:
-    """Return the tokenizer of a policy's trained model, or else of its first model."""
+    """Return the file of a policy's tokenizer, from its trained model or else from the model it starts with.
+
+    None if neither model has a tokenizer on this machine.
+    """
     models = [run / "train" / "models" / policy]
     with suppress(ConfigError, KeyError):
         models.append(Path(RunConfig.load(run / "config.yaml").policies[policy].model))

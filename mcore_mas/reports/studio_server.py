@@ -30,9 +30,11 @@ from rollout.base.urls import is_loopback_header
 from rollout.records.files import RecordError
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Scripts of the page by address, in the order in which they run. Vega draws the charts. It ships
-# with Snakemake, which draws its report with it.
+# Scripts of Vega, which draws the charts: their paths among Snakemake's assets, by address. Snakemake
+# ships Vega for its own report.
 _VEGA = {"/vega.js": "vega/vega.js", "/vega-embed.js": "vega-embed/vega-embed.js"}
+# All scripts of the page by address, in the order in which they run. Those of the studio are in
+# `_TEMPLATES`.
 _SCRIPTS = {**_VEGA, "/charts.js": "charts.js", "/studio.js": "studio.js"}
 # Titles of the page's tabs, by id.
 _TABS = {
@@ -53,7 +55,7 @@ def run_studio(results: Path, *, host: str, port: int, token_file: Path | None) 
         results: folder of the runs.
         host: address to listen on.
         port: port to listen on; 0 for a free one.
-        token_file: file of the bearer token, which any host but loopback requires.
+        token_file: file of the bearer token; None: without a token. Any host but loopback requires one.
 
     Raises:
         ListenError: the token cannot be used, or the port cannot be listened on.
@@ -134,7 +136,13 @@ def _script(path: str) -> Response:
 def _endpoint(
     answer: Callable[..., Any], token: str | None, headers: Mapping[str, str]
 ) -> Callable[[Request], Any]:
-    """Return an endpoint that calls `answer` with the checked parameters of a request."""
+    """Return an endpoint that calls `answer` with the checked parameters of a request.
+
+    Args:
+        answer: function that returns a response, or a value to send as JSON.
+        token: token that a request must have; see `studio_app`.
+        headers: headers of the response, unless it sets them itself.
+    """
     checked_answer = validate_call(answer)
 
     async def endpoint(request: Request) -> Response:

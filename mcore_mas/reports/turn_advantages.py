@@ -10,8 +10,8 @@ from rollout.records.trajectory import Trajectory
 def find_turn_advantages(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
     """Return the advantages that the training gave the turns of a file.
 
-    A step that has not assigned credit, and a run of an earlier version, has no record of them.
-    They are then computed as by `compute_turn_credit`.
+    If no advantages are recorded, because the step has not assigned credit yet or an older version
+    made the run, they are computed by `compute_turn_credit`.
     """
     advantage_file = advantage_path(file)
     if advantage_file.is_file():

@@ -25,11 +25,11 @@ from rollout.records.trajectory import Trajectory
 def compute_turn_credit(
     file: Path, trajectories: Sequence[Trajectory]
 ) -> tuple[TurnAdvantages, TurnGroups]:
-    """Compute the advantages and the peer groups of turns, as the run's estimators give them.
+    """Compute the advantages and the peer groups of turns with the estimators of their run.
 
     Both are empty if the estimators cannot run: an evaluation has no rewards, and a file has
-    neither a critic's values nor the KL penalties of rewards. Turns that the run's filter leaves
-    out have no credit.
+    neither a critic's values nor the KL penalties of rewards. They are also empty if the run has no
+    config that can be used. Turns that the run's filter leaves out have no credit.
 
     Args:
         file: file of the trajectories, in the folder train/trajectories of a run.
@@ -55,7 +55,7 @@ def _peer_groups(
     estimators: Mapping[str, AdvantageConfig],
     advantages: TurnAdvantages,
 ) -> TurnGroups:
-    """Return the groups in which the estimator of a turn's agent compared the turn."""
+    """Return, for each turn, the groups in which the estimator of its agent compared it."""
     groups_of_turns: dict[tuple[str, str, int], list[PeerGroup]] = {}
     for applied in apply_estimators(samples, estimators):
         for label, statistics in applied.advantages.groups.items():

@@ -16,7 +16,8 @@ class WorkTimeline:
     """Number of trajectories that each agent and tool works for, over the time of a step."""
 
     seconds: float  # from the start of the first call to the end of the last one
-    lines: Mapping[str, Sequence[tuple[float, float]]]  # (second, trajectories) by agent or tool
+    # For each interval its middle, in seconds, and the mean number of trajectories; by agent or tool.
+    lines: Mapping[str, Sequence[tuple[float, float]]]
     slowest: int  # index of the trajectory that ended last
     task: str  # id of the slowest trajectory's task
     behind: float  # seconds from the median end to the end of the slowest trajectory
@@ -24,7 +25,7 @@ class WorkTimeline:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Time in which an agent or a tool works for one trajectory, in seconds."""
+    """Time in which an agent or a tool works for one trajectory, from and to a Unix time in seconds."""
 
     worker: str
     start: float
@@ -34,7 +35,8 @@ class _Span:
 def work_timeline(trajectories: Sequence[Trajectory]) -> WorkTimeline | None:
     """Count the trajectories that each agent and tool works for, in 60 intervals of equal length.
 
-    A trajectory that has ended counts as waiting until the last one ends.
+    If an agent or a tool works on several calls of a trajectory at the same time, each call counts. A
+    trajectory that has ended counts as waiting until the last one ends.
 
     Returns:
         None if no times are recorded.
@@ -52,10 +54,10 @@ def work_timeline(trajectories: Sequence[Trajectory]) -> WorkTimeline | None:
     start = min(span.start for span in spans)
     end = max(ends.values())
     spans += [_Span(WAITING, trajectory_end, end) for trajectory_end in ends.values()]
-    interval = max((end - start) / _INTERVALS, 1e-6)
+    interval = max((end - start) / _INTERVALS, 1e-6)  # in seconds, not 0
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0] * _INTERVALS)
     for span in spans:
-        # In units of intervals since the start.
+        # In units of intervals since the start. A span adds to an interval the share of it that it covers.
         first = (span.start - start) / interval
         last = (span.end - start) / interval
         for i in range(int(first), min(_INTERVALS - 1, int(last)) + 1):

@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, float]]) -> Path:
     return path
 
 
-def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
+def test_a_curve_counts_steps_from_1_and_skips_steps_without_the_metric() -> None:
     assert curve(ROWS, "reward/mean").to_dict() == {1: 0.5, 2: 0.7}
     assert curve(ROWS, "validation/accuracy").to_dict() == {0: 0.2, 2: 0.4}
     curves = curves_of(ROWS, "agent", "grad_norm")

@@ -4,18 +4,19 @@
 
 const CHART_HEIGHT = 170;
 const MAX_POINTS = 500;  // of a line; longer lines are drawn through means of neighbouring points
-const MAX_MARKS = 60;
+const MAX_MARKS = 60;  // points of a sparse line that are marked; a longer line has no marks
 
 // Return a chart with a line for each series, a legend, and a tooltip that follows the mouse.
 //
 // The chart is drawn when it comes into view. Its methods:
 //   show({lines, baseline, smoothing}): replace the data. A line has an id, label ("" for the only
-//     line), detail (a longer label), colour, dash, points [[x, y], ...], isSparse (points are marked, and never smoothed) and perhaps a band
-//     [[x, low, high], ...]. The baseline is {y, label} or null. `smoothing` is the number of steps
-//     over which a running mean is taken.
+//     line), detail (a longer label), colour, dash, points [[x, y], ...], isSparse (points are marked,
+//     and never smoothed) and perhaps a band [[x, low, high], ...]. The baseline is {y, label} or
+//     null. `smoothing` is the number of points over which a running mean is taken.
 //   remove(): free the memory.
 //   values(): the drawn points.
-// `detail` is shown over the title, and `xAxis` has properties of Vega's axis.
+// `detail` is shown when the mouse is over the title, `unit` is one of UNITS in studio.js, `xAxis`
+// has properties of Vega's axis, and `xLabel` returns the text of an x for the tooltip.
 function lineChart({title, detail, unit, xAxis, xLabel}) {
   const legend = element("ul", null);
   legend.className = "legend";
@@ -144,8 +145,8 @@ function lineChart({title, detail, unit, xAxis, xLabel}) {
   return {figure, show, remove, values};
 }
 
-// Return the domains of a chart's axes. One step, and values that are all equal, get some space. The
-// y axis of values within the bounds stays within them too.
+// Return the domains of a chart's axes. A single x, and values that are all equal, get some space
+// around them. If all values are within the bounds of the unit, so is the y axis.
 function chartDomains({lines, baseline}, bounds) {
   const xs = lines.flatMap(line => line.points.map(point => point[0]));
   const ys = lines.flatMap(line => line.points.map(point => point[1]));
@@ -180,6 +181,8 @@ function extent(values) {
   return low <= high ? [low, high] : [0, 1];
 }
 
+// Return a domain that is not empty: an empty one gets a margin at both ends, or a tenth of its value
+// if the margin is 0.
 function widened([low, high], margin) {
   if (low < high) return [low, high];
   const size = margin || Math.abs(low) / 10 || 1;

@@ -26,7 +26,8 @@ const TENTHS = new Intl.NumberFormat("en", {
   minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven", useGrouping: false,
 });
 
-// Formats of values on axes and in legends, by unit, and the bounds that axes do not leave.
+// Units by name, with a `label` for the heading of a chart, `value` for texts of values in legends,
+// `format` for the ticks of an axis, and the bounds that an axis does not leave.
 const UNITS = {
   share: {label: "", bounds: [0, 1], value: y => `${+formatTenths(100 * y)}\u00a0%`, format: shareFormat},
   s: {label: "seconds", value: y => `${formatNumber(y)}\u00a0s`, format: numberFormat},
@@ -34,8 +35,10 @@ const UNITS = {
   "": {label: "", value: formatNumber, format: numberFormat},
 };
 
-// The chosen run, and the run that it is compared with. `rows` has the metrics of each step, so that
-// a step that is read twice is there once. `end` is the byte of metrics.jsonl up to which was read.
+// The chosen run, and the run that it is compared with (with name "" if there is none). `rows` has
+// the metrics of each step by its number, so that a step that is read twice is there once. `charts`
+// has title, unit and member of each metric by its name. metrics.jsonl has been read up to byte
+// `end`, and `reading` is the promise of a read in progress.
 const run = emptyRun("");
 const other = emptyRun("");
 
@@ -46,8 +49,8 @@ let followsNewest = true;  // show the file of the newest step when it appears
 let listRequests = 0;  // number of requests for the list, to drop outdated answers
 let tab = "curves";
 let shownSettings = "";  // name of the run whose config is shown
-const charts = new Map();  // charts of metrics that are on the page, by name
-let workChart = null;
+const charts = new Map();  // line charts on the page, by name of the chart
+let workChart = null;  // line chart of the tab "waiting"
 
 
 // Helpers
@@ -156,11 +159,12 @@ function showOtherRuns(names) {
   select.value = other.name;
 }
 
-// The run of the address, or else a run in training, or else the first one.
+// Return the run of the address, or else a run in training, or else the first one; set the tab to that
+// of the address.
 function initialRun() {
-  const [named, namedTab] = location.hash.slice(1).split("/").map(decodeURIComponent);
-  tab = TABS.find(name => [name, TAB_ADDRESSES[name]].includes(namedTab)) || tab;
-  if (states.some(state => state.run === named)) return named;
+  const [runName, tabName] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  tab = TABS.find(name => [name, TAB_ADDRESSES[name]].includes(tabName)) || tab;
+  if (states.some(state => state.run === runName)) return runName;
   const training = states.find(state => !state.done && state.steps);
   return (training || states[0]).run;
 }
@@ -263,20 +267,21 @@ function showTiles() {
 
   const rewards = values("reward/mean").map(row => row["reward/mean"]);
   if (rewards.length) {
-    const count = Math.min(5, rewards.length);
+    const count = Math.min(5, rewards.length);  // of steps at each end that are averaged
     const mean = list => list.reduce((a, b) => a + b, 0) / list.length;
     const newest = mean(rewards.slice(-count));
     const change = formatDifference(formatNumber(newest - mean(rewards.slice(0, count))));
-    add("reward", formatNumber(newest), count < rewards.length
-      ? `last ${count} steps; ${change} since the first ${count}` : `mean of ${plural(count, "step")}`);
+    let note = `mean of ${plural(count, "step")}`;
+    if (count < rewards.length) note = `last ${count} steps; ${change} since the first ${count}`;
+    add("reward", formatNumber(newest), note);
   }
   const validations = values("validation/accuracy");
   if (validations.length) {
     const newest = last(validations);
     const before = validations.find(row => row.step < 0);
-    add("validation accuracy", formatPercent(newest["validation/accuracy"]),
-      before && before !== newest ? `${formatPercent(before["validation/accuracy"])} before training`
-        : newest.step < 0 ? "before training" : `at step ${newest.step + 1}`);
+    let note = newest.step < 0 ? "before training" : `at step ${newest.step + 1}`;
+    if (before && before !== newest) note = `${formatPercent(before["validation/accuracy"])} before training`;
+    add("validation accuracy", formatPercent(newest["validation/accuracy"]), note);
   }
   const state = states.find(candidate => candidate.run === run.name);
   const {base, trained, ...others} = state ? state.scores : {};
@@ -292,8 +297,8 @@ function showTiles() {
 
 // Charts of metrics
 
-// Return the points of each series by chart. The x of a point is the number of updates before it
-// was measured: 0 before training.
+// Return the points of each series of a run, by chart and member. The x of a point is the number of
+// its step, counted from 1, and 0 for the validation before training.
 function curvesOf(target) {
   const curves = new Map();
   for (const step of [...target.rows.keys()].sort((a, b) => a - b)) {
@@ -309,13 +314,14 @@ function curvesOf(target) {
   return curves;
 }
 
-// Agents of both runs, then their policies, or the data sources. The position decides the colour.
+// Return the names that lines of charts have in both runs: data sources for the group "validation",
+// and for other groups the agents first, then policies and opponents. The position decides the colour.
 function members(group = "agent") {
-  const named = target => Object.values(target.charts)
+  const membersOf = target => Object.values(target.charts)
     .filter(metric => metric.member && metric.chart.startsWith("validation/") === (group === "validation"))
     .map(metric => metric.member).sort();
   const agents = group === "validation" ? [] : [...run.agents, ...other.agents];
-  return [...new Set([...agents, ...named(run), ...named(other)])];
+  return [...new Set([...agents, ...membersOf(run), ...membersOf(other)])];
 }
 
 function colourOf(member, ordered) {
@@ -327,7 +333,7 @@ function drawCharts() {
   const curves = curvesOf(run);
   const otherCurves = other.name ? curvesOf(other) : new Map();
   const search = byId("named").value.trim().toLowerCase();
-  const metrics = new Map();  // chart, title and unit, by chart
+  const metrics = new Map();  // title and unit, by name of the chart
   for (const target of [other, run]) {
     for (const metric of Object.values(target.charts)) metrics.set(metric.chart, metric);
   }
@@ -371,7 +377,7 @@ function metricChart({chart, title, unit}) {
   });
 }
 
-// Put the figures of charts into a container, without moving those that are in their place.
+// Put the figures of charts into a container in this order, without moving those that are in place.
 function place(container, names) {
   names.forEach((name, index) => {
     const {figure} = charts.get(name);
@@ -601,7 +607,7 @@ function showTrajectory(node, index, file) {
 
 // Who waits for whom
 
-// Show how many trajectories each agent works for over the time of a step.
+// Show how many trajectories each agent and tool works for over the time of a step.
 async function showTimeline(file) {
   const name = run.name;
   const timeline = await fetchJson("/api/timeline", {run: name, file});
