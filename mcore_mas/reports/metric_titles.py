@@ -117,18 +117,25 @@ class MetricChart:
 def metric_chart(name: str) -> MetricChart:
     """Return the chart of a metric. A chart that is not in `_TITLES` gets a title made from its name."""
     match = _MEMBER.fullmatch(name)
-    chart = f"{match['group']}/*/{match['name']}" if match else name
-    member = match["member"] if match else ""
-    if chart in _TITLES:
-        title = _TITLES[chart]
-        return MetricChart(chart=chart, member=member, title=title.title, unit=title.unit)
+    if match is None:
+        title = _TITLES.get(name) or _Title(title=_words(name), unit=_unit_by_ending(name))
+        return MetricChart(chart=name, member="", title=title.title, unit=title.unit)
 
+    chart = f"{match['group']}/*/{match['name']}"
+    made_title = f"{_words(match['name'])} {_GROUPS[match['group']]}"
+    title = _TITLES.get(chart) or _Title(title=made_title, unit=_unit_by_ending(name))
+    return MetricChart(chart=chart, member=match["member"], title=title.title, unit=title.unit)
+
+
+def _words(name: str) -> str:
+    """Return the words of a metric's name, with a capital letter at the beginning."""
+    words = re.sub(r"[/_]+", " ", name).strip()
+    return f"{words[:1].upper()}{words[1:]}"
+
+
+def _unit_by_ending(name: str) -> Unit:
     unit: Unit = ""
     for ending, ending_unit in _UNITS_BY_ENDING.items():
         if name.endswith(ending):
             unit = ending_unit
-    words = re.sub(r"[/_]+", " ", match["name"] if match else name).strip()
-    text = f"{words[:1].upper()}{words[1:]}"
-    if match:
-        text = f"{text} {_GROUPS[match['group']]}"
-    return MetricChart(chart=chart, member=member, title=text, unit=unit)
+    return unit

@@ -57,7 +57,7 @@ class Studio:
 
     Each method answers one kind of request; its parameters are those of the request, checked by
     their types. A run is named by its folder in the results folder, and a file by its path in the
-    run's folder. No other file can be read.
+    run's folder. A request can name no other file.
     """
 
     def __init__(self, results: Path) -> None:
