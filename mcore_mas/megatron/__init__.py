@@ -5,7 +5,7 @@
 - `device.py`, `transfer.py`: the device of a rank, and copies between host and GPU
 - `host_memory.py`: reused blocks of memory for copies of tensors, on the host or on a device
 - `main_grad.py`: gradients of weights that are summed in Megatron's float32 buffer
-- `collectives.py`, `rank_watch.py`: exchange of plain values between ranks, and their watchdog
+- `collectives.py`, `rank_watch.py`: exchange of plain values between ranks, and a watchdog of ranks
 - `apex_replacements.py`: faster replacements for Megatron's fallbacks without Apex
 - `cpu.py`, `versions.py`: support for machines without a GPU, and for several versions of Megatron
 - `patches.py`: applies the replacements to megatron-core

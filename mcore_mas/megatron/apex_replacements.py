@@ -14,17 +14,17 @@ from mcore_mas.megatron.main_grad import add_product
 
 
 def patch_fallbacks() -> None:
-    """Replace three of Megatron's fallbacks on a GPU, and its copies of master weights.
-
-    The first two functions also replace the kernels of Transformer Engine and Apex, so that
-    installing one of these changes no result.
+    """Replace four slow functions of Megatron on a GPU; do nothing on a machine without CUDA.
 
     - Norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
     - Scaling of gradients: the fallback launches one kernel per parameter.
     - Copies of master weights to weights in bfloat16: Megatron launches one kernel per parameter,
       with Apex or without.
-    - Gradient of a weight: the fallback computes it in bfloat16, and then adds it to the float32
-      buffer.
+    - Gradient of a weight, unless Apex has a kernel for it: the fallback computes it in bfloat16,
+      and then adds it to the float32 buffer.
+
+    The norm and the scaling replace the kernels of Transformer Engine and Apex too, so that their
+    results do not depend on what is installed.
     """
     if not torch.cuda.is_available():
         return
@@ -39,7 +39,7 @@ def patch_fallbacks() -> None:
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
         layers._grad_accum_fusion_available = True
-        # Megatron calls the function by the names that it has in Apex.
+        # Megatron calls the kernel by its name in Apex, MODULE.FUNCTION.
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
             wgrad_gemm_accum_fp32=_accumulate_weight_grad
         )
@@ -69,7 +69,7 @@ def multi_tensor_copy(
 def _multi_tensor_scale(
     _chunk_size: int, _overflow: Tensor, tensors: Sequence[list[Tensor]], scale: float
 ) -> None:
-    """Write the scaled tensors of the first list to those of the second list."""
+    """Write the scaled tensors of the first list to those of the second, with the signature of Apex's function."""
     sources, targets = tensors
     if sources is not targets:
         torch._foreach_copy_(targets, sources)

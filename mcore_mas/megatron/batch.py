@@ -20,10 +20,10 @@ _TOKEN_COLUMNS = ("token_ids", "position_ids", "routing")
 # Value of every byte in `Microbatch.routing` for a token whose experts were not recorded.
 UNKNOWN_EXPERT = 255
 
-# `CostModel.batch_counts` proposes up to this number of micro-batches for each pipeline rank. More and
-# smaller ones shorten the pipeline bubble: the time in which the stages wait for the first and the
-# last micro-batch.
-_MAX_PER_STAGE = 2
+# `CostModel.batch_counts` proposes up to this number times `pp` micro-batches for each data-parallel
+# rank. More and smaller ones shorten the pipeline bubble: the time in which the stages wait for the
+# first and the last micro-batch.
+_MAX_BATCHES_PER_PIPELINE_RANK = 2
 
 # `CostModel.sharing_cost` on a CPU, where attention to a shared segment is a call of its own, whose
 # result is joined with those of the other calls. Measured with models of width 128 and 256: if all
@@ -62,7 +62,7 @@ def depths(segments: Sequence[Segment]) -> list[int]:
 def attention_pairs(segments: Sequence[Segment]) -> int:
     """Return the number of pairs of a query and a key that attention computes.
 
-    Every token is the query of a pair with itself as the key.
+    The pair of each token with itself is included.
     """
     return sum(
         segment.tokens * (2 * depth + segment.tokens + 1) // 2
@@ -86,7 +86,7 @@ class Microbatch:
         predictors: [N] int64 indices into the T tokens.
         labels: [N] int64 token ids.
         temperatures: [N] float32.
-        sequences: [N] int64 index of the packed sample that a row belongs to.
+        sequences: [N] int64 index of each row's sample among all samples that were packed.
         behaviour: [N] float32 log-probabilities under the sampler; NaN if it reported none.
         advantages: [N] float32.
         weights: [N] float32 weights in the loss, divided by the denominator of the update.
@@ -101,7 +101,7 @@ class Microbatch:
         ages: [N] float32 number of weight updates since the oldest token of the reply was sampled;
             None if all replies were sampled with the latest weights.
         routing: [T, bytes] uint8 experts of each token, encoded as in `Completion.routing`;
-            `UNKNOWN_EXPERT` in all bytes of a token without a record.
+            `UNKNOWN_EXPERT` in all bytes of a token without a record. None if no token has one.
         masks: [M, bytes] uint8 distinct sampling masks: bit `i % 8` of byte `i // 8` is 1 if token
             i may be sampled. The first mask allows all tokens. None if no sample has a grammar.
         mask_rows: [N] int64 index into `masks`; None if there are none.
@@ -151,6 +151,7 @@ class Microbatch:
             if is_needed[index] and parent >= 0:
                 is_needed[parent] = True
 
+        # The cumulative sum of a mask, minus 1, is the new index of each element that is kept.
         new_indices = (is_needed.cumsum(0) - 1).tolist()
         segments = []
         for segment, needed in zip(self.segments, is_needed.tolist(), strict=True):
@@ -336,6 +337,7 @@ class CostModel:
 
         With full training they are three times those of the forward pass. With adapters, no
         gradients of frozen weights are computed, and the adapters' own operations are added.
+        For an unknown model, the result is three times the number of tokens.
         """
         full_training = 3 * sum(map(self.batch_work, batches))
         architecture = self.architecture
@@ -349,10 +351,13 @@ class CostModel:
         return full_training - frozen_gradients + 6 * architecture.layers * tokens * adapter_weights
 
     def batch_counts(self, min_count: int) -> list[int]:
-        """Return numbers of micro-batches, at least `min_count`, that may balance the work better.
+        """Return the numbers of micro-batches with which packing should try to balance the work.
 
         They are multiples of `dp`; with interleaved stages, each data-parallel rank gets a multiple
         of `pp` micro-batches. The list is empty if a single rank does all the work.
+
+        Args:
+            min_count: smallest number that may be returned.
         """
         if not self.is_distributed:
             return []
@@ -360,7 +365,7 @@ class CostModel:
         min_per_rank = -(-min_count // (self.dp * step)) * step
         max_per_rank = min_per_rank
         if self.pp > 1:
-            max_per_rank = max(min_per_rank, _MAX_PER_STAGE * self.pp)
+            max_per_rank = max(min_per_rank, _MAX_BATCHES_PER_PIPELINE_RANK * self.pp)
         return [self.dp * per_rank for per_rank in range(min_per_rank, max_per_rank + 1, step)]
 
     def makespan(self, loads: Sequence[float]) -> float:
@@ -383,7 +388,7 @@ class CostModel:
 def balance_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign micro-batches to ranks, the most expensive first, each to the rank with least work.
 
-    The largest load is at most 4/3 of the smallest possible one (Graham 1969). Among equal loads
+    The largest load is at most 4/3 of that of the best assignment (Graham 1969). Among equal loads
     the lowest rank is chosen, so that every process computes the same assignment.
 
     Returns:

@@ -24,7 +24,7 @@ _LITERAL_DEVICE_MODULES = (
 )
 
 # Modules that use CUDA streams: the dispatcher copies token counts to the CPU on a stream of its
-# own, and the gradient buffers read the current stream from megatron-core 0.19 on.
+# own, and since megatron-core 0.19 the gradient buffers ask for the current stream.
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer")
 
@@ -52,8 +52,8 @@ def patch_cuda() -> None:
     for name in (*_LITERAL_DEVICE_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = torch_on_cpu
 
-    # gloo needs NumPy arrays of the token counts that ranks exchange. Megatron's own function
-    # converts only tensors that it moves from a GPU.
+    # torch's all-to-all takes the numbers of tokens that ranks exchange as a NumPy array, not as a
+    # tensor. Megatron's own function converts only tensors that it moves from a GPU.
     importlib.import_module(_DISPATCHER).maybe_move_tensor_to_cpu = _convert_on_cpu
 
     # With both tensor and expert parallelism the ranks have unequal numbers of tokens. gloo's

@@ -13,5 +13,5 @@ def rank_device() -> torch.device:
 
 
 def use_triton(device: torch.device) -> bool:
-    """Return True if the kernels written in Triton run on `device`."""
+    """Return True if operations on `device` use the kernels that are written in Triton."""
     return device.type != "cpu" and importlib.util.find_spec("triton") is not None

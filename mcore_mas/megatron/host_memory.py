@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK_BYTES = 64 << 20
+_BLOCK_BYTES = 64 << 20  # a power of two, see `BlockMemory`
 
 
 class BlockMemory:
@@ -68,7 +68,7 @@ def pinned_buffers(sizes: Iterable[int]) -> list[Tensor]:
     """
     descending = sorted(sizes, reverse=True)
     remaining = sum(descending)
-    block = torch.empty(0)
+    block = torch.empty(0, dtype=torch.uint8)
     buffers = []
     for size in descending:
         if size > len(block):

@@ -9,7 +9,7 @@ from mcore_mas.megatron.versions import patch_version
 
 # Training works without Transformer Engine and Apex, so Megatron's warnings about them mislead.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-# 0.20 logs for every pipeline stage that its class of models is deprecated.
+# Megatron 0.20 logs for every pipeline stage that the class of its model is deprecated.
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
     lambda record: "DEPRECATED" not in record.getMessage()
 )
@@ -17,7 +17,7 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
     lambda record: "Unknown MLP type" not in record.getMessage()
 )
-# Megatron warns of its own default each time that a model is built.
+# Megatron warns about the default of its setting `cuda_graph_scope` each time that a model is built.
 warnings.filterwarnings("ignore", message="full scope is deprecated")
 
 patch_cuda()

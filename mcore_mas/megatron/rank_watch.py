@@ -57,8 +57,8 @@ class RankMonitor:
             results: pending result of each rank, by rank.
 
         Raises:
-            ProcessLost: no rank has shown progress for `hang_s`. The message describes the state of
-                each rank without a result.
+            ProcessLost: no rank has shown progress for 1.25 times `hang_s`. The message describes the
+                state of each rank without a result.
         """
         progress_times = [-1] * len(results)
         last_progress_s = time.monotonic()

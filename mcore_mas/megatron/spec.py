@@ -32,7 +32,8 @@ class TrainerSpec(ParallelLayout):
         seed: seed of random weights.
         lora: train adapters on a frozen `model`; None: train all weights.
         lora_seed: seed of the random A of new adapters.
-        head: "value": a critic, whose head starts afresh if `model` has none.
+        head: "policy": logits of the vocabulary; "value": a critic, whose head starts afresh if
+            `model` has none.
         distributed_optimizer: split the optimizer state over data-parallel ranks.
         overlap: reduce gradients during the backward pass and, with the distributed optimizer,
             gather weights during the forward pass.
@@ -49,10 +50,12 @@ class TrainerSpec(ParallelLayout):
         cumem: value of NCCL_CUMEM_ENABLE for the ranks, unless the environment sets it; None:
             NCCL's choice.
         lr: learning rate after the warm-up.
-        warmup_steps: updates of linear warm-up.
+        warmup_steps: updates of linear warm-up. This and `decay_steps` count as `at` of
+            `Trainer.update` does.
         schedule: schedule of the learning rate after the warm-up.
         min_lr: learning rate from update `decay_steps` on.
-        decay_steps: updates, including the warm-up; None for a constant rate.
+        decay_steps: updates until the schedule ends, including the warm-up; may be None if the
+            schedule is "constant".
         betas, eps: parameters of Adam.
         weight_decay: weight decay of parameters other than norms and biases.
         clip_grad: norm to which a larger gradient is scaled down.
@@ -107,7 +110,8 @@ class TrainerSpec(ParallelLayout):
         """Number by which the number of tokens of every micro-batch must be divisible.
 
         Context and sequence parallelism split the tokens into equal parts. In FP8, the length of a
-        part must also be a multiple of `FP8_MULTIPLES`, because it is a dimension of matrix products.
+        part is a dimension of matrix products, so it must be a multiple of the recipe's number in
+        `FP8_MULTIPLES`.
         """
         parts = self.cp * (self.tp if self.sp else 1)
         return parts if self.fp8 is None else parts * FP8_MULTIPLES[self.fp8_recipe]

@@ -1,5 +1,6 @@
 """Transfers between host and GPU: micro-batches to the device ahead of time, statistics back in one copy."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T")
-_ALIGNMENT = 256  # bytes, as torch's allocator aligns: a kernel may load 16 bytes at once
+_ALIGNMENT = 256  # bytes, as cudaMalloc aligns: a kernel may load 16 bytes at once
 
 
 def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = None) -> _T:
@@ -26,7 +27,7 @@ def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = N
 
     tensors: dict[int, Tensor] = {}  # by id, so that a tensor that occurs twice is sent once
     _map_tensors(value, lambda tensor: tensors.setdefault(id(tensor), tensor))
-    sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in tensors.values()]
+    sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for slot, tensor in zip(packed.split(sizes), tensors.values(), strict=True):
         slot[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))

@@ -75,7 +75,7 @@ def _compile_or_copy(random: Any, compile_share_storage: Any) -> Any:
     Args:
         random: Megatron's module `tensor_parallel.random`; after a failed compilation it is patched,
             so that it does not compile again.
-        compile_share_storage: compiles the function.
+        compile_share_storage: Megatron's `_get_share_storage`, which compiles the function.
     """
     try:
         return compile_share_storage()
