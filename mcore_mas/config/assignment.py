@@ -10,8 +10,15 @@ from rollout.base.nested import merged
 def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with a policy for each agent, and with `policy_defaults` merged into every policy.
 
-    The policies are those that `sharing` assigns and those of the section `policies`. Settings of that section
-    replace the defaults.
+    `sharing` assigns a policy to each agent that names none:
+
+    - "shared": all agents get one policy, which is called shared.
+    - "separate": each agent gets a policy with the agent's name.
+    - "partly": each agent gets its policy in `partly`, a mapping that the team defines.
+    - A mapping: each agent gets its policy in this mapping.
+
+    The defaults go to the assigned policies that an agent plays, and to those of the section `policies`, whose
+    settings replace the defaults. The three keys are left out of the result.
 
     Raises:
         ConfigError: the config has no team, or `sharing` or `policy_defaults` has a wrong value.
@@ -55,7 +62,13 @@ def _are_mappings(agents: Any) -> bool:
 
 
 def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, str]:
-    """Return the policy of each agent that names none itself."""
+    """Return the policy that `sharing` assigns to each agent.
+
+    Args:
+        sharing: a way of sharing, or a policy for each agent.
+        partly: the policies of "partly"; None: the team has none.
+        agents: names of the agents.
+    """
     ways = {
         "shared": dict.fromkeys(agents, "shared"),
         "separate": {agent: agent for agent in agents},
@@ -63,6 +76,10 @@ def _policy_names(sharing: Any, partly: Any, agents: list[str]) -> Mapping[str, 
     }
     names = ways.get(sharing) if isinstance(sharing, str) else sharing
     if not isinstance(names, dict) or names.keys() != set(agents):
+        if sharing == "partly" and partly is not None:
+            raise ConfigError(
+                f"partly is {partly}; expected a policy for each of {', '.join(agents)}"
+            )
         expected = [way for way, policies in ways.items() if policies]
         raise ConfigError(
             f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"

@@ -93,6 +93,8 @@ def expand_experiment(
 ) -> Expansion:
     """Expand an experiment: the experiments in its `defaults`, then its settings, then those of its row in a grid.
 
+    The name of a row of a grid is also the name of its run.
+
     Args:
         name: name of the experiment.
         folders: folders of configs, of which the first that has the experiment wins.
@@ -111,7 +113,11 @@ def expand_experiment(
         return _expand_mapping(content, file, folders, nesting)
 
     common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
-    settings = content.get("settings", {})
+    settings = content.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{file}: settings is {settings}; expected a mapping from names to settings"
+        )
     expansion = _expand_mapping(common, file, folders, nesting)
     for value in _row_settings(content["grid"], str(name)):
         expansion = expansion.then(_expand_settings(value, str(name), settings, file))
@@ -191,12 +197,14 @@ def _experiments_in(file: Path, modified_ns: int) -> list[str]:
         raise ConfigError(f"{file}: {error}") from error
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
-    if not isinstance(values["grid"], dict):
+    grid = values["grid"]
+    if not isinstance(grid, dict) or not all(isinstance(pattern, str) for pattern in grid):
         raise ConfigError(
-            f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings"
+            f"{file}: grid is {grid}; expected patterns of names, each with its settings; put a name that is a number "
+            "in quotes"
         )
     names: list[str] = []
-    for pattern in values["grid"]:
+    for pattern in grid:
         names += [name for name, _ in expand_braces(pattern)]
     return names
 
@@ -248,12 +256,14 @@ def _expand_settings(
         included_by: keys of `settings` that lead to this value.
 
     Raises:
-        ConfigError: the file has no settings of this name, settings include themselves, or a `defaults` list is
-            malformed.
+        ConfigError: the value has another type, the file has no settings of this name, settings include themselves,
+            or a `defaults` list is malformed.
     """
+    if value is None:
+        return Expansion()
     if isinstance(value, str):
         if value not in settings:
-            names = ", ".join(settings) or "none"
+            names = ", ".join(map(str, settings)) or "none"
             raise ConfigError(
                 f"{file}: grid row '{row}' names settings '{value}', which the file does not have; it "
                 f"has: {names}"
@@ -264,8 +274,13 @@ def _expand_settings(
                 f"{file}: settings cannot include themselves: {chain}; remove one of them"
             )
         return _expand_settings(settings[value], row, settings, file, (*included_by, value))
+    if isinstance(value, dict):
+        return _expand_mapping(value, file)
     if not isinstance(value, list):
-        return _expand_mapping(value or {}, file)
+        raise ConfigError(
+            f"{file}: grid row '{row}' has settings {value}; expected a mapping, a name in the file's settings, or a "
+            "list of these"
+        )
 
     expansion = Expansion()
     for entry in value:
@@ -316,14 +331,18 @@ def _override(entry: Any, file: Path) -> dict[str, Any]:
         ConfigError: the entry has another form, or there is no such group.
     """
     if not isinstance(entry, dict):
-        entry = {entry: None}
+        raise _unknown_default(entry, file)
     choices = {}
     for key, name in entry.items():
         group = str(key).removeprefix("override /")
         if group not in GROUPS or not str(key).startswith("override /"):
-            raise ConfigError(
-                f"{file}: '{key}' in defaults; expected `override /GROUP: NAME` with one of the groups "
-                f"{', '.join(GROUPS)}, or in an experiment the name of another one"
-            )
+            raise _unknown_default(key, file)
         choices[group] = name
     return choices
+
+
+def _unknown_default(key: Any, file: Path) -> ConfigError:
+    return ConfigError(
+        f"{file}: '{key}' in defaults; expected `override /GROUP: NAME` with one of the groups "
+        f"{', '.join(GROUPS)}, or in an experiment the name of another one"
+    )

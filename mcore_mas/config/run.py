@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError, model_validator
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from mcore_mas.config.credit import CorrectionConfig
 from mcore_mas.config.removed import removed_key_error
@@ -86,7 +86,9 @@ class RunConfig(RunSections):
             json = to_json(values, inf_nan_mode="constants")
             return _with_default_correction(cls.model_validate_json(json, strict=True))
         except ValidationError as error:
-            raise ConfigError(f"{origin}: {error_line(error, cls, values)}") from None
+            # The locations in the error have the keys of JSON, which are all texts.
+            line = error_line(error, cls, from_json(json))
+            raise ConfigError(f"{origin}: {line}") from None
         except ValueError as error:  # also UnknownName
             raise ConfigError(f"{origin}: {error}") from None
 

@@ -156,6 +156,13 @@ def test_each_row_of_a_grid_is_an_experiment_and_later_settings_win(tmp_path: Pa
             "grid row 't_tow_a' names settings 'tow', which the file does not have; it has: one, two, a",
         ),
         ("t_{one,two}_{a}: {seed: 7}\n  t_three: [one, {seed: 8}]", "[t_one]", "grid is "),
+        ("t_three:", "3:", "grid is "),
+        ("{one,two}_{a}: {seed: 7}", "tow_a: 7", "grid row 't_tow_a' has settings 7; expected"),
+        (
+            "{one,two}_{a}: {seed: 7}",
+            "tow_a: [one, 7]",
+            "grid row 't_tow_a' has settings 7; expected",
+        ),
         ("grid:", "grid: [", "not YAML"),
     ],
 )
@@ -473,6 +480,8 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
             "experiment/mine.yaml: 'override /teem' in defaults; expected `override /GROUP: NAME` with one of",
         ),
         (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
+        (b"defaults: [[demo_math]]", "experiment/mine.yaml: '['demo_math']' in defaults; expected"),
+        (b"defaults: [demo_math]\n3: 4", "3: unknown key; known here: run, results, "),
         (
             b"",
             "no team: orchestra, env, reward, agents missing; choose one by `defaults: [override /team: NAME]`",
@@ -697,6 +706,21 @@ def test_a_recipe_is_applied_after_the_experiment_and_before_overrides(tmp_path:
     values = resolve(["experiment=demo_math", "recipe=mine", "trainer.group_size=4"], tmp_path)
     assert values["loss"]["name"] == "gspo"
     assert (values["trainer"]["steps"], values["trainer"]["group_size"]) == (7, 4)
+
+
+def test_the_settings_of_a_grid_are_a_mapping(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "list.yaml").write_text("grid: {mine: short}\nsettings: [short]\n")
+    with pytest.raises(
+        ConfigError, match=r"list\.yaml: settings is \['short'\]; expected a mapping"
+    ):
+        resolve(["experiment=mine"], tmp_path)
+
+
+def test_partly_names_a_policy_for_each_agent() -> None:
+    expected = r"partly is \{'solver': 'a'\}; expected a policy for each of solver, verifier"
+    with pytest.raises(ConfigError, match=expected):
+        resolve(["sharing=partly", "partly={solver: a}"])
 
 
 def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> None:
