@@ -122,12 +122,14 @@ def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str
 
 
 def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
-    """Refuse an estimator or filter whose groups have one vote each in a run, from which nothing can be learned.
+    """Refuse an estimator or filter whose peer groups have only one vote each in a run.
+
+    Votes (see `Grouping`) are compared within a group, so nothing can be learned from a single one.
 
     Args:
         name: the estimator or filter, as the error names it.
         grouping: its peers and votes; None if it compares no turns.
-        sources: sources of several votes in the run, as `Grouping.vote_sources` names them.
+        sources: mechanisms that put several votes into a group in this run, as `Grouping.vote_sources` names them.
 
     Raises:
         ValueError: every group has one vote.
@@ -141,7 +143,7 @@ def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset
     }
     ways_out = [*(remedies[source] for source in sorted(grouping.vote_sources)), "choose another"]
     raise ValueError(
-        f"{name} compares turns alike in {', '.join(grouping.peer_columns)}, and a vote is "
-        f"{', '.join(grouping.vote_columns)}: "
-        f"this run makes one vote of each, from which nothing can be learned; {', or '.join(ways_out)}"
+        f"{name} compares turns of the same {', '.join(grouping.peer_columns)}, with one vote for each "
+        f"{', '.join(grouping.vote_columns)}: in this run every comparison has a single vote, from which nothing can "
+        f"be learned; {', or '.join(ways_out)}"
     )

@@ -238,7 +238,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
         (
             "trainer.group_size=1",
-            "agent 'solver': advantage 'drmas' compares turns alike in task, agent, and",
+            "agent 'solver': advantage 'drmas' compares turns of the same task, agent, with",
         ),
         (
             "+agents.solver.advantage.name=rlo",

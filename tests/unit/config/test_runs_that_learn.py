@@ -17,18 +17,18 @@ C3 = ("experiment=demo_math", "advantage=c3", "+trainer.replays.alternatives=2")
 NOTHING = [
     (
         ("experiment=demo_math", "advantage=mcts"),
-        "compares turns alike in trajectory, parent, and a vote is",
+        "compares turns of the same trajectory, parent, with one vote for each",
     ),
     (
         ("experiment=demo_math", "advantage=mars2"),
-        "compares turns alike in trajectory, and a vote is trajectory, node",
+        "compares turns of the same trajectory, with one vote for each trajectory, node",
     ),
     (
         ("experiment=demo_math", "advantage=at_grpo"),
-        "turns alike in task, state, agent, turn, and a vote is",
+        "turns of the same task, state, agent, turn, with one vote for each",
     ),
     *(
-        ((*TREES, f"advantage.name={name}"), f"advantage '{name}' compares turns alike in task")
+        ((*TREES, f"advantage.name={name}"), f"advantage '{name}' compares turns of the same task")
         for name in ("grpo", "rloo", "dr_grpo", "grpo_passk")
     ),
     (
@@ -46,19 +46,19 @@ NOTHING = [
     ),
     (
         (*TREES, "trainer.branching.width=1"),
-        "advantage 'at_grpo' compares turns alike in task, state, agent, turn",
+        "advantage 'at_grpo' compares turns of the same task, state, agent, turn",
     ),
     (
         (*TREES, "filter={name: informative}"),
-        "filter 'informative' compares turns alike in task",
+        "filter 'informative' compares turns of the same task",
     ),
     (
         (*TREES, "filter={name: lowest_spread}"),
-        "filter 'lowest_spread' compares turns alike in task",
+        "filter 'lowest_spread' compares turns of the same task",
     ),
     (
         ("experiment=demo_math", "filter={name: informative, options: {by: state}}"),
-        "alike in task, state, agent, turn",
+        "of the same task, state, agent, turn",
     ),
     (
         C3[:2],
