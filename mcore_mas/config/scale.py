@@ -14,7 +14,7 @@ from rollout.records.trajectory import Turn
 from rollout.tasks.splits import SPLITS
 
 _CORPUS = "data/search/passages.jsonl"
-_TASKS_PER_FILE = 4
+_TASKS_PER_FILE = 4  # maximum number of tasks that a split takes from a data file
 
 
 def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:

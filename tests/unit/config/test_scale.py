@@ -59,6 +59,13 @@ def test_one_of_every_system_composes(name: str) -> None:
     assert {agent["max_tokens"] for agent in tiny["agents"].values()} == {16}
 
 
+def test_a_policy_that_trains_in_fp8_has_a_tiny_scale() -> None:
+    fp8 = [f"policy_defaults.{setting}" for setting in ("fp8=hybrid", "layers=te", "bf16=true")]
+    overrides = ["experiment=drmas_t1_4b_separate_grpo", *fp8]
+    assert resolve(overrides)["policies"]["verifier"]["fp8"] == "hybrid"
+    assert resolve(overrides, None, "tiny")["policies"]["verifier"]["fp8"] is None
+
+
 def test_a_remote_model_has_no_tiny_scale() -> None:
     remote = "{remote: {model: m, url: 'http://127.0.0.1:1'}, model: ''}"
     frozen = ["agents.verifier.loss_weight=0", f"++policies.verifier={remote}"]
