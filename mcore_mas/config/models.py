@@ -23,7 +23,7 @@ def cold_start_architecture(base: BaseModelConfig, name: str) -> Architecture:
     return parse_architecture({"model_type": "qwen2", **base.transformers_settings}, name)
 
 
-def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> None:
+def check_model(config: RunConfig, name: str, model: Path | Architecture) -> None:
     """Refuse a policy whose model cannot be trained or served as its config says.
 
     Args:
@@ -31,8 +31,8 @@ def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> No
         model: the folder of its model, or the architecture.
 
     Raises:
-        ModelError: the folder has no model, or the parallel layout, the LoRA targets, `engine.router_replay` or
-            `engine.max_length` does not fit the model.
+        ModelError: the folder has no model, or `layers`, the parallel layout, the LoRA targets,
+            `engine.router_replay` or `engine.max_length` does not fit the model or the devices.
     """
     policy = config.policies[name]
     targets = policy.lora.targets if policy.lora else ()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.models import check_layout, cold_start_architecture
+from mcore_mas.config.models import check_model, cold_start_architecture
 from mcore_mas.config.run import RunConfig
 from mcore_mas.config.run_sections import for_policy
 from mcore_mas.pipeline.prompt_check import prompt_problems
@@ -102,7 +102,7 @@ def _starting_model_problems(
                     architecture = cold_start_architecture(
                         cold_start.base, f"cold_start of {owner}"
                     )
-                    check_layout(config, name, architecture)
+                    check_model(config, name, architecture)
             elif must_exist or Path(model, "config.json").is_file():
                 yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
@@ -148,7 +148,7 @@ def model_problems(
                     f"policies.{policy}: {model} is a base model without a chat template; set "
                     "chat_template to plain or chatml, or take the instruct model"
                 )
-        check_layout(config, policy, folder)
+        check_model(config, policy, folder)
         for file in tensor_files(model):
             open_tensors(file, "np")
         if not any(folder.glob("tokenizer.*")):

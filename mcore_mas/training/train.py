@@ -13,7 +13,7 @@ from typing import Any
 from mcore_mas import code_commit
 from mcore_mas.config.cluster import address_problem
 from mcore_mas.config.credit import truncated_sampling_warning
-from mcore_mas.config.models import check_layout
+from mcore_mas.config.models import check_model
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
@@ -106,7 +106,7 @@ def train(
     folder = ensure_writable(config.folder / "train")
     commit = code_commit()
     for policy, model in config.models.items():
-        check_layout(config, policy, Path(model))
+        check_model(config, policy, Path(model))
     tasks = _load_tasks(config)
     renderers = make_renderers(config, config.models)
     check_teacher_tokenizers(config, renderers)

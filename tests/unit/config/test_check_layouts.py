@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.models import check_layout
+from mcore_mas.config.models import check_model
 from mcore_mas.config.run import ConfigError, RunConfig
 from rollout.base.errors import ModelError
 from tests.support import reference
@@ -28,7 +28,7 @@ def config(model: Path, *overrides: str) -> RunConfig:
 def check_layouts(config: RunConfig) -> None:
     """Check the layouts of all policies, as a training does."""
     for name, folder in config.models.items():
-        check_layout(config, name, Path(folder))
+        check_model(config, name, Path(folder))
 
 
 @pytest.mark.parametrize(
