@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rollout.base.section import Section
 from rollout.engines import EngineConfig
 
+# Value of a Ray label.
 _Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 
 
@@ -45,10 +46,10 @@ class ClusterConfig(Section):
     restarts: int = Field(3, ge=0)
     # Seconds without a sign of life after which a trainer at work counts as hanging; None: it never does.
     hang_s: float | None = Field(1800.0, gt=0)
-    # CPU threads of a trainer or an engine. None: the cores divided by the processes that work at the same time, and
-    # 1 in a running Ray or with engine.deterministic.
+    # CPU threads of a trainer or an engine. None: in training, the cores divided by the processes that work at the same
+    # time; in all other commands, in a running Ray and with engine.deterministic, 1.
     threads_per_process: int | None = Field(None, ge=1)
-    # Size of Ray's object store in megabytes; None: enough for the samples of a step twice.
+    # Size of Ray's object store in MiB; None: enough for the samples of a step twice, and at least 256.
     object_store_mb: int | None = Field(None, ge=80)
     # "split": a device for each process; "shared": the same devices for all policies.
     pool: Literal["split", "shared"] = "split"
@@ -116,17 +117,16 @@ class ClusterConfig(Section):
                 "use cluster.pool: split and no engine.transport, or engine.replicas: 1"
             )
 
-    def check_policies(
-        self, policies: Mapping[str, Sequence[str]], resident: Sequence[str]
-    ) -> None:
+    def check_policies(self, groups: Mapping[str, Sequence[str]], resident: Sequence[str]) -> None:
         """Refuse settings of the cluster that do not go with the policies.
 
         Args:
-            policies: policies on the same ranks, by policy; the holder of their base model comes first.
+            groups: for each policy, all policies on its ranks; the holder of their base model comes first.
             resident: trained policies without offload, which keep their memory while the team acts.
 
         Raises:
-            ValueError: trainers cannot take turns, or nodes are named for unknown or shared policies.
+            ValueError: trainers cannot take turns, or `nodes` names an unknown policy, or gives policies on the same
+                ranks different nodes.
         """
         if self.one_by_one and (resident or self.pool == "split"):
             reason = "cluster.pool: split gives each its own GPUs"
@@ -137,11 +137,11 @@ class ClusterConfig(Section):
                 "shared and offload: true of every policy that trains, or one_by_one: false"
             )
         for name in self.nodes:
-            if name not in policies:
+            if name not in groups:
                 raise ValueError(
-                    f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}"
+                    f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(groups)}"
                 )
-        for name, group in policies.items():
+        for name, group in groups.items():
             if self.nodes.get(name) != self.nodes.get(group[0]):
                 raise ValueError(
                     f"cluster.nodes.{name}: share_base puts it on the nodes of '{group[0]}'; give both the same ones"

@@ -62,7 +62,7 @@ def resolve(
         overrides: overrides in Hydra's grammar, such as `experiment=demo_math`, `trainer.steps=3`.
         folder: folder of the user's configs; they replace shipped ones of the same name.
         scale: "paper" for the published size, or "tiny"; see `mcore_mas.config.scale`.
-        sections: merged into the composed sections, key by key.
+        sections: merged into the composed sections, key by key; they set at least `run`.
 
     Returns:
         The plain values of all sections.

@@ -8,13 +8,16 @@ from rollout.base.section import Section
 
 
 class PastConfig(Section):
-    """Earlier weights of a trained policy, with which an opponent plays; its own model is the first of them."""
+    """Copies of a trained policy's earlier weights, with which an opponent plays.
 
-    # Trained policy whose weights are kept.
+    The first copy is the model of the opponent, which is the one that the trained policy started from.
+    """
+
+    # Trained policy whose weights are copied.
     of: str
-    # Training steps between two weights that are kept.
+    # Training steps between two copies.
     every: int = Field(ge=1)
-    # Number of newest weights among which those of a step are chosen.
+    # Number of the newest copies among which that of a step is chosen.
     size: int = Field(8, ge=1)
     # "uniform": all with the same probability; "newest": the most recent; "rating": in proportion to the score that
     # their Elo rating expects against the trained policy.

@@ -11,7 +11,7 @@ from rollout.engines.config import SERVER_SETTINGS
 from rollout.engines.remote.config import RemoteConfig
 from rollout.models.layout import Fp8Format, Fp8Recipe, Projection, Recompute
 
-# Settings that belong to the kind of engine, so a policy with another kind does not inherit them.
+# Settings that belong to the kind of engine, so a policy that names its engine does not inherit them.
 _ENGINE_CHOICE_SETTINGS = (
     "transport",
     "device",
@@ -141,24 +141,24 @@ class PolicyOverrides(Section):
                     )
         return self
 
-    def merged_into(self, name: str, section: Section) -> dict[str, Any]:
-        """Return the values of the run's section `name` with the policy's settings merged into them."""
-        changes = getattr(self, name)
+    def merged_into(self, section_name: str, section: Section) -> dict[str, Any]:
+        """Return the values of a section of the run with the policy's settings merged into them."""
+        changes = getattr(self, section_name)
         dropped: set[str] = set()
         if "name" in changes:
-            # The policy has another engine or loss, to which the settings of the run's choice do not apply.
-            dropped = _settings_of_choice(name, changes["name"])
+            # Settings of the run's engine or loss do not apply to one that the policy names itself.
+            dropped = _settings_of_choice(section_name, changes["name"])
         return merged(section.model_dump(mode="json", exclude=dropped), changes)
 
 
-def _settings_of_choice(section: str, choice: JsonValue) -> set[str]:
-    """Return the settings of a section that a policy with another engine or loss does not inherit.
+def _settings_of_choice(section_name: str, choice: JsonValue) -> set[str]:
+    """Return the settings of a section that a policy which names its engine or loss does not inherit.
 
     Args:
-        section: name of the section.
+        section_name: "engine" or "loss".
         choice: name of the policy's engine or loss.
     """
-    if section != "engine":
+    if section_name != "engine":
         return {"options"}
     if choice == "sglang":
         return set(_ENGINE_CHOICE_SETTINGS)
@@ -166,7 +166,7 @@ def _settings_of_choice(section: str, choice: JsonValue) -> set[str]:
 
 
 class PolicyConfig(RateConfig):
-    """A policy: everything that changes its weights."""
+    """A policy: its model, and how it is served and trained."""
 
     # Learning rate; 0 is allowed only if nothing trains the policy.
     lr: float = Field(0.0, ge=0)
@@ -197,20 +197,21 @@ class PolicyConfig(RateConfig):
     # Shard the optimizer state over the data-parallel ranks.
     distributed_optimizer: bool = False
     # Overlap the reduction of gradients, and the distributed optimizer's all-gather of weights, with computation;
-    # None: if there are several data-parallel ranks.
+    # None: if there are several data- or context-parallel ranks.
     overlap: bool | None = None
     # Free the trainer's GPU memory while the team acts.
     offload: bool = False
     # Keep Adam's moments in host memory, except those of the weight that is being updated.
     host_moments: bool = False
-    # Activations that the backward pass computes again: none; those of norms and SwiGLU; or all of every layer.
-    # None: the least with which a plan fits (cluster.gpus), and none without a plan.
+    # Activations that the backward pass computes again. "selective": those of norms and SwiGLU; "full": all of every
+    # layer. None: the least with which a plan fits (cluster.gpus), or "none" without a plan.
     recompute: Recompute | None = None
     # Linear layers of Megatron itself, or of Transformer Engine.
     layers: Literal["local", "te"] = "local"
     # Products of the layers in FP8; needs layers: te and bf16. "hybrid": gradients have more exponent bits.
     fp8: Fp8Format | None = None
-    # One scale for each tensor, for each block of 128 numbers, or, on Blackwell, for each 32 numbers.
+    # Scales in FP8. "tensorwise": one for each tensor; "blockwise": one for each block of 128 numbers; "mxfp8", on
+    # Blackwell: one for each 32 numbers.
     fp8_recipe: Fp8Recipe = "tensorwise"
     # "auto": the Triton kernel on CUDA; "torch": torch's kernels.
     attention: Literal["auto", "torch"] = "auto"

@@ -54,7 +54,8 @@ def check_policy_names(agents: Any, policies: Any, opponents: Any) -> None:
         opponents: section `opponents`.
 
     Raises:
-        ValueError: an agent names a policy that is not defined, or a policy is neither played nor a teacher.
+        ValueError: an agent names a policy that is not defined, or a policy is neither a teacher nor played by an
+            agent or an opponent.
     """
     if not isinstance(agents, dict) or not isinstance(policies, dict):
         return

@@ -151,7 +151,7 @@ class RunSections(Section):
         return any(may_be_stale)
 
     def trained_agents(self, policy: str) -> dict[str, float]:
-        """Return the loss weights of the agents that train a policy."""
+        """Return the loss weight of each agent that trains a policy."""
         return {
             name: agent.loss_weight
             for name, agent in self.agents.items()
@@ -172,7 +172,10 @@ class RunSections(Section):
         )
 
     def replays_of(self, step: int) -> ReplayPlan | None:
-        """Return the replays of each trajectory in a step, for agents whose policies the step trains."""
+        """Return the replays of each trajectory in a step, for agents whose policies the step trains.
+
+        The result is None if the run samples no alternatives.
+        """
         replays = self.trainer.replays
         if replays is None:
             return None
@@ -214,12 +217,12 @@ class RunSections(Section):
         staleness = self.policies[policy].staleness
         return self.trainer.staleness if staleness is None else staleness
 
-    def may_collect(self, step: int, trained: int) -> bool:
-        """Return True if trajectories of `step` may be collected with the weights after `trained` steps."""
-        if step > trained and not self.collects_ahead:
+    def may_collect(self, step: int, trained_steps: int) -> bool:
+        """Return True if trajectories of `step` may be collected with the weights after `trained_steps` steps."""
+        if step > trained_steps and not self.collects_ahead:
             return False
         for policy in self.trained:
-            syncs = sum(policy in self.in_turn(earlier) for earlier in range(trained, step))
+            syncs = sum(policy in self.in_turn(earlier) for earlier in range(trained_steps, step))
             if syncs > self.staleness_of(policy):
                 return False
         return True
@@ -283,10 +286,10 @@ def engine_holder(config: RunSections, policy: str) -> str:
 
 
 def schedule_length(config: RunSections, policy: str) -> int:
-    """Return the length of a policy's learning rate schedule, in updates.
+    """Return the length of the learning rate schedule of a policy or critic that has no `decay_steps`, in updates.
 
-    It is the number of the policy's updates in the whole run. With `trainer.minibatch`, this number is not known
-    beforehand, so the length is in training steps.
+    It is the number of updates in the whole run, including those of a critic's head start. With `trainer.minibatch`,
+    this number is not known beforehand, so the length is in training steps.
     """
     trainer = for_policy(config, policy).trainer
     steps = trainer.steps if policy in config.trained else 0

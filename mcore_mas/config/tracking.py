@@ -34,9 +34,9 @@ class TrackingConfig(Section):
     # MLflow's tracking store.
     uri: str
     experiment: str
-    # Trajectories of each step with a validation that are sent as traces.
+    # Number of trajectories that are sent as traces in each step with a validation.
     traces: int = Field(2, ge=0)
-    # Tags of MLflow's runs; a suite adds its name, and a paper's tables.
+    # Tags of MLflow's runs. A suite adds the tags suite and experiment, and the suite of a paper the tag table.
     tags: dict[_TagName, str] = Field(default_factory=dict)
     # Trackers that get the training metrics in addition to MLflow.
     further_trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

@@ -30,7 +30,7 @@ class WatchConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The shape of a training run."""
+    """Steps, samples and updates of a training run; its checkpoints and validations, and when it stops early."""
 
     steps: int = Field(ge=1)
     tasks_per_step: int = Field(ge=1)
