@@ -199,7 +199,7 @@ class BlocksworldSource(PuzzleSource):
 
 @lru_cache(maxsize=8)
 def _stackings(blocks: int) -> tuple[Stacks, ...]:
-    """Return every stacking of the first `blocks` letters, in the order of their texts."""
+    """Return every way to stack the first `blocks` letters, in the order of their texts."""
     stackings = set()
     for order in permutations(ascii_uppercase[:blocks]):
         # A block after a cut begins a new stack; every other one stands on the block before it.

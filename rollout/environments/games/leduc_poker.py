@@ -91,7 +91,7 @@ class LeducPoker(ZeroSumGame[LeducHand]):
         strengths = [(rank == state.ranks[2], RANKS.index(rank)) for rank in state.ranks[:2]]
         if strengths[0] == strengths[1]:
             return 0.0
-        stake = float(_stakes(state)[0])
+        stake = float(_stakes(state)[0])  # a call has made both stakes equal
         return stake if strengths[0] > strengths[1] else -stake
 
 

@@ -1,4 +1,4 @@
-"""Zero-sum games of two players with hidden information: rules, and the environment that plays them.
+"""Zero-sum games of two players, also with hidden cards: rules, and the environment that plays them.
 
 `ZeroSumGame` is the interface of the rules and `ZeroSumEnv` plays any such game. All chance moves
 of a game are made at its start: the deal, which is the prompt of a task.
