@@ -199,7 +199,7 @@ class TeamSession:
     def chat(
         self, name: str, /, *, system: str | None = None, tools: Sequence[Tool] | None = None
     ) -> Chat:
-        """Open a chat with an agent, which may have several.
+        """Open a chat with an agent; an agent may have several chats.
 
         Args:
             system: system prompt of the chat; None: the role's.
