@@ -34,19 +34,19 @@ class TreeAttention(torch.nn.Module):
         attn_mask_type,
         attention_type,
         softmax_scale=None,
-        fused: bool = False,
+        uses_te_kernel: bool = False,
         **_,
     ) -> None:
         """Set the scale and the kernels; other arguments are Megatron's.
 
         Args:
             softmax_scale: factor of the scores; None: 1 / √head_dim.
-            fused: use Transformer Engine's kernels for micro-batches whose sequences share nothing.
-                They do not support trees.
+            uses_te_kernel: use Transformer Engine's kernel for micro-batches whose sequences share
+                no tokens. It does not support trees.
         """
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.fused = fused
+        self.uses_te_kernel = uses_te_kernel
         self.exact = config.deterministic_mode
 
     def forward(
@@ -75,7 +75,7 @@ class TreeAttention(torch.nn.Module):
         k = key.squeeze(1)
         v = value.squeeze(1)
         starts = layout.sequence_starts
-        if self.fused and starts is not None:  # no two sequences share tokens
+        if self.uses_te_kernel and starts is not None:  # no two sequences share tokens
             return self._attend_sequences(q, k, v, starts, layout.longest_segment)[:, None]
         if self.exact:
             return attend_exactly(q, k, v, layout.paths, self.scale)[:, None]
@@ -146,7 +146,8 @@ class FusedSelfAttention(SelfAttention):
     """Megatron's self-attention on a GPU, where one kernel normalizes and rotates queries and keys.
 
     Megatron's own class takes more passes over memory: it copies the queries out of the result of the
-    linear layer, normalizes and then rotates queries and keys, and joins the gradients of all three.
+    linear layer, normalizes and then rotates queries and keys, and joins the gradients of queries,
+    keys and values.
     """
 
     _angles: Tensor  # of the current call
@@ -161,7 +162,7 @@ class FusedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [T, 1, heads, head_dim] of this rank, rotated already."""
+        """Return this rank's queries and keys, already rotated, and values; each [T, 1, heads, head_dim]."""
         packed, _bias = self.linear_qkv(hidden_states)
         query_weight = None
         key_weight = None
@@ -170,8 +171,8 @@ class FusedSelfAttention(SelfAttention):
             query_weight = self.q_layernorm()
             key_weight = self.k_layernorm()
         kv_heads = self.num_query_groups_per_partition
-        group = self.num_attention_heads_per_partition // kv_heads
-        head_sizes = (group, kv_heads, self.hidden_size_per_attention_head)
+        heads_per_kv_head = self.num_attention_heads_per_partition // kv_heads
+        head_sizes = (heads_per_kv_head, kv_heads, self.hidden_size_per_attention_head)
         query, key, value = KernelQueriesAndKeys.apply(
             packed,
             query_weight,
@@ -206,7 +207,7 @@ class ContextAttention(TreeAttention):
 
         # Queries, keys and values travel together: of [T / cp, cp, heads / cp, head_dim] each, part
         # r of dimension cp goes to rank r. There the parts arrive in the order of their senders,
-        # which is that of the tokens.
+        # which is the order of the tokens.
         parts = [x.squeeze(1).unflatten(1, (ranks, -1)) for x in (query, key, value)]
         sent = torch.cat(parts, dim=2).transpose(0, 1)
         received = all_to_all(group, sent).flatten(0, 1)  # [T, heads / cp, head_dim]

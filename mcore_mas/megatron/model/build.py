@@ -54,7 +54,7 @@ def layer_specs(
         kind: key of `LAYERS`.
         vp_stage: number of the stage among those of this rank, if it has several.
     """
-    make_layer, final_norm = LAYERS[kind]
+    make_layer, final_norm_class = LAYERS[kind]
     dense = make_layer(config, None)
     layers = [dense] * get_num_layers_to_build(config, vp_stage)
     if config.num_moe_experts:
@@ -63,10 +63,11 @@ def layer_specs(
         for index in range(len(layers)):
             if config.moe_layer_freq[first_layer + index]:
                 layers[index] = sparse
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm_class())
 
 
 def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
+    """Return the class of a layer's attention over trees, without its linear layers."""
     return ContextAttention if config.context_parallel_size > 1 else TreeAttention
 
 
@@ -111,7 +112,8 @@ def _hidden_norm() -> type[RMSNorm]:
 def _fuse_residuals(decoder: TransformerBlock) -> None:
     """Compute each residual addition in the kernel of the norm that follows it.
 
-    With full recomputation a layer is recomputed by itself, so its last addition is separate.
+    With full recomputation a layer is recomputed by itself, so its last addition is separate. With
+    selective recomputation, the norms of the layers free their outputs until the backward pass.
     """
     next_norms = [layer.input_layernorm for layer in decoder.layers[1:]]
     next_norms.append(decoder.final_layernorm)  # None, except in the last pipeline stage
@@ -136,7 +138,7 @@ def _use_fused_attention(attention: ModuleSpec) -> None:
 
 
 def _transformer_engine_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Return the spec of a layer with Transformer Engine's linear layers, which include the norm before them.
+    """Return the spec of a layer with Transformer Engine's linear layers, norms and experts.
 
     All experts of a layer run in one grouped product. Transformer Engine's attention has no layout
     for shared prompts, so it is used only for micro-batches whose sequences share nothing.
@@ -145,7 +147,7 @@ def _transformer_engine_layer_spec(config: TransformerConfig, experts: int | Non
         num_experts=experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
     )
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=_core_attention(config), params={"fused": True}
+        module=_core_attention(config), params={"uses_te_kernel": True}
     )
     if experts is None:
         _use_gated_mlp(layer)
@@ -188,15 +190,15 @@ _FP8_CAPABILITIES: dict[Fp8Recipe, tuple[int, int]] = {
 
 
 def _leave_uninitialised(weight: Tensor) -> Tensor:
-    """Leave a weight uninitialised, because all weights are loaded.
+    """Leave a weight uninitialised, because it is loaded later, or replaced by that of a shared base model.
 
-    Memory that is never written to takes no space.
+    On a CPU, a weight that is replaced never takes up memory, because nothing was written to it.
     """
     return weight
 
 
 def _expert_settings(architecture: Architecture, spec: TrainerSpec) -> dict[str, Any]:
-    """Return Megatron's router settings that reproduce Hugging Face's routing; {} for dense models.
+    """Return Megatron's settings of experts, with Hugging Face's routing; {} for dense models.
 
     There is no auxiliary loss. It is a product of sums over a micro-batch, and would depend on how
     samples are packed and assigned to ranks. It would also pull the router away from the one that
@@ -209,7 +211,8 @@ def _expert_settings(architecture: Architecture, spec: TrainerSpec) -> dict[str,
         "moe_router_topk": architecture.experts.per_token,
         "moe_ffn_hidden_size": architecture.experts.ffn,
         "moe_layer_freq": [int(sparse) for sparse in architecture.experts.sparse],
-        # A softmax over the k chosen experts is the softmax over all, normalised to a sum of 1.
+        # If the probabilities of the k chosen experts are normalised to a sum of 1, they are a
+        # softmax over these k alone. Otherwise they are part of the softmax over all experts.
         "moe_router_pre_softmax": not architecture.experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -233,17 +236,21 @@ def _parallel_settings(spec: TrainerSpec) -> dict[str, Any]:
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
         "batch_p2p_comm": False,
-        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). For
-        # variable lengths Megatron requires one of these dispatchers, also of dense models.
+        # Micro-batches differ in length, unless stages are interleaved (see `Pipeline`). Megatron's
+        # default dispatcher, "allgather", is refused with variable lengths, even for dense models.
         "variable_seq_lengths": spec.vpp == 1,
         "moe_token_dispatcher_type": "flex" if uses_deep_ep else "alltoall",
     }
 
 
 def _install_fused_rope() -> bool:
-    """Install a fused function of rotary embeddings (RoPE) in Megatron; return True if it has one.
+    """Make Megatron rotate queries and keys by `rotate_on_cpu` on a CPU.
 
-    On a GPU, `FusedSelfAttention` rotates, and Transformer Engine's layers have a function of their own.
+    On a GPU nothing is installed: `FusedSelfAttention` rotates them itself, and Transformer Engine,
+    if it is installed, has a fused function that Megatron calls.
+
+    Returns:
+        True if Megatron has a fused function of rotary embeddings (RoPE).
     """
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = rotate_on_cpu
@@ -253,7 +260,7 @@ def _install_fused_rope() -> bool:
 def check_fp8_support(recipe: Fp8Recipe) -> None:
     """Raise ModelError if this rank's GPU cannot multiply in FP8 with a recipe."""
     if not torch.cuda.is_available():
-        return  # a stand-in in tests; without CUDA there is no Transformer Engine
+        return  # only tests get here: without CUDA, Transformer Engine is a stand-in
     capability = torch.cuda.get_device_capability()
     needed = _FP8_CAPABILITIES[recipe]
     if capability < needed:
@@ -264,7 +271,11 @@ def check_fp8_support(recipe: Fp8Recipe) -> None:
 
 
 def transformer_config(architecture: Architecture, spec: TrainerSpec) -> TransformerConfig:
-    """Return Megatron's settings of a model that is trained as `spec` says."""
+    """Return Megatron's settings of a model that is trained as `spec` says.
+
+    Raises:
+        ModelError: the GPU cannot multiply in FP8 with the recipe of `spec`.
+    """
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     has_grouped_experts = architecture.experts is not None and spec.layers == "te"
     if spec.fp8 is not None:
@@ -294,7 +305,7 @@ def transformer_config(architecture: Architecture, spec: TrainerSpec) -> Transfo
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp8=spec.fp8,
-        fp8_recipe=spec.fp8_recipe if spec.fp8 else "delayed",
+        fp8_recipe=spec.fp8_recipe if spec.fp8 else "delayed",  # Megatron's default, not used
         # Weights are rounded to FP8 in every micro-batch. Copies in FP8 would stay on the GPU while
         # the trainer sleeps, and would be stale after other weights are loaded.
         disable_parameter_transpose_cache=spec.fp8 is not None,
@@ -352,7 +363,7 @@ def build_model(
     )
     if spec.layers == "local" and use_triton(rank_device()):
         _fuse_residuals(model.decoder)
-    # Megatron's own frequencies of Llama 3 have fixed bands.
+    # Megatron can scale frequencies as Llama 3 does, but ignores the bands that config.json gives.
     model.rotary_pos_emb.inv_freq.copy_(architecture.inverse_frequencies())
     for module in model.modules():
         if isinstance(module, MoELayer) and spec.layers == "local":

@@ -258,7 +258,7 @@ def test_transformer_engine_attends_where_nothing_is_shared(
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=None))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
     tree_attention = TreeAttention(CONFIG, 1, None, None)
-    fused = TreeAttention(CONFIG, 1, None, None, fused=True)
+    te_attention = TreeAttention(CONFIG, 1, None, None, uses_te_kernel=True)
     for segments in (
         [Segment(tokens=3), Segment(tokens=70), Segment(tokens=1)],
         FORESTS["ragged replies"],  # shared, so not computed by Transformer Engine
@@ -267,7 +267,7 @@ def test_transformer_engine_attends_where_nothing_is_shared(
         layout = PackedTrees.of(segments)
         q, k, v = (x[:, None] for x in make_inputs(token_count(segments)))
         expected = tree_attention(q, k, v, None, packed_seq_params=layout)
-        out = fused(q, k, v, None, packed_seq_params=layout)
+        out = te_attention(q, k, v, None, packed_seq_params=layout)
         assert out.shape == expected.shape
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
