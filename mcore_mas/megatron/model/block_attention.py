@@ -19,10 +19,10 @@ from rollout.models.batch_invariant import KEY_MULTIPLE, row_attention
 
 
 class BlockAttention(torch.autograd.Function):
-    """`apply(q, k, v, layout, scale)`: attention of each token over its segment and those above it.
+    """`apply(q, k, v, layout, scale)`: causal attention of each token to its segment and its ancestors.
 
-    Every token attends within its own block first; then the results over earlier blocks are merged
-    in, call by call. Sums over several calls are accumulated in float32.
+    Every token attends within its own block first. Then its attention to earlier blocks is merged in,
+    call by call. Sums over several calls are accumulated in float32.
     """
 
     @staticmethod
@@ -63,8 +63,8 @@ class BlockAttention(torch.autograd.Function):
         )
         for blocks in ctx.layout.causal_blocks:
             block_grad_out = _read_blocks(grad_out, blocks)
-            if blocks.present is not None:  # padding has no gradient
-                block_grad_out = block_grad_out * blocks.present[:, None, :, None]
+            if blocks.is_present is not None:  # padding has no gradient
+                block_grad_out = block_grad_out * blocks.is_present[:, None, :, None]
             block_grads = attend_backward(
                 block_grad_out,
                 *(_read_blocks(x, blocks) for x in (q, k, v, out, lse)),
@@ -117,12 +117,12 @@ def _read_blocks(x: Tensor, blocks: CausalBlocks) -> Tensor:
 
 
 def _write_blocks(x: Tensor, blocks: CausalBlocks, values: Tensor) -> None:
-    """Write values [B, heads, L, ...] to the tokens of x that `_read_blocks` reads."""
+    """Write values [B, heads, L, ...], except those of padding, to the tokens that `_read_blocks` reads."""
     values = values.transpose(1, 2)
     if blocks.token_range is not None:
         x[blocks.token_range].unflatten(0, (-1, blocks.length)).copy_(values)
     else:
-        x[blocks.tokens] = values.flatten(0, 1)[blocks.filled].to(x.dtype)
+        x[blocks.present_tokens] = values.flatten(0, 1)[blocks.present_positions].to(x.dtype)
 
 
 _aten = torch.ops.aten
@@ -178,7 +178,7 @@ def attend_backward(
     """Compute the gradients of `attend` in q, k and v.
 
     Args:
-        grad_out: gradient of the output, as `out`.
+        grad_out: gradient of the output, in the shape of `out`.
         q, k, v, causal, scale: arguments of `attend`.
         out, lse: results of `attend`, merged over all keys of the queries.
     """

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment, depths
 
-# torch's causal kernel on the CPU computes every pair of 128 queries and their keys, and drops half
-# of them. A longer segment is therefore cut into blocks, and one half of them attends to the other
-# without a mask (512 tokens take half the time).
+# In a causal call, torch's kernel on the CPU also computes the pairs of queries and keys that the mask
+# drops, about half of all. A segment of more than this number of tokens is therefore cut into blocks.
+# Within a block attention is causal; to earlier blocks it needs no mask (see `_pair_halves`). For 512
+# tokens this takes half the time.
 _CPU_BLOCK = 128
 
 # Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
@@ -35,24 +36,24 @@ _MIN_CALL_TOKENS = 64
 class CausalBlocks:
     """B blocks of equal length L, each of which attends to itself causally, in one call.
 
-    Either the blocks lie end to end, and only `token_range` is set. Or blocks that are shorter than L
-    are padded by repeating their last token, and the other attributes are set.
+    Either the blocks lie end to end, and only `length` and `token_range` are set. Or blocks that are
+    shorter than L are padded by repeating their last token, and all but `token_range` are set.
 
     Attributes:
         length: L.
         token_range: range of the tokens of all blocks.
-        block_tokens: [B, L] index of the token at each place of a block.
-        present: [B, L] bool, False for padding.
-        filled: [n] indices into the flat [B · L] of the n places without padding.
-        tokens: [n] indices of the tokens at these places.
+        block_tokens: [B, L] index of the token at each position of a block.
+        is_present: [B, L] bool, False for padding.
+        present_positions: [n] indices into the flat [B · L] of the n positions that are not padding.
+        present_tokens: [n] indices of the tokens at these positions.
     """
 
     length: int
     token_range: slice | None = None
     block_tokens: Tensor | None = None
-    present: Tensor | None = None
-    filled: Tensor | None = None
-    tokens: Tensor | None = None
+    is_present: Tensor | None = None
+    present_positions: Tensor | None = None
+    present_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,9 @@ class TileSizes:
             group: number of query heads that share a key/value head.
             head_dim: width of a head.
             bf16: True for bfloat16 tensors, False for float32.
-            shared_memory_kib: shared memory of the GPU. Where it is small, bfloat16 kernels have smaller
-                tiles: `keys` is smaller for heads wider than 128, `keys_kv` for others.
+            shared_memory_kib: shared memory that a program may use on the GPU; the default is that of
+                an H100 or H200. Where it is small, bfloat16 kernels have smaller tiles: `keys` is
+                smaller for heads wider than 128, `keys_kv` for others.
         """
         padded_group = _next_power(group)
         if bf16 and head_dim <= 128:
@@ -170,6 +172,7 @@ class BlockPlan:
         Args:
             lengths: tokens of each segment.
             ends: first token after the subtree of each segment.
+            sizes: sizes of the tiles.
         """
         token_ends = np.repeat(np.asarray(ends, dtype=np.int32), lengths)
         smallest_end, largest_end = _extreme_ends(token_ends, sizes.keys)
@@ -203,7 +206,7 @@ def _int32_tensor(numbers: np.ndarray) -> Tensor:
 
 
 def _extreme_ends(ends: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest and the largest end in each block of keys; missing keys end at 0."""
+    """Return the smallest and the largest end in each block of keys; padding keys end at 0."""
     blocks = np.pad(ends, (0, -len(ends) % keys)).reshape(-1, keys)
     return blocks.min(1), blocks.max(1)
 
@@ -375,12 +378,12 @@ def _pad_blocks(blocks: Sequence[slice]) -> CausalBlocks:
     lengths = torch.tensor([block.stop - block.start for block in blocks])
     column = torch.arange(int(lengths.max()))
     block_tokens = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
-    present = column < lengths[:, None]
-    filled = present.flatten().nonzero()[:, 0]
+    is_present = column < lengths[:, None]
+    present_positions = is_present.flatten().nonzero()[:, 0]
     return CausalBlocks(
         len(column),
         block_tokens=block_tokens,
-        present=present,
-        filled=filled,
-        tokens=block_tokens.flatten()[filled],
+        is_present=is_present,
+        present_positions=present_positions,
+        present_tokens=block_tokens.flatten()[present_positions],
     )

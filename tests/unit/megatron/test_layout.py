@@ -37,8 +37,8 @@ def test_short_segments_are_padded_together_with_those_of_about_their_length() -
     padded = by_length[3]
     assert padded.block_tokens is not None
     assert padded.block_tokens.tolist() == [[0, 1, 2], [23, 24, 24]]
-    assert padded.present is not None
-    assert padded.present.tolist() == [[True, True, True], [True, True, False]]
+    assert padded.is_present is not None
+    assert padded.is_present.tolist() == [[True, True, True], [True, True, False]]
     assert by_length[20].token_range == slice(3, 23)
     assert by_length[100].token_range == slice(25, 125)
 
