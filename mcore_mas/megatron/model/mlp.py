@@ -49,35 +49,36 @@ def gated_projection(
     again in the backward pass.
 
     Args:
-        gate_and_up: [..., 2 f], see `gated`.
-        row_scale: [...], see `gated`.
+        gate_and_up: [..., 2 f], see `apply_swiglu`.
+        row_scale: [...], see `apply_swiglu`.
         projection: returns (output, bias) for the product [..., f] of SwiGLU.
 
     Returns:
         (output, bias) of `projection`.
     """
     if config.recompute_granularity != "selective":
-        return projection(gated(gate_and_up, row_scale))
+        return projection(apply_swiglu(gate_and_up, row_scale))
 
     if use_triton(gate_and_up.device):
         product = swiglu(gate_and_up, row_scale)
         result = projection(product)
         write = partial(_write_product, gate_and_up.detach(), row_scale)
-        free_until_backward(product, write, reader=result[0])
+        free_until_backward(product, write, reader_output=result[0])
         return result
 
     checkpoint = CheckpointWithoutOutput()
-    result = projection(checkpoint.checkpoint(gated, gate_and_up, row_scale))
+    result = projection(checkpoint.checkpoint(apply_swiglu, gate_and_up, row_scale))
     checkpoint.discard_output_and_register_recompute(result[0])
     return result
 
 
 def _write_product(gate_and_up: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
+    """Write the product of SwiGLU to `out`, which is the last argument so that `partial` can bind the others."""
     write_swiglu(out, gate_and_up, row_scale)
 
 
-def gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
-    """Compute silu(gate) · up.
+def apply_swiglu(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
+    """Compute SwiGLU, silu(gate) · up, times a factor of each row.
 
     Args:
         gate_and_up: [..., 2 f], the gate first.

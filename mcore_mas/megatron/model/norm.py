@@ -18,7 +18,7 @@ from mcore_mas.megatron.model.recompute import free_until_backward
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm.
 
-    Its weight is marked, so that Megatron reduces its gradient under sequence parallelism.
+    The weight is marked, so that under sequence parallelism Megatron sums its gradient over the ranks.
     """
 
     def __init__(
@@ -78,20 +78,21 @@ class ResidualNorm(RMSNorm):
             self._last_call = x.detach(), out
         return out
 
-    def free_output_until_backward_of(self, reader: Tensor) -> None:
+    def free_output_until_backward_of(self, reader_output: Tensor) -> None:
         """Free this norm's last output until the backward pass of the attention or MLP that has read it.
 
         Do nothing unless `frees_output` is set.
 
         Args:
-            reader: output of the attention or MLP.
+            reader_output: output of the attention or MLP.
         """
         if self._last_call is not None:
             x, out = self._last_call
             self._last_call = None
-            free_until_backward(out, partial(self._write, x), reader)
+            free_until_backward(out, partial(self._write, x), reader_output=reader_output)
 
     def _write(self, x: Tensor, out: Tensor) -> None:
+        """Write the norm of x to `out`."""
         write_norm(out.flatten(0, -2), x.flatten(0, -2), self.weight, self.eps)
 
 

@@ -10,16 +10,20 @@ from typing import Any
 from torch import Tensor
 
 
-def free_until_backward(output: Tensor, write: Callable[[Tensor], Any], reader: Tensor) -> None:
-    """Free the memory of a tensor, and fill it again in the backward pass of the operation that reads it.
+def free_until_backward(
+    tensor: Tensor, write: Callable[[Tensor], Any], *, reader_output: Tensor
+) -> None:
+    """Free the memory of a tensor, and fill it again in the backward pass of the operation that read it.
+
+    Nothing is freed if there is no backward pass.
 
     Args:
-        output: only this operation saves it, and nothing reads it between the two passes.
-        write: writes the same numbers to a tensor of the shape of `output`.
-        reader: output of that operation.
+        tensor: only this operation saves it, and nothing reads it between forward and backward pass.
+        write: writes the same numbers to a tensor of the same shape.
+        reader_output: output of the operation.
     """
-    if reader.requires_grad:
-        reader.register_hook(_FreedTensor(output, write).fill)
+    if reader_output.requires_grad:
+        reader_output.register_hook(_FreedTensor(tensor, write).fill)
 
 
 class _FreedTensor:
@@ -37,6 +41,6 @@ class _FreedTensor:
         assert self._alias is not None and self._write is not None, "a hook is called once"
         self._alias.untyped_storage().resize_(self._bytes)
         self._write(self._alias)
-        # The hook lives as long as the graph. The memory is to be freed before.
+        # The hook lives as long as the graph, and must not hold the memory for that long.
         self._alias = None
         self._write = None

@@ -34,13 +34,13 @@ def test_gradients_are_those_without_recomputation(
     reference.make_model(family, tmp_path / family)
     batch = make_batch(LAYOUTS["small"], vocab=64)
     swiglu_calls = []
-    gated = mlp.gated
+    apply_swiglu = mlp.apply_swiglu
 
-    def counted_gated(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
+    def counted_swiglu(gate_and_up: Tensor, row_scale: Tensor | None = None) -> Tensor:
         swiglu_calls.append(gate_and_up.shape)
-        return gated(gate_and_up, row_scale)
+        return apply_swiglu(gate_and_up, row_scale)
 
-    monkeypatch.setattr(mlp, "gated", counted_gated)
+    monkeypatch.setattr(mlp, "apply_swiglu", counted_swiglu)
 
     def train(recompute: str) -> tuple[Tensor, Tensor, int]:
         """Return scores, the gradient, and the calls of SwiGLU in an update."""
