@@ -56,13 +56,13 @@ class ValueHead(torch.nn.Module):
         return (hidden @ self.value.t())[:, 0].float()
 
 
-# Bytes of float32 logits that exist at a time. On a GPU a chunk needs 1.5 times as much memory, and
-# each chunk reads the whole weight three times and its gradient twice, so few large chunks are
-# faster.
+# Bytes of float32 logits that exist at a time. On a GPU a chunk needs 1.5 times as much memory, because
+# the gradient of its logits is in bfloat16. Few large chunks are faster: each chunk reads the whole
+# weight two or three times, and reads and writes the whole gradient of the weight.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 # On the CPU a chunk should fit into the cache of a core, unless the matrix products would then have
-# too few rows. The chunks that fit into CHUNK_BYTES are kept for the backward pass.
+# too few rows. As many of the last chunks as fit into CHUNK_BYTES are kept for the backward pass.
 _CPU_CACHE_BYTES = 4 << 20
 _MIN_CPU_ROWS = 128
 
@@ -84,8 +84,9 @@ def logprobs_and_entropy(
 
     The policy is softmax(hidden · weightᵀ / temperature) over the tokens that a row's mask allows.
     Both results are differentiable; an entropy that no loss uses costs nothing in the backward pass. Logits
-    are computed in chunks of rows, so that they never exist for all rows at once. Without
-    `row_gradients`, most of them are computed again in the backward pass.
+    are computed in chunks of rows, so that they never exist for all rows at once. The backward pass
+    computes them again, except for the last chunks, which are kept. On a GPU with `row_gradients`,
+    they are computed only once.
 
     Args:
         hidden: [N, hidden], the same on every tensor-parallel rank. So is its gradient.
@@ -97,8 +98,8 @@ def logprobs_and_entropy(
             autograd adds the embedding's gradient of the weight to the head's.
         exact: True if the bits of a row's logits must not depend on the other rows.
         masks, mask_rows: sampling masks, as in `Microbatch`; None allows all tokens.
-        row_gradients: returns the gradients that the backward pass will be given, so that on a GPU
-            logits are computed once; None if they cannot be known for a chunk of rows.
+        row_gradients: returns the gradients that the backward pass will be given for a chunk of rows;
+            None if they cannot be known in the forward pass. Not used on a CPU.
 
     Returns:
         Natural log-probabilities [N]; entropies [N] in nats.
@@ -156,9 +157,11 @@ class ChunkedHead(torch.autograd.Function):
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
-        # Of each row: the largest logit; after its subtraction the sum of exponentials Z, the
-        # expected logit E[z] and the label's logit.
-        peak, z, expected_logit, label_logit = torch.zeros(4, len(labels), device=hidden.device)
+        # Of each row: the largest logit; after its subtraction from the logits z, the sum of
+        # exponentials Z (the partition function), the expected logit E[z] and the label's logit.
+        peak, partition, expected_logit, label_logit = torch.zeros(
+            4, len(labels), device=hidden.device
+        )
 
         chunks = list(_chunks(len(labels), weight))
         chunk_rows = max((chunk.stop - chunk.start for chunk in chunks), default=1)
@@ -184,12 +187,12 @@ class ChunkedHead(torch.autograd.Function):
             sums = torch.stack([sum_of_exponentials, weighted_sum_of_logits, chunk_label_logit])
             del logits
             dist.all_reduce(sums, group=group)
-            z[chunk] = sums[0]
+            partition[chunk] = sums[0]
             expected_logit[chunk] = sums[1] / sums[0]
             label_logit[chunk] = sums[2]
 
-        log_z = z.log()
-        entropy = log_z - expected_logit  # H = log Z − E[z]
+        log_partition = partition.log()
+        entropy = log_partition - expected_logit  # H = log Z − E[z]
 
         ctx.set_materialize_grads(False)
         ctx.columns = columns
@@ -198,14 +201,14 @@ class ChunkedHead(torch.autograd.Function):
         ctx.masks = masks
         ctx.exponentials = exponentials
         ctx.main_grad = getattr(weight, "main_grad", None)
-        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, z, entropy)
-        return label_logit - log_z, entropy
+        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, partition, entropy)
+        return label_logit - log_partition, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperatures, peak, z, entropy = ctx.saved_tensors
+        hidden, weight, labels, temperatures, peak, partition, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         weight_grad = HeadWeightGrad(
             weight,
@@ -234,9 +237,9 @@ class ChunkedHead(torch.autograd.Function):
                 del logits
 
             if grad_entropy is None:
-                gradient.mul_((probability_factor[chunk] / z[chunk])[:, None])
+                gradient.mul_((probability_factor[chunk] / partition[chunk])[:, None])
             else:
-                minus_p_log_p = torch.special.entr(gradient.div_(z[chunk, None]))
+                minus_p_log_p = torch.special.entr(gradient.div_(partition[chunk, None]))
                 gradient.mul_(probability_factor[chunk, None])
                 gradient.add_(minus_p_log_p.mul_(entropy_factor[chunk, None]))
                 del minus_p_log_p

@@ -17,8 +17,9 @@ from torch import Tensor
 from mcore_mas.megatron.main_grad import HeadWeightGrad
 from mcore_mas.megatron.model.column_masks import ColumnMasks
 
-# (log-probabilities [n], entropies [n], rows) to the gradients [n] of both; the second is None if the
-# loss does not depend on entropies. `rows` is the range of the n rows among all rows.
+# Function of (log-probabilities [n], entropies [n], rows) that returns the gradients [n] of the loss in
+# both; the second is None if the loss does not depend on entropies. `rows` is the range of the n rows
+# among all rows.
 RowGradients: TypeAlias = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
 
 # Columns of logits that a program reads at a time, and its warps.
@@ -112,7 +113,7 @@ class KernelHead(torch.autograd.Function):
         masks: ColumnMasks | None,
     ) -> tuple[Tensor, Tensor]:
         statistics = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
-        logits = hidden.new_empty(0)
+        logits = hidden.new_empty(0)  # kept if there are no rows, and thus no chunks
         for chunk in chunks:
             del logits  # free the memory before the next chunk needs it
             logits = _float32_logits(hidden[chunk], weight, masks, chunk)
@@ -180,7 +181,7 @@ class OnePassHead(torch.autograd.Function):
     `apply(hidden, weight, labels, temperatures, columns, is_embedding, chunks, masks, row_gradients)`:
     `row_gradients` returns the gradients of a chunk's results. The backward pass must be given the
     same gradients; it does not read them. The gradient of the weight is added to Megatron's float32
-    buffer in the forward pass, so that a forward pass must be followed by its backward pass.
+    buffer in the forward pass, so every forward pass must be followed by its backward pass.
     """
 
     @staticmethod
@@ -241,7 +242,14 @@ class OnePassHead(torch.autograd.Function):
 def _float32_logits(
     hidden: Tensor, weight: Tensor, masks: ColumnMasks | None, rows: slice
 ) -> Tensor:
-    """Compute hidden · weightᵀ [n, columns] in float32, without the tokens that the rows' masks forbid."""
+    """Compute logits [n, columns with padding] in float32, and apply the masks of the rows.
+
+    Args:
+        hidden: [n, hidden].
+        weight: [columns with padding, hidden].
+        masks: sampling masks of all rows; None allows all tokens.
+        rows: range of the n rows among all rows.
+    """
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
     else:
