@@ -12,12 +12,12 @@ class TreeRotary(RotaryEmbedding):
 
     Attributes:
         position_ids: [T], set for each micro-batch.
-        positions: number of positions, larger than every position id. It is a Python number, because
-            reading it from the GPU would make the host wait.
+        position_count: number of positions for which angles are computed, larger than every position
+            id. It is a Python number, because reading it from the GPU would make the host wait.
     """
 
     position_ids: Tensor
-    positions: int
+    position_count: int
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None
@@ -28,7 +28,7 @@ class TreeRotary(RotaryEmbedding):
             On a GPU the angles [T, 1, 1, head_dim], equal in the first and the second half of a
             head; on a CPU their cosines and sines [T, 1, 1, 2 head_dim], for `rotate_on_cpu`.
         """
-        angles_by_position = self.get_emb(self.positions)  # [positions, 1, 1, head_dim]
+        angles_by_position = self.get_emb(self.position_count)  # [position_count, 1, 1, head_dim]
         angles = cast(Tensor, angles_by_position[self.position_ids])
         if angles.device.type != "cpu":
             return angles

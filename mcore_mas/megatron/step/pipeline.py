@@ -250,7 +250,7 @@ class Pipeline:
 
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
-        decoder.rotary_pos_emb.positions = layout.longest_sequence
+        decoder.rotary_pos_emb.position_count = layout.longest_sequence
         decoder.prepare(part, layout, self._row_gradients(stage_input))
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
