@@ -96,7 +96,7 @@ class PackedGPTModel(GPTModel):
     def _narrow_attention(
         self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
-        """Forward hook of the last layer's attention: select the tokens that predict something."""
+        """Select the tokens that predict something; a forward hook of the last layer's attention."""
         # The tokens come with the call, because a recomputed layer may follow the forward pass of
         # another micro-batch.
         self._predicting_tokens = kwargs["packed_seq_params"].predictors
@@ -107,11 +107,11 @@ class PackedGPTModel(GPTModel):
         return x.index_select(0, self._predicting_tokens)
 
     def numbered_parameters(self) -> dict[str, Parameter]:
-        """Return this rank's parameters by name, numbered over the whole model."""
+        """Return this rank's parameters by name, with layers and experts numbered over the whole model."""
         return {self.numbered(name): parameter for name, parameter in self.named_parameters()}
 
     def numbered(self, name: str) -> str:
-        """Return a parameter's or module's name, its layer and expert numbered over the model."""
+        """Return a parameter's or module's name, with layer and expert numbered over the whole model."""
         first_layer = int(self.decoder.layers[0].layer_number) - 1
         expert_rank = parallel_state.get_expert_model_parallel_rank()
         expert_ranks = parallel_state.get_expert_model_parallel_world_size()

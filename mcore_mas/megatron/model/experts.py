@@ -1,9 +1,9 @@
-"""Experts of a layer as one matrix product per direction, in torch and Triton alone.
+"""Experts of a layer that are multiplied together, with torch and Triton alone.
 
 Without Transformer Engine, Megatron computes one expert after the other, once the host knows how
-many tokens each has. Here the weights of a layer's experts are stacked: torch multiplies the tokens
-of all experts in one launch, and a kernel adds the gradients of the stack to Megatron's float32
-buffer in another. Tokens are sorted by expert without the host (`SortedDispatcher`).
+many tokens each has. Here the weights of a layer's experts are stacked. On a GPU, torch multiplies the
+tokens of all experts in one launch, and a Triton kernel adds the gradients of the stack to Megatron's
+float32 buffer in another. Tokens are sorted by expert without the host (`SortedDispatcher`).
 """
 
 from typing import Any
@@ -132,9 +132,12 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
 
-        row_count = len(probs) * self.config.moe_router_topk  # no token is dropped
+        # The expert and the token of each row, sorted by expert. The number of rows is known without
+        # the host, because no token is dropped.
+        row_count = len(probs) * self.config.moe_router_topk
         routes = torch.nonzero_static(routing_map.t(), size=row_count)
         expert_of_row, token_of_row = routes.unbind(1)
+        # [T, k]
         rows_of_token = token_of_row.argsort(stable=True).view(len(probs), -1)
         self._order = token_of_row, rows_of_token
         weights = probs.flatten().gather(0, token_of_row * probs.shape[1] + expert_of_row)
@@ -234,7 +237,8 @@ class GroupedLinear(torch.nn.Module):
 class _GroupedProduct(torch.autograd.Function):
     """`apply(x, weight, groups, exact)`: each row times the weight of its expert.
 
-    x is [R, inputs], sorted by expert; the weight [E · outputs, inputs]; the result [R, outputs].
+    `x` is [R, inputs], sorted by expert, the weight is [E · outputs, inputs], and the result is
+    [R, outputs].
     `exact` is an argument of `_multiply_groups` for the result. Gradients are computed without it,
     because only results are compared with those of the engine. The gradient of the weight is added
     to Megatron's float32 buffer, if there is one.
@@ -280,7 +284,7 @@ def _multiply_groups(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> T
     Args:
         x: [R, inputs], sorted by expert.
         stack: [E, outputs, inputs] weights.
-        groups: rows of each expert; a tensor if all are multiplied in one launch.
+        groups: rows of each expert, see `Groups`.
         exact: on a CPU, a row of the result has the same bits whatever the other rows are.
 
     Returns:

@@ -91,9 +91,9 @@ def norm_gradient_kernel(
     grad_weight = tl.zeros((block_rows, block_columns), dtype=tl.float32)
     column = tl.arange(0, block_columns)[None, :]
     factor = _load(weight, column, column < columns)
-    first_block = tl.program_id(0) * block_rows
+    start = tl.program_id(0) * block_rows
     step = tl.num_programs(0) * block_rows
-    for first_row in range(first_block, rows, step):
+    for first_row in range(start, rows, step):
         row = (first_row + tl.arange(0, block_rows)).to(tl.int64)[:, None]
         mask = (row < rows) & (column < columns)
         # The loads come before the first sum over a row: the sum has a barrier, and loads behind a
@@ -195,13 +195,13 @@ def _packed_heads(sizes: tl.constexpr, padded_heads: tl.constexpr):
     group: tl.constexpr = sizes[0]
     kv_heads: tl.constexpr = sizes[1]
     head = tl.arange(0, padded_heads)[:, None]
-    part = head % (group + 2)
     kv_head = head // (group + 2)
+    index_in_group = head % (group + 2)
     exists = kv_head < kv_heads
-    is_query = exists & (part < group)
-    is_key = exists & (part == group)
-    is_value = exists & (part == group + 1)
-    query_head = kv_head * group + part
+    is_query = exists & (index_in_group < group)
+    is_key = exists & (index_in_group == group)
+    is_value = exists & (index_in_group == group + 1)
+    query_head = kv_head * group + index_in_group
     return head, is_query, is_key, is_value, query_head, kv_head
 
 
@@ -334,7 +334,7 @@ def queries_and_keys_gradient_kernel(
         angle = tl.load(angles + token * angle_stride + column, mask=in_head, other=0.0)
         cos = tl.cos(angle)
         sin = tl.sin(angle)
-        # A head is a query, a key or a value, so at most one of the two terms is not 0.
+        # A head is a query, a key or a value, so at most one of the two terms of a sum is not 0.
         rotated_first = query_first + key_first
         rotated_second = query_second + key_second
         # The opposite rotation
@@ -443,7 +443,7 @@ def head_statistics_kernel(logits, labels, temperatures, statistics, sizes, bloc
         exponentials = tl.exp(z - new_peak)
         rescale = tl.exp(peak - new_peak)
         sum_of_exponentials = sum_of_exponentials * rescale + tl.sum(exponentials, 0)
-        # Masked columns have z = −∞ and an exponential of 0, whose product would be NaN.
+        # Columns beyond the last one have z = −∞ and an exponential of 0, whose product would be NaN.
         weighted = tl.where(exponentials > 0, exponentials * z, 0.0)
         weighted_sum = weighted_sum * rescale + tl.sum(weighted, 0)
         peak = new_peak

@@ -14,19 +14,21 @@ from mcore_mas.megatron.main_grad import mark_grad_as_added
 # Smallest number of elements in a block of a norm.
 _NORM_BLOCK = 2048
 
-# Warps of all programs of a norm's gradient: as many as an H200 runs at a time. The number is the
-# same on every GPU, so that sums have the same order.
+# Warps of all programs of a norm's gradient: 16 for each of an H200's 132 multiprocessors, which run
+# them all at a time. The number is the same on every GPU, so that sums have the same order.
 _NORM_WARPS = 16 * 132
 
 
 def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
-    """Return the number of row blocks, that of the gradient kernel's programs, and options of both kernels.
+    """Return how the kernels of a norm of [rows, width] are launched.
 
-    A thread computes 16 elements of a block.
+    Returns:
+        Number of blocks of rows, number of programs of the gradient kernel, and options of both
+        kernels.
     """
     padded_width = 1 << (width - 1).bit_length()
     block_rows = max(1, _NORM_BLOCK // padded_width)
-    warps = min(32, block_rows * padded_width // 512)
+    warps = min(32, block_rows * padded_width // 512)  # 16 elements of a block for each thread
     blocks = -(-rows // block_rows)
     gradient_programs = min(blocks, _NORM_WARPS // warps)
     options = {"block_rows": block_rows, "block_columns": padded_width, "num_warps": warps}
@@ -186,7 +188,7 @@ def _add_to_main_grad(weight: Tensor, main_grad: Tensor | None, gradient: Tensor
 SWIGLU_BLOCK = 1024
 
 # Warps of a program of SwiGLU.
-_LAYER_WARPS = 4
+_SWIGLU_WARPS = 4
 
 
 @torch.library.custom_op("mcore_mas::write_swiglu", mutates_args={"out"})
@@ -195,7 +197,7 @@ def write_swiglu(out: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> None
     from mcore_mas.megatron.model import layer_kernels as kernels
 
     kernels.swiglu_kernel[_swiglu_grid(out)](
-        gate_and_up, scale, out, out.shape[-1], SWIGLU_BLOCK, num_warps=_LAYER_WARPS
+        gate_and_up, scale, out, out.shape[-1], SWIGLU_BLOCK, num_warps=_SWIGLU_WARPS
     )
 
 
@@ -225,7 +227,7 @@ def _swiglu_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of `gate_and_up`, and partial sums [..., blocks] of the gradient of `scale`.
 
-    There is one partial sum for each block of a row. Without a scale, the second result is [0].
+    There is one partial sum for each block of a row. Without a scale, the second result is empty.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -238,7 +240,7 @@ def _swiglu_gradient(
         scale_parts,
         grad_out.shape[-1],
         SWIGLU_BLOCK,
-        num_warps=_LAYER_WARPS,
+        num_warps=_SWIGLU_WARPS,
     )
     return grad_gate_and_up, scale_parts
 
@@ -271,7 +273,8 @@ swiglu.register_autograd(
 _swiglu_gradient.register_fake(_empty_swiglu_gradients)
 
 
-# Warps of a program of queries and keys, and of their gradient. A program computes all heads of a token.
+# Warps of a program of queries and keys, and of their gradient. A program computes all heads of one
+# token at a time.
 _HEADS_WARPS = 8
 _HEADS_GRADIENT_WARPS = 16
 
@@ -335,7 +338,15 @@ def _queries_and_keys_gradient(
     """Return the gradient of `packed`, and partial sums [programs, 2, d] of the weights' gradients.
 
     Each program of the kernel computes one partial sum. For frozen weights there are no partial sums.
-    Without norms, `packed` is None. `head_sizes` is the argument of `KernelQueriesAndKeys`.
+
+    Args:
+        packed: [T, kv_heads (group + 2) d]; None without norms, where the gradient does not depend on it.
+        weights: weights [d] of the norms of queries and of keys; [] without norms.
+        angles: [T, d].
+        gradients: gradients of queries, keys and values.
+        head_sizes: see `KernelQueriesAndKeys`.
+        eps: number that is added to the mean square.
+        trains_weights: False if the weights are frozen, or if there are none.
     """
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -357,6 +368,7 @@ def _queries_and_keys_gradient(
 
 
 def _heads_programs(tokens: int) -> int:
+    """Return the number of programs of the gradient kernel of queries and keys."""
     return min(tokens, _NORM_WARPS // _HEADS_GRADIENT_WARPS)
 
 
@@ -385,7 +397,7 @@ class KernelQueriesAndKeys(torch.autograd.Function):
     `group` is the number of query heads of a key/value head. Queries and keys are normalized by
     `KernelNorm`'s formula, unless the weights are None, and then rotated by `angles` [T, 1, 1, d]
     (RoPE, arXiv 2104.09864). The results are [T, 1, heads, d]; the values are a view. Gradients of
-    the weights are added to Megatron's float32 buffers, if there are some.
+    the weights are added to Megatron's float32 buffers, if there are any.
     """
 
     @staticmethod

@@ -113,9 +113,10 @@ def trained_linear(
 
 
 class _TrainedLinear(torch.autograd.Function):
-    """`apply(x, weight, multiply)`: x weightᵀ; accumulates in the weight's `main_grad`, if any.
+    """`apply(x, weight, multiply)`: x weightᵀ.
 
-    `multiply` computes the product. If it is None, the output is not computed and has any values.
+    `multiply` computes the product; if it is None, the output is left uninitialised. The gradient of
+    the weight is added to Megatron's float32 buffer, if there is one.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Layer and expert numbers in Megatron's parameter names.
 
-Every rank counts them from its own first layer and expert.
+Megatron counts them from the first layer and the first expert of each rank.
 """
 
 import re

@@ -48,9 +48,13 @@ class EngineRoutingReplay(RouterReplay):
 
 
 def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
-    """Make the MoE layers of a pipeline stage use the experts on record in the layout of their input.
+    """Make the MoE layers of a pipeline stage use the recorded experts, `PackedTrees.routing`.
 
-    The layout is an argument of each call of a layer, so a recomputed layer uses the same experts.
+    `PackedTrees` is an argument of each call of a layer, so a recomputed layer uses the same experts.
+
+    Args:
+        layers: layers of the stage.
+        experts: experts of the whole model.
     """
     for layer in layers:
         number = int(layer.layer_number) - 1  # in the whole model

@@ -220,7 +220,7 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
         state = _add_key_block(state, tile, index, kv_head, (k, v), plan, True, shape)
 
     peak, total, weighted_values = state
-    # A used row attends to itself at least, so only rows that are not used have a total of 0.
+    # A used row attends to itself at least, so only rows that are not used can have a total of 0.
     total = tl.where(is_used, total, 1.0)
     _store(out, weighted_values / total[:, None], token, head, is_used, shape)
     tl.store(

@@ -26,7 +26,7 @@ def _with_strides(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _kernel_shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any, ...]:
-    """Return the kernels' `shape`, whose numbers are compile-time constants."""
+    """Return the kernels' argument `shape`, whose elements are compile-time constants."""
     # Triton comes with torch for CUDA only.
     from triton.language import constexpr
 
@@ -38,12 +38,14 @@ def _kernel_shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any,
     return tuple(map(constexpr, (group, head_dim, padded_dim, rows, keys, precision)))
 
 
-def _plan_arguments(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
-    """Return the kernels' `plan`."""
-    return (*plan, *q.shape[:2], scale * _LOG2_E, scale)
+def _kernel_plan(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
+    """Return the kernels' argument `plan` for q [T, heads, d] and the tensors of a plan."""
+    tokens, heads, _ = q.shape
+    return (*plan, tokens, heads, scale * _LOG2_E, scale)
 
 
 def _query_blocks(plan: list[Tensor]) -> int:
+    """Return the number of blocks of queries in a plan."""
     return len(plan[3])  # length of `first_masked`
 
 
@@ -51,7 +53,18 @@ def _query_blocks(plan: list[Tensor]) -> int:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, heads, d] and its log-sum-exps [T, heads]."""
+    """Compute attention over a forest.
+
+    Args:
+        q: [T, heads, d].
+        k, v: [T, kv_heads, d].
+        plan: tensors of a `BlockPlan`, from `_plan_tensors`.
+        sizes: values of its `TileSizes`.
+        scale: factor of the scores.
+
+    Returns:
+        Output [T, heads, d], and log-sum-exps of the scores [T, heads] in float32.
+    """
     from mcore_mas.megatron.model import tree_kernels as kernels
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -65,7 +78,7 @@ def _attention(
         _with_strides(v),
         _with_strides(out),
         lse,
-        _plan_arguments(q, plan, scale),
+        _kernel_plan(q, plan, scale),
         _kernel_shape(q.shape[2], group, rows, keys),
         num_warps=WARPS,
         num_stages=STAGES,
@@ -82,7 +95,13 @@ _attention.register_fake(
 def _attention_backward(
     grad_out: Tensor, forward: list[Tensor], plan: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `forward` is q, k, v, output and log-sum-exps."""
+    """Compute the gradients of q, k and v.
+
+    Args:
+        grad_out: gradient of the output.
+        forward: q, k, v, output and log-sum-exps of `_attention`.
+        plan, sizes, scale: arguments of `_attention`.
+    """
     from mcore_mas.megatron.model import tree_kernels as kernels
 
     q, k, v, out, lse = forward
@@ -94,7 +113,7 @@ def _attention_backward(
     query_blocks = _query_blocks(plan)
     key_blocks = len(plan[4])  # length of `smallest_end_kv`
     kv_heads = k.shape[1]
-    plan_arguments = _plan_arguments(q, plan, scale)
+    kernel_plan = _kernel_plan(q, plan, scale)
     options = {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
     # The first kernel writes `delta`, and the second one reads it.
     kernels.backward_q_kernel[query_blocks, kv_heads](
@@ -104,7 +123,7 @@ def _attention_backward(
         (_with_strides(out), lse, delta),
         _with_strides(grad_out),
         _with_strides(grad_q),
-        plan_arguments,
+        kernel_plan,
         _kernel_shape(q.shape[2], group, rows, keys),
         **options,
     )
@@ -115,7 +134,7 @@ def _attention_backward(
         _with_strides(grad_out),
         _with_strides(grad_k),
         _with_strides(grad_v),
-        plan_arguments,
+        kernel_plan,
         _kernel_shape(q.shape[2], group, rows_kv, keys_kv),
         **options,
     )
@@ -158,7 +177,7 @@ class KernelAttention(torch.autograd.Function):
 
 
 def _plan_tensors(plan: BlockPlan) -> list[Tensor]:
-    """Return the tensors of a plan, in the order of the elements of the kernels' `plan`."""
+    """Return the tensors of a plan, in the order in which the kernels' argument `plan` has them."""
     return [
         plan.ends,
         plan.key_blocks,
