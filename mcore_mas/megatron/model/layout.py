@@ -14,10 +14,11 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment, depths
 
-# In a causal call, torch's kernel on the CPU also computes the pairs of queries and keys that the mask
-# drops, about half of all. A segment of more than this number of tokens is therefore cut into blocks.
-# Within a block attention is causal; to earlier blocks it needs no mask (see `_pair_halves`). For 512
-# tokens this takes half the time.
+# Up to about 512 tokens, a causal call of torch's kernel on the CPU takes as long as one without a mask:
+# it computes all pairs of queries and keys, and drops half of them. A segment of more than this number
+# of tokens is therefore cut into blocks. Within a block attention is causal; to earlier blocks it needs
+# no mask (see `_pair_halves`). Forward and backward passes over 512 tokens then take 0.7 to 0.8 of the
+# time.
 _CPU_BLOCK = 128
 
 # Smallest shared memory of a GPU that multiplies with wgmma (H100, H200). There each of the two groups
