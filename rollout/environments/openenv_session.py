@@ -50,8 +50,8 @@ class OpenEnvSession:
         """Open the connection.
 
         Raises:
-            Unreachable: nothing listens there.
-            EnvError: what listens there does not speak OpenEnv's protocol.
+            Unreachable: no server answers at the URL.
+            EnvError: a server answers, but has no WebSocket of OpenEnv's protocol.
         """
         try:
             async with asyncio.timeout(self._deadline_s):

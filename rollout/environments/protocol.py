@@ -19,7 +19,7 @@ class ToolCall:
 
     Attributes:
         query: arguments of the call, such as a search's query or a program.
-        failed: True if the call failed through the agent's fault.
+        failed: True if the call failed; the result says why.
     """
 
     tool: str

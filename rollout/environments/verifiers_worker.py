@@ -143,7 +143,7 @@ def load_environment(env_id: str, options: Mapping[str, Any]) -> Any:
 
 
 class VerifiersHandler:
-    """Episodes of one environment."""
+    """Handler that lists the tasks of one environment and plays their episodes."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Load the environment that the settings name."""
@@ -154,7 +154,7 @@ class VerifiersHandler:
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a request: tasks, an episode's result, or an error."""
-        # Runtimes of `verifiers` hide variables with this part in their names from agents' programs.
+        # Runtimes of `verifiers` hide variables whose names contain API_KEY from agents' programs.
         key_variable = f"EPISODE_{request['number']}_API_KEY"
         try:
             if "limit" in request:
