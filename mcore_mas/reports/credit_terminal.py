@@ -273,7 +273,7 @@ def _turns_table(
         advantages = sample.advantages or (0.0,)  # by token; a masked turn has none
         low, high = min(advantages), max(advantages)
         cells = [
-            sample.trajectory.rpartition("/")[2],  # its task is in the title
+            sample.trajectory.rpartition("/")[2],  # of the id: step/task/sample
             sample.node,
             str(sample.turn),
             sample.agent,
@@ -294,7 +294,10 @@ def _signed(value: float | None) -> str:
 
 
 def _describe_replay(sample: Sample) -> str:
-    """Return the numbers of later turns sampled and repeated after an alternative; "" for other turns."""
+    """Describe how many turns after an alternative were sampled anew, and how many were repeated.
+
+    "" for turns that are no alternatives.
+    """
     if not sample.is_alternative:
         return ""
     sampled = int(sample.scores["replay_sampled"])

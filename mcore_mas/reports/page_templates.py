@@ -17,7 +17,7 @@ def render_page(template: str, **values: Any) -> str:
 
     On a web page every value is escaped. Control and bidirectional characters, which a browser
     would obey, are shown as escapes such as `\\x1b`. Should an escape ever be missing, the content
-    security policy of the page lets no script in a value run, and nothing load.
+    security policy of the page lets no script in a value run, and nothing load from elsewhere.
     """
     return _TEMPLATES.get_template(template).render(values)
 

@@ -204,8 +204,9 @@ class Studio:
         return self._run_folder(run) / name
 
     def _task_texts(self, run: str, task_ids: Collection[str]) -> dict[str, TaskText]:
+        """Return the texts of tasks of a run; links that leave the runs' folders are not followed."""
         folder = self._run_folder(run)
-        # The pipeline links a run's tasks to those of another run of the suite.
+        # The pipeline may link a run's tasks to those of another run of the suite.
         task_folders = {run_folder.resolve() / "tasks" for run_folder in self._results.iterdir()}
         paths = [
             path
