@@ -44,7 +44,7 @@ async def pid_of(replica: Replica) -> int | None:
     """Return the process id of a server; None if this process did not start it."""
     if replica.host is None:
         return None
-    if replica.actors is None:
+    if replica.make_actors is None:
         return replica.host.pid()
     return await replica.host.pid.remote()
 

@@ -63,7 +63,7 @@ class Fleet:
         self._request_weights = request_weights
         self._restart_guard = restart_guard
         self._restarts = Restarts("engine", settings.restarts)
-        self._members: dict[str, Replica] = {}  # that have joined, by URL
+        self._members: dict[str, Replica] = {}  # servers that have joined, by URL
         self.starts_of_left = 0
         if settings.urls:
             self.replicas = [Replica(settings, url=url) for url in settings.urls]
@@ -73,8 +73,8 @@ class Fleet:
     async def update_members(self) -> list[Replica]:
         """Remove servers that the file of members no longer names, and return new ones that answer.
 
-        The new servers are paused, and get no request before they have weights and `join`. They are
-        returned in reverse order, because `commit_update` takes them from the end.
+        The new servers are paused, and get no request before they have weights and `join` is called.
+        Their order is the reverse of the file's, because `commit_update` takes them from the end.
         """
         if not self._settings.members:
             return []
@@ -173,7 +173,8 @@ class Fleet:
         Raises:
             ServerLeft: the server is gone for good, and others continue.
             EngineError: the process of the server runs but does not answer, it was not started
-                here, no restart is left, or it does not take the weights.
+                here, no restart is left, or the server that was started again is not ready in time or
+                does not take the weights.
         """
         # The caller may be cancelled meanwhile, and a server that was left without its weights
         # would answer other calls with old ones.
@@ -243,6 +244,8 @@ class Fleet:
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
         """Start a server whose process has ended, and free the memory that it had freed before.
 
+        The server has the weights of the model's folder, and is `stale`.
+
         Raises:
             ServerLeft, EngineError: as `restart`.
         """
@@ -265,19 +268,20 @@ class Fleet:
         node_timeout_s = _NODE_TIMEOUT_S if len(self.replicas) > 1 else None
         async with self._restart_guard():
             try:
-                await replica.start(node_timeout_s)
+                await replica.start_again(self._settings.start_s, node_timeout_s)
             except NoNodeFree as no_node:
                 if not self.leave(replica, f"{reason}; {no_node}"):
                     raise
                 await asyncio.to_thread(replica.close)
                 raise ServerLeft from None
-            replica.stale = True
-            await replica.wait(self._settings.start_s)
             if asleep:
                 await _call_memory_saver(replica, asleep, free=True)
 
     async def _wait_until_ready(self, replica: Replica) -> None:
-        """Wait for the first answer of a server, and for a restart that is under way."""
+        """Wait until a server is ready; start it if it has not been started.
+
+        If the server is being started again, wait until it also has the present weights or is paused.
+        """
         async with _start_lock(replica):
             if not replica.ready:
                 await replica.wait(self._settings.start_s)
@@ -302,7 +306,8 @@ class LostWeights:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._needed: asyncio.Event | None = None  # None: no trainer waits to send them
+        # Event that is set when a call needs the weights; None until a trainer first waits for it.
+        self._needed: asyncio.Event | None = None
         self._waiting: list[asyncio.Future[None]] = []
 
     async def wait_until_needed(self) -> None:
@@ -316,7 +321,7 @@ class LostWeights:
         """Wait until the weights have been sent again.
 
         Raises:
-            EngineError: no trainer waits to send them, or `settle` was called with this error.
+            EngineError: no trainer waits to send them, or they were not sent: the error of `settle`.
         """
         if self._needed is None:
             raise EngineError(

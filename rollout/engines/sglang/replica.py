@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,16 @@ class Replica:
 
     Attributes:
         starts: number of starts so far.
-        busy: number of completions that the server has been asked for and has not returned.
+        busy: number of open requests for completions and scores.
         ready: True once the server has answered, until it is started again.
-        stale: True if the server is paused without the present weights.
+        stale: True if the server does not have the present weights; it is then paused, or is being
+            started again.
         asleep: tags of the memory that the server has freed.
-        gpus: GPUs that the server sees, if Ray does not place it.
-        shared_gpus: names or numbers of the server's GPUs, if other servers start on them too.
-        actors: function that starts the Ray actors of the server. The first actor runs the server,
-            and the others reserve its further GPUs.
+        gpus: GPUs that the server sees, if it is not in an actor; empty: all that this process sees.
+        shared_gpus: names of the server's GPUs if other servers start on them too, else empty. In
+            actors they are the positions of the GPUs among those of the engine.
+        make_actors: function that starts the Ray actors of the server; None without actors. The first
+            actor runs the server, and the others reserve its further GPUs.
         host: the `Server` or its actor; None for a server that was not started here, or was closed.
     """
 
@@ -48,27 +50,27 @@ class Replica:
         *,
         url: str = "",
         server: Server | None = None,
-        actors: Callable[[], Sequence[Any]] | None = None,
+        make_actors: Callable[[], Sequence[Any]] | None = None,
         gpus: Sequence[str] = (),
         shared_gpus: Sequence[Any] = (),
     ) -> None:
         """Prepare the server, and start its Ray actors if it has some; `wait` starts the server itself.
 
         Args:
-            url: URL of a server that runs already; "" with `server` or `actors`.
+            url: URL of a server that runs already; "" with `server` or `make_actors`.
             server: server whose process this process starts.
-            actors: function that starts the Ray actors of the server.
+            make_actors: function that starts the Ray actors of the server.
             gpus: GPUs that `server` sees; empty: all that this process sees.
-            shared_gpus: names or numbers of the GPUs that other servers start on too.
+            shared_gpus: GPUs that other servers start on too.
         """
         self._settings = settings
-        self.actors = actors
+        self.make_actors = make_actors
         self.gpus = gpus
         self.shared_gpus = shared_gpus
         self.host: Any = server
         self._other_actors: Sequence[Any] = ()
-        if actors is not None:
-            self.host, *self._other_actors = actors()
+        if make_actors is not None:
+            self.host, *self._other_actors = make_actors()
         self.starts = 0
         self.busy = 0
         self.ready = False
@@ -104,13 +106,15 @@ class Replica:
         Raises:
             NoNodeFree: Ray has found no node.
         """
-        if self.actors is None:
+        if self.make_actors is None:
             url = self.host.start(self.gpus)
         else:
-            url = await self._start_actor(self.actors, node_timeout_s)
+            url = await self._start_actor(self.make_actors, node_timeout_s)
         self._client = self._make_client(url, self._settings.server_key)
         self.starts += 1
         self.ready = False
+        # A server that is started again has only the weights of the model's folder.
+        self.stale = self.starts > 1
         self.asleep.clear()
 
     async def _start_actor(
@@ -120,7 +124,7 @@ class Replica:
         try:
             await self.host.pid.remote()  # raises if the actor is dead
         except ray.exceptions.RayActorError:
-            # The actor died with its node, and Ray looks for another one.
+            # The actor died with its node. Ray places the new actors on another node.
             self.host, *self._other_actors = make_actors()
         devices: list[str] = []
         try:
@@ -136,22 +140,43 @@ class Replica:
     async def wait(self, start_s: float) -> None:
         """Wait until the server is ready; start it if it has not been started.
 
-        Servers on the same GPUs start one after another, because each sizes its cache by the memory
-        that is free when it starts.
-
         Args:
             start_s: seconds that the server may take.
 
         Raises:
             EngineError: the server has ended, or is not ready within `start_s`.
         """
-        async with AsyncExitStack() as gpu_locks:
-            for gpu in sorted(self.shared_gpus):
-                await gpu_locks.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
+        async with self._gpu_locks():
             if self._client is None:
                 await self.start()
             await self._wait_until_up(start_s)
         self.ready = True
+
+    async def start_again(self, start_s: float, node_timeout_s: float | None) -> None:
+        """Start the server after it has ended, and wait until it is ready.
+
+        Args:
+            start_s: seconds that the server may take.
+            node_timeout_s: see `start`.
+
+        Raises:
+            EngineError: as `start` and `wait`.
+        """
+        async with self._gpu_locks():
+            await self.start(node_timeout_s)
+            await self._wait_until_up(start_s)
+        self.ready = True
+
+    @asynccontextmanager
+    async def _gpu_locks(self) -> AsyncIterator[None]:
+        """Hold the locks of the shared GPUs, so that servers on one GPU start one after another.
+
+        Each server sizes its cache by the memory that is free when it starts.
+        """
+        async with AsyncExitStack() as locks:
+            for gpu in sorted(self.shared_gpus):
+                await locks.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
+            yield
 
     async def _wait_until_up(self, start_s: float) -> None:
         deadline = time.monotonic() + start_s
@@ -170,7 +195,7 @@ class Replica:
         """
         if self.host is None:
             return f"the server at {self.client.url} is gone, and it was not started by this run"
-        if self.actors is None:
+        if self.make_actors is None:
             return str(self.host.end_reason())
         try:
             return str(await self.host.end_reason.remote())
@@ -182,7 +207,7 @@ class Replica:
         host, self.host = self.host, None
         if host is None:
             return
-        if self.actors is None:
+        if self.make_actors is None:
             host.stop()
             return
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -217,10 +242,10 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         )
 
     first = number * settings.tp
-    last = first + settings.tp
+    end = first + settings.tp
     actor_options: Sequence[Mapping[str, Any]]
     if settings.placements:
-        actor_options = settings.placements[first:last]
+        actor_options = settings.placements[first:end]
     else:
         num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
         actor_options = [{"num_gpus": num_gpus}] * settings.tp
@@ -231,6 +256,6 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
 
     return Replica(
         settings,
-        actors=make_actors,
-        shared_gpus=range(first, last) if settings.shares_gpus else (),
+        make_actors=make_actors,
+        shared_gpus=range(first, end) if settings.shares_gpus else (),
     )

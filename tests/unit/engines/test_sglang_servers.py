@@ -294,7 +294,7 @@ def test_a_server_that_ray_has_no_node_for_leaves(
         remaining_pid = await pid_of(remaining)
         lost_pid = await pid_of(lost)
         unschedulable = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
-        lost.actors = lambda: [unschedulable.remote("python", [], "log", {})]
+        lost.make_actors = lambda: [unschedulable.remote("python", [], "log", {})]
         ray.kill(lost.host)
         while Path(f"/proc/{lost_pid}").exists():  # until then it answers
             await asyncio.sleep(0.05)
@@ -312,25 +312,32 @@ def test_a_server_that_ray_has_no_node_for_leaves(
     )
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first start", "restart"])
 def test_servers_on_one_gpu_start_one_after_the_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     settings = SGLangSettings(folder=folder, max_length=64)
 
     async def start(replica: Replica, name: str, events: list[str]) -> None:
-        async def wait_until_up(_: float) -> None:
+        async def start_process(_: float | None = None) -> None:
             events.append(f"{name} starts")
+
+        async def wait_until_up(_: float) -> None:
             await asyncio.sleep(0)
             events.append(f"{name} answers")
 
+        monkeypatch.setattr(replica, "start", start_process)
         monkeypatch.setattr(replica, "_wait_until_up", wait_until_up)
-        await replica.wait(1.0)
+        if again:
+            await replica.start_again(1.0, None)
+        else:
+            await replica.wait(1.0)
 
     async def start_both(first_gpus: Sequence[int], second_gpus: Sequence[int]) -> list[str]:
         """Start two servers; return their starts and first answers in order."""
         events: list[str] = []
-        first = Replica(settings, shared_gpus=first_gpus, url="http://127.0.0.1:1")
-        second = Replica(settings, shared_gpus=second_gpus, url="http://127.0.0.1:1")
+        first = Replica(settings, shared_gpus=first_gpus)
+        second = Replica(settings, shared_gpus=second_gpus)
         await asyncio.gather(start(first, "first", events), start(second, "second", events))
         return events
 
