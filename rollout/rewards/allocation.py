@@ -109,7 +109,11 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
 
 
 def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
-    """Return the score `name` of a turn, or None if the environment could not decide it and the turn must be masked."""
+    """Return the score `name` of a turn, or None if the environment could not decide it and the turn must be masked.
+
+    Raises:
+        RewardError: as `score_of`, if the score is not undecided.
+    """
     if name not in turn.scores and "undecided" in turn.scores:
         return None
     return score_of(trajectory, turn, name)
@@ -125,10 +129,10 @@ def agent_turn_counts(turns: Sequence[Turn]) -> list[int]:
 def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
     """Count undecidable answers as wrong for agents that give too many of them.
 
-    An agent is judged by its turns with a score `local` or `undecided`, and by the trajectories in
-    which it spoke last. If more than `max_share` of them are undecided, its undecided turns get the
-    score `local` 0, and its undecided trajectories are completed with outcome 0; their turns get the
-    score `team` 0 unless they have one.
+    An agent is judged by its turns with a score `local` or `undecided`, and by the completed and the
+    undecided trajectories in which it spoke last. If more than `max_share` of them are undecided, its
+    undecided turns get the score `local` 0, and its undecided trajectories are completed with outcome
+    0; their turns get the score `team` 0 unless they have one.
 
     Args:
         groups: groups of one step.
@@ -137,11 +141,11 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
     judged: Counter[str] = Counter()
     undecided: Counter[str] = Counter()
     for trajectory in chain.from_iterable(group.trajectories for group in groups):
-        is_completed = trajectory.status is Status.COMPLETED
-        if trajectory.turns and (is_completed or "undecided" in trajectory.metrics):
+        is_undecided = _is_undecided(trajectory)
+        if trajectory.turns and (is_undecided or trajectory.status is Status.COMPLETED):
             last_agent = trajectory.turns[-1].agent
             judged[last_agent] += 1
-            if not is_completed:
+            if is_undecided:
                 undecided[last_agent] += 1
         for turn in trajectory.turns:
             if "undecided" in turn.scores:
@@ -161,12 +165,21 @@ def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
     return result
 
 
+def _is_undecided(trajectory: Trajectory) -> bool:
+    """Return True if a trajectory failed because the environment could not decide its answer.
+
+    The metric `undecided` alone does not say so: completed and late trajectories have it too, if a
+    branch or a replay was dropped because its answer could not be decided.
+    """
+    return trajectory.failure_reason == "undecided"
+
+
 def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajectory:
     """Count the undecided turns of these agents as wrong, and an undecided outcome if one of them spoke last."""
     turns = tuple(
         _with_local_zero(turn) if turn.agent in agents else turn for turn in trajectory.turns
     )
-    if "undecided" not in trajectory.metrics or not turns or turns[-1].agent not in agents:
+    if not turns or turns[-1].agent not in agents or not _is_undecided(trajectory):
         return replace(trajectory, turns=turns)
     turns = tuple(replace(turn, scores={"team": 0.0, **turn.scores}) for turn in turns)
     return replace(
@@ -293,10 +306,10 @@ def shares(
             )
         # Source: UnityMAS-O, outcome_share_mode: split.
         if split == "turns":
-            # w_a / sum_i w_a(i), over the turns i
+            # w_a / sum_i w_a(i), over the turns i, where a(i) is the agent of turn i
             total = sum(agent_weights[agent] * count for agent, count in turn_counts.items())
             return {agent: weight / total for agent, weight in agent_weights.items()}
-        # w_a / sum_b w_b / n_a, over the agents b that spoke
+        # w_a / sum_b w_b / n_a, over the agents b that spoke, where n_a is the number of turns of a
         total = sum(agent_weights.values())
         return {
             agent: weight / total / turn_counts[agent] for agent, weight in agent_weights.items()

@@ -184,6 +184,21 @@ def test_an_agent_that_is_undecided_too_often_is_wrong() -> None:
     assert len(trained) == len({trajectory.id for trajectory in two_of_20})
 
 
+def test_a_dropped_branch_that_was_undecided_leaves_the_trajectory_as_it_is() -> None:
+    # The metric `undecided` of the first two counts branches that were dropped.
+    completed = replace(decided(0, "a", 1.0), metrics={"undecided": 1.0})
+    late = replace(
+        undecided(1, "a"),
+        status=Status.LATE,
+        error="Late: ?",
+        metrics={"late/batch": 1.0, "undecided": 1.0},
+    )
+    (judged,) = judge_undecided([group(completed, late, undecided(2, "a"))], 0.05)
+    assert judged.trajectories[:2] == (completed, late)
+    assert judged.trajectories[2].status is Status.COMPLETED
+    assert judged.trajectories[2].outcome == 0.0
+
+
 def test_turns_of_an_agent_that_is_undecided_too_often_are_wrong() -> None:
     # Agent b is undecided in 1 of 21 turns, and agent a in 2 of 22, its last answer included.
     turns = []
