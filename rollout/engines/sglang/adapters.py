@@ -27,12 +27,12 @@ class _AdapterSlot:
 
     Attributes:
         shape: rank, scale and targets of the adapter.
-        name: name of the present version on the servers; None before the first update, when requests
-            are computed by the bare model.
+        name: name of the present version on the servers; None before the first update, when the bare
+            model computes the requests.
         folder: folder from which the servers read the present version.
         version: number of the present version.
-        open_requests: number of open requests of each version, by its name. While a version is loaded,
-            its update counts as a request.
+        open_requests: number of open requests of each version, by its name; None is the bare model.
+            While a version is being loaded, its update counts as a request.
     """
 
     shape: AdapterShape
@@ -47,7 +47,8 @@ class AdapterServers(SGLangEngine):
 
     The servers compute requests of several adapters in one batch. A new version is loaded under a
     name of its own while the one before answers. Requests end with the version with which they
-    began, so nothing pauses, and a reply has one version. Then the older version is unloaded.
+    began, so nothing pauses, and a reply has one version. The older version is unloaded after its
+    last request.
     SGLang caches a prefix for its adapter only (`extra_key` of managers/schedule_batch.py).
     """
 
@@ -154,7 +155,11 @@ class AdapterServers(SGLangEngine):
 
 
 async def _load(call: Callable[..., Awaitable[Any]], name: str, folder: str) -> None:
-    """Have a server load an adapter, unless it did so before an earlier connection broke."""
+    """Have a server load an adapter, unless it has loaded it already.
+
+    An earlier request may have succeeded although its answer was lost, and `commit_adapter` repeats
+    its requests if a server was started again.
+    """
     try:
         await call("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
     except EngineError as error:

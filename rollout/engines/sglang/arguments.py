@@ -16,8 +16,8 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "number": ("a number", (int, float)),
 }
 _UNCHECKED = "other"  # kind of the arguments whose values are not checked
-# Environment variable of the memory saver: a server that sleeps frees the CUDA graphs of decoding too,
-# together with the KV cache.
+# Environment variable with which a server that sleeps frees the CUDA graphs of decoding too, together
+# with the KV cache.
 _FREE_GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
@@ -79,8 +79,8 @@ def graph_error(options: Mapping[str, Any], environment: Mapping[str, str]) -> s
 def nccl_cumem(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """Return the value of NCCL_CUMEM_ENABLE that a server sets for itself.
 
-    See `_set_envs_and_config` of SGLang's entrypoints/engine.py. Symmetric memory needs 1, whatever
-    the environment says.
+    See `_set_envs_and_config` of SGLang's entrypoints/engine.py and, for DeepEP v2, `_handle_a2a_moe`
+    of its arg_groups/moe_hook.py. Symmetric memory needs 1, whatever the environment says.
     """
     arguments = with_dashes(options)
     if arguments.get("enable-symm-mem"):

@@ -25,8 +25,8 @@ def build_sglang_engines(request: EngineRequest) -> list[Any]:
 def _server_count(request: EngineRequest) -> int:
     """Return the number of servers.
 
-    In an evaluation there is one for each assigned group of GPUs, or else one for every `tp` GPUs
-    that Ray has placed. Otherwise the number is `replicas` of the config.
+    An evaluation has a server for each group of GPUs that it was assigned or, if Ray has placed GPUs
+    for it, one for every `tp` of these. In other cases the number is `replicas` of the config.
     """
     if request.gpus is not None:
         return len(request.gpus)

@@ -21,15 +21,15 @@ RETRIES = 3  # further attempts after a broken connection
 _ERROR_CHARS = 300  # length of a server's error message in an error
 # Upper bound of an answer. The experts of a token of Qwen3 235B-A22B take 4 kB.
 _MAX_REPLY_BYTES = 1 << 30
-_TOP_P_OF_ONE_TOKEN = 1e-6
+_TOP_P_OF_ONE_TOKEN = 1e-6  # top-p that leaves only the likeliest token
 # Fields of an answer that have an entry for each token.
 _LOGPROB_FIELDS = ("output_token_logprobs", "output_top_logprobs")
-# SGLang writes log-probabilities of -∞ as the smallest float32.
-_LEAST_LOGPROB = -1e30
+# A log-probability below this bound stands for -∞, which SGLang writes as the lowest float32, -3.4e38.
+_MIN_FINITE_LOGPROB = -1e30
 
 
 class SGLangClient:
-    """Client of one server, for one event loop after another."""
+    """Client of one server, which may be used from several event loops one after another."""
 
     def __init__(
         self, url: str, *, timeout_s: float, connections: int, key: str | None = None
@@ -208,11 +208,12 @@ def request_body(
         "top_k": top_k,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop),
-        "ignore_eos": not sampling.stop,  # SGLang would ignore stop_token_ids too
+        "ignore_eos": not sampling.stop,  # with True, SGLang ignores stop_token_ids too
     }
     if sampling.grammar:
         sampling_params["ebnf"] = sampling.grammar  # the llguidance backend takes Lark here too
     if seeded:
+        # Our seeds are unsigned with 64 bits, and SGLang's are signed.
         sampling_params["sampling_seed"] = sampling.seed % 2**31
     body: dict[str, Any] = {
         "rid": uuid.uuid4().hex,
@@ -234,7 +235,8 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
         version: version to record if the server's weights were never updated.
 
     Raises:
-        EngineError: a token has no log-probability, as when the model computes NaN.
+        EngineError: the numbers of tokens and log-probabilities differ, or a token has no
+            log-probability, as when the model computes NaN.
     """
     meta = reply["meta_info"]
     token_ids = tuple(reply["output_ids"])
@@ -278,7 +280,7 @@ def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str,
         adapter: name of the adapter that the server holds.
 
     Raises:
-        EngineError: the reply has a temperature, which SGLang does not apply to given tokens.
+        EngineError: the temperature is not 1. SGLang does not apply it to given tokens.
     """
     if reply.temperature != 1:
         raise EngineError(
@@ -289,6 +291,7 @@ def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str,
         "input_ids": [*reply.prompt_ids, *reply.completion_ids],
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
         "return_logprob": True,
+        # The first entry has no log-probability, so the entries begin one token before the reply.
         "logprob_start_len": len(reply.prompt_ids) - 1,
     }
     if adapter:
@@ -297,9 +300,7 @@ def scoring_body(reply: ScoredReply, *, adapter: str | None = None) -> dict[str,
 
 
 def parse_scores(answer: Mapping[str, Any], reply: ScoredReply) -> list[float]:
-    """Return the log-probabilities of a reply's tokens in the answer to `scoring_body`.
-
-    The entry before the first token of the reply is of the prompt, and has no log-probability.
+    """Return the log-probabilities [C] of a reply's tokens in the answer to `scoring_body`.
 
     Raises:
         EngineError: a token has no log-probability, or the entries are of other tokens.
@@ -326,7 +327,7 @@ def _parse_candidates(meta: Mapping[str, Any], size: int) -> tuple[TokenCandidat
         possible = [
             (token, logprob)
             for logprob, token, *_ in entry
-            if logprob is not None and logprob > _LEAST_LOGPROB
+            if logprob is not None and logprob > _MIN_FINITE_LOGPROB
         ]
         candidates.append(tuple(possible))
     return tuple(candidates)

@@ -98,7 +98,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         )
         self._lost_weights = LostWeights(self.fleet)
         self._weight_check = WeightCheck(tell)
-        self._last_update: WeightUpdate | None = None  # None: the servers have the folder's weights
+        # None: the servers have the weights of the model's folder.
+        self._last_update: WeightUpdate | None = None
         self._open_update: _OpenUpdate | None = None
         self._joining: list[Replica] = []  # servers that join with the open update
 
@@ -153,7 +154,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     async def score(
         self, replies: Sequence[ScoredReply], adapter: str | None = None
     ) -> list[list[float]]:
-        """Return the log-probabilities of replies at temperature 1; see `ScoringEngine`."""
+        """Return the log-probabilities of replies at temperature 1; see `ScoringEngine`.
+
+        Args:
+            adapter: name of an adapter that the servers hold; None for the model itself.
+        """
         return await asyncio.gather(*(self._score_one(reply, adapter) for reply in replies))
 
     async def _score_one(self, reply: ScoredReply, adapter: str | None) -> list[float]:
@@ -216,7 +221,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         In the latter case the servers pause until `commit_update`.
         """
         self._joining = await self.fleet.update_members()
-        # This call restarts servers that have died. It is not /health, which fails during a pause.
+        # Any call restarts servers that have died, but /health would fail during a pause.
         await self.fleet.call_all("/model_info")
         began = time.perf_counter()
         if self._open_update is not None:
@@ -322,7 +327,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             try:
                 await client.call("/update_weights_from_disk", body)
             except EngineError:
-                if not replica.stale:
+                if not replica.stale:  # the server still has the weights that it had before
                     await client.call("/continue_generation", {})
                 raise
         await client.call("/continue_generation", {})
@@ -342,7 +347,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         await self._lost_weights.wait_until_needed()
 
     async def _request_weights(self) -> None:
-        """Wait until lost weights have been sent again; return at once if an update is open."""
+        """Wait until lost weights have been sent again.
+
+        Return at once if an update is open: the paused server holds a request until its commit.
+        """
         if self._open_update is None and self.fleet.stale:
             await self._lost_weights.wait_until_restored(self.transport)
 

@@ -14,7 +14,8 @@ from rollout.models.architecture import Architecture
 _PREFILL_TOKENS = ((20, 2048), (60, 4096), (160, 8192))
 _MAX_PREFILL_TOKENS = 16384
 _CHUNK_ARGUMENT = "chunked-prefill-size"
-_SCORED_TOKENS = 2048  # rows of logits that are computed at a time (SGLANG_LOGPROB_CHUNK_SIZE)
+# Rows of logits, one for each token, that are computed at a time (SGLANG_LOGPROB_CHUNK_SIZE).
+_SCORED_TOKENS = 2048
 
 
 def prefill_tokens(options: Mapping[str, Any], gpu_gb: float) -> int:
@@ -41,7 +42,8 @@ def prefill_bytes(architecture: Architecture, tp: int, tokens: int) -> float:
     For each token in bfloat16, these are three vectors of the hidden size (residual stream, its norm
     and the output of a part of a layer), and the widest part of a layer. In the MLP this is gate, up
     projection and their product, and in the attention the q, k and v projections, the rotated
-    queries and the attended values.
+    queries and the attended values. In a mixture, each chosen expert has the three vectors of an MLP,
+    and an output of the hidden size.
     """
     queries = architecture.heads * architecture.head_dim
     keys = architecture.kv_heads * architecture.head_dim
@@ -55,6 +57,9 @@ def prefill_bytes(architecture: Architecture, tp: int, tokens: int) -> float:
 
 def scoring_bytes(architecture: Architecture, tp: int) -> float:
     """Return the bytes of the float32 logits, and of their copies, while given tokens are scored."""
+    # As SGLang counts in `_can_borrow_logprob_memory` of layers/logprob_processor.py: scoring holds the
+    # logits and the log-probabilities. With several ranks, the gathering of the logits may hold three
+    # matrices: the part of a rank, the gathered parts, and their copy in one piece.
     matrices = 3 if tp > 1 else 2
     return 4.0 * matrices * _SCORED_TOKENS * architecture.vocab
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Prints the version of the NCCL wheel that torch brings.
+# Program that prints the version of the NCCL wheel that torch brings.
 _PRINT_VERSION = (
     "from importlib.metadata import distributions; "
     "names = ('nvidia-nccl-cu13', 'nvidia-nccl-cu12'); "
@@ -13,9 +13,12 @@ _PRINT_VERSION = (
 
 
 def nccl_mismatch(python: Path) -> str | None:
-    """Return the reason why this environment and that of `python` cannot form an NCCL group; None if they can.
+    """Return the reason why this environment and that of `python` cannot form an NCCL group.
 
     NCCL refuses a group of two versions, but only after minutes and on every rank.
+
+    Returns:
+        None if the versions are the same, or one of them is not known.
     """
     trainer_version = nccl_version(sys.executable)
     server_version = nccl_version(str(python))

@@ -15,7 +15,7 @@ from rollout.base.network import free_port, interface_of
 from rollout.base.processes import start_group, stop_group
 from rollout.base.urls import without_proxy
 from rollout.engines.sglang.settings import SGLangSettings
-from rollout.engines.sglang.toolkit import build_environment
+from rollout.engines.sglang.toolkit import compiler_environment
 
 # Number of tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py).
 _EMPTY_CONTEXT_TOKENS = 6
@@ -38,7 +38,7 @@ _DROPPED_VARIABLES = (
 class Server:
     """Process `python -m sglang.launch_server *arguments` of one replica.
 
-    Where Ray places the GPUs, this is the class of a Ray actor. Otherwise it is used in this process.
+    If Ray runs, servers are Ray actors of this class. Otherwise they are objects in this process.
 
     Attributes:
         python: interpreter of SGLang's environment.
@@ -102,14 +102,14 @@ class Server:
         environment |= network | dict(self.environment)
         # The path is not resolved: Python finds a virtual environment by the link's own path.
         python = Path(self.python).absolute()
-        environment |= build_environment(python, environment)
+        environment |= compiler_environment(python, environment)
         command = [
             str(python),
             "-m",
             "sglang.launch_server",
             *self.arguments,
             *self._key_arguments(),
-            *self.memory_arguments(devices),
+            *self.memory_arguments(devices),  # they override an earlier --mem-fraction-static
             "--host",
             address,
             "--port",
@@ -125,7 +125,7 @@ class Server:
         memory is converted to such a fraction.
 
         Returns:
-            []: there is no share, or the free memory of the GPUs is not known or 0.
+            The arguments; [] if there is no share, or the free memory of the GPUs is not known or 0.
         """
         if self.memory_share is None:
             return []
@@ -186,10 +186,10 @@ class Server:
 
 
 def server_arguments(settings: SGLangSettings) -> list[str]:
-    """Return the arguments of `sglang.launch_server`.
+    """Return the arguments of `sglang.launch_server`; `settings.arguments` override the defaults below.
 
-    In `settings.arguments`, True stands for a switch, None and False for no argument, and a mapping
-    is written as JSON.
+    Among their values, True stands for a switch, None and False for no argument, and a list for
+    several words. A mapping is written as JSON.
     """
     arguments: dict[str, object] = {
         "model-path": settings.folder,

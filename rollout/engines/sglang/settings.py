@@ -46,8 +46,8 @@ class SGLangSettings:
         transport: transport of new weights; see `TRANSPORTS`.
         weights_folder: folder that trainer and servers see; None: one in shared memory.
         placements: Ray actor options of each GPU, server by server; None: Ray chooses.
-        gpus: GPUs of each server that Ray does not place; empty: all that this process sees.
-        shares_gpus: True if other servers are on the same GPUs. They start one after another.
+        gpus: GPUs of each server if Ray does not run; empty: all that this process sees.
+        shares_gpus: True if other servers are on the same GPUs. They then start one after another.
         options: further arguments of sglang.launch_server.
         environment: environment variables of the servers.
         compare_servers: True to compare the servers' checksums with each other after every update.
@@ -58,12 +58,12 @@ class SGLangSettings:
         restarts: maximum number of restarts within an hour, of all servers together.
         start_s: seconds that a server may take to answer for the first time.
         timeout_s: seconds that a request may take.
-        log: log file of the servers; a number is put before the suffix.
+        log: log file of the servers; the number of the server is put before the suffix.
 
     Raises:
-        EngineError: there is no such transport or argument, SGLang does not support the model or
-            would not start with grammars, or servers on another machine have no key or no folder
-            for weights.
+        EngineError: there is no such transport or argument, SGLang does not support the model or an
+            adapter or would not start with grammars, or servers on another machine have no key or do
+            not read their weights from a folder.
     """
 
     folder: Path
@@ -123,7 +123,10 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the servers for adapters, routing and grammars; those in `options` override them."""
+        """Arguments that the settings ask for: those for adapters, routing and grammars, and `options`.
+
+        `options` override the others. `server_arguments` adds the arguments that every server gets.
+        """
         options = with_dashes(self.options)
         arguments: dict[str, Any] = {}
         if self.adapters:
@@ -141,9 +144,9 @@ class SGLangSettings:
         if self.routing:
             arguments["enable-return-routed-experts"] = True
             if not options.keys() & {"quantization", "moe-a2a-backend"}:
-                # On Blackwell, SGLang's own choice routes within a kernel and returns 0 for all
-                # experts (`bind_runner_backend` of layers/moe/topk.py). It chooses otherwise with an
-                # all-to-all backend, and for some quantizations, which may have no Triton kernel.
+                # On Blackwell, SGLang's own choice of a backend routes within a kernel and returns 0 for
+                # all experts (`bind_runner_backend` of layers/moe/topk.py). With an all-to-all backend
+                # or a quantization SGLang must choose, because Triton may have no kernel for them.
                 arguments["moe-runner-backend"] = "triton"
         if self.grammar:
             # The trainer computes the masks with the same library.
@@ -173,7 +176,7 @@ class SGLangSettings:
     def memory_share(self) -> float | None:
         """Share of the total memory of its GPUs that each server takes.
 
-        None if the servers share no GPUs, or if no argument names a share.
+        None if the servers share no GPUs, or if `mem-fraction-static` is not set.
         """
         share = self.arguments.get("mem-fraction-static")
         return float(share) if self.shares_gpus and share is not None else None
@@ -191,7 +194,7 @@ class SGLangSettings:
     @property
     def seeded(self) -> bool:
         """True if SGLang samples by the seed of a request."""
-        # SGLang turns deterministic inference on by itself for a target.
+        # With rl-on-policy-target, SGLang turns deterministic inference on by itself.
         names = ("enable-deterministic-inference", "rl-on-policy-target")
         return any(self.arguments.get(name) for name in names)
 
@@ -201,13 +204,13 @@ class SGLangSettings:
         Lines that begin with "#" are comments.
 
         Raises:
-            EngineError: a server is on another machine, without a key or a folder for weights.
+            EngineError: a server is on another machine, and there is no key or it does not read its
+                weights from a folder.
         """
-        file = Path(self.members or "")
-        if not file.is_file():
+        if self.members is None or not Path(self.members).is_file():
             return []
         urls = []
-        for line in read_regular_text(file).splitlines():
+        for line in read_regular_text(Path(self.members)).splitlines():
             url = line.strip().rstrip("/")
             if url and not url.startswith("#") and url not in urls:
                 self._check_url(url)
@@ -220,6 +223,7 @@ class SGLangSettings:
         return read_values(ServedConfig, read_config(self.folder), where)
 
     def _check_url(self, url: str) -> None:
+        """Refuse a server on another machine if there is no key, or if it does not read its weights from a folder."""
         if is_loopback(urlsplit(url).hostname or ""):
             return
         if not self.key:
@@ -240,9 +244,10 @@ def adapter_error(targets: Sequence[Projection]) -> str:
     (`normalize_qkv_proj` of lora/lora.py). A missing k becomes zeros, and a missing v fails.
     """
     projections = set(targets)
-    lacks_q_or_v = projections & {"q", "k", "v"} and not projections >= {"q", "v"}
-    up_alone = "up" in projections and "gate" not in projections
-    if not lacks_q_or_v and not up_alone:
+    changes_qkv = not projections.isdisjoint({"q", "k", "v"})
+    lacks_q_or_v = changes_qkv and not projections.issuperset({"q", "v"})
+    lacks_gate = "up" in projections and "gate" not in projections
+    if not lacks_q_or_v and not lacks_gate:
         return ""
     return (
         f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter "

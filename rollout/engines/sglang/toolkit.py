@@ -8,11 +8,11 @@ from pathlib import Path
 _TOOLKIT = Path("/usr/local/cuda")  # toolkit of the machine; SGLang looks here last
 
 
-def build_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def compiler_environment(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which a server finds nvcc and ninja.
 
-    PATH begins with SGLang's environment. On a machine without a CUDA toolkit, CUDA_HOME names the one
-    that requirements/sglang.sh assembles from the wheels in SGLang's environment.
+    PATH begins with SGLang's environment. If the machine has no CUDA toolkit, CUDA_HOME names the
+    toolkit that requirements/sglang.sh assembles from the wheels in SGLang's environment.
 
     Args:
         python: interpreter of SGLang's environment.
@@ -21,7 +21,7 @@ def build_environment(python: Path, environment: Mapping[str, str]) -> dict[str,
     search_path = environment.get("PATH", os.defpath)
     variables = {"PATH": f"{python.parent}{os.pathsep}{search_path}"}
     toolkit = python.parent.parent / "cuda"
-    if not _machine_nvcc(environment) and _is_executable(toolkit / "bin" / "nvcc"):
+    if not _find_nvcc(environment) and _is_executable(toolkit / "bin" / "nvcc"):
         variables["CUDA_HOME"] = str(toolkit)
     return variables
 
@@ -34,8 +34,8 @@ def toolchain_problem(python: Path, environment: Mapping[str, str]) -> str:
         environment: variables that the servers get in addition to those of this process.
     """
     variables = {**os.environ, **environment}
-    variables |= build_environment(python, variables)
-    if not _machine_nvcc(variables):
+    variables |= compiler_environment(python, variables)
+    if not _find_nvcc(variables):
         return (
             f"SGLang compiles kernels when a server starts, and there is no nvcc: not in {python.parent.parent}/cuda, "
             "CUDA_HOME, PATH or /usr/local/cuda; run `bash requirements/sglang.sh` (make setup-sglang), or install the "
@@ -50,7 +50,7 @@ def toolchain_problem(python: Path, environment: Mapping[str, str]) -> str:
     return ""
 
 
-def _machine_nvcc(environment: Mapping[str, str]) -> Path | None:
+def _find_nvcc(environment: Mapping[str, str]) -> Path | None:
     """Return the nvcc that SGLang finds with these variables, or None.
 
     The order of the search is that of `cuda_home` in SGLang's kernels/jit/utils/compile/toolchain.py.

@@ -539,7 +539,7 @@ def test_a_server_that_frees_its_graphs_in_sleep_makes_none_of_prompts(
             "enable-dp-attention=true",
             "SGLang removes it after 2026; set attn-dp-size instead",
         ),
-        ("model=x", "engine.options: model is not to be given to the servers; it is chosen here"),
+        ("model=x", "engine.options: model is not to be given to the servers; the engine sets it"),
         (
             "mem-fraction-statik=0.5",
             "has no argument 'mem-fraction-statik'; nearest: mem-fraction-static; `sglang.launch",

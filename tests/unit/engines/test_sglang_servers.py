@@ -71,7 +71,7 @@ def test_settings_that_cannot_work_are_refused(folder: Path, make: Make) -> None
         make(options={"nnodes": 2})
     with pytest.raises(
         EngineError,
-        match=r"engine.options: port is not to be given to the servers; it is chosen here",
+        match=r"engine.options: port is not to be given to the servers; the engine sets it",
     ):
         make(options={"port": 30000})
     server = SGLangEngine(

@@ -10,7 +10,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline import check
 from rollout.engines.sglang import toolkit
-from rollout.engines.sglang.toolkit import build_environment, toolchain_problem
+from rollout.engines.sglang.toolkit import compiler_environment, toolchain_problem
 
 
 def write_program(path: Path) -> Path:
@@ -36,11 +36,11 @@ def test_a_node_with_the_driver_alone_uses_the_toolkit_of_sglangs_environment(no
     python = node / "env" / "bin" / "python"
     environment = {"PATH": str(node / "programs")}
     assert "there is no nvcc: not in" in toolchain_problem(python, environment)
-    assert "CUDA_HOME" not in build_environment(python, environment)
+    assert "CUDA_HOME" not in compiler_environment(python, environment)
 
     write_program(node / "env" / "cuda" / "bin" / "nvcc")
     assert toolchain_problem(python, environment) == ""
-    assert build_environment(python, environment) == {
+    assert compiler_environment(python, environment) == {
         # ninja is a program of SGLang's environment
         "PATH": f"{node / 'env' / 'bin'}:{node / 'programs'}",
         "CUDA_HOME": str(node / "env" / "cuda"),
@@ -55,7 +55,7 @@ def test_a_toolkit_of_the_machine_comes_first(node: Path, compiler: str) -> None
     environment = {"PATH": str(node / "programs")}
     if compiler.startswith("home"):
         environment["CUDA_HOME"] = str(node / "home")
-    assert "CUDA_HOME" not in build_environment(python, environment)
+    assert "CUDA_HOME" not in compiler_environment(python, environment)
     assert toolchain_problem(python, environment) == ""
 
 
