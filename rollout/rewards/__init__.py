@@ -7,14 +7,14 @@ majority          1 for the most frequent answer of the group (test-time RL; MAR
 turn_difference   the change of a measure of the answer in each round (UnityMAS-O)
 shaping           the score of a turn relative to earlier scores (MARTI)
 local_team        the score of the turn plus the team's reward (Stronger-MAS); also for trees
-tree_shaping      the score of a branch relative to its parent and siblings (MARTI's MARS2)
+tree_shaping      the score of a turn relative to its branch's parent and siblings (MARTI's MARS2); only for trees
 coach             a coach's score of the turn (MAPPA); also for trees
 
 `judge_undecided` runs before the allocator: it counts undecidable answers as wrong if an agent
-gives many of them. `penalties` run after it. An allocator checks its options first, gives every
-turn of a completed trajectory a finite reward or masks it, and changes neither failed trajectories
-nor its input. It raises RewardError if a trajectory lacks the outcome or score that it needs, or is
-a tree and the allocator does not support trees.
+gives many of them. `penalties` run after it. The options of an allocator are checked when the
+config is read. An allocator gives every turn of a completed trajectory a finite reward or masks it,
+and changes neither failed trajectories nor its input. It raises RewardError if a trajectory lacks
+the outcome or score that it needs, or is a tree and the allocator does not support trees.
 """
 
 from collections.abc import Callable

@@ -26,9 +26,10 @@ class Unscored:
     """Failure to judge a turn.
 
     Attributes:
-        kind: the coach did not answer, refused, gave a malformed verdict twice, missed a deadline,
-            or its budget is spent.
-        message: the reason.
+        kind: "unavailable" if the coach did not answer, "refused" if it refused the prompt, "malformed"
+            if it gave a malformed verdict twice, "deadline" if the turn or its batch took too long, and
+            "budget" if the call might exceed the budget.
+        message: the reason, for people.
     """
 
     kind: Literal["unavailable", "refused", "malformed", "deadline", "budget"]
@@ -80,8 +81,8 @@ class Coach:
 
         Raises:
             RemoteError: the model cannot be used at all (key, model, URL or quota).
-            BudgetExhausted: a call exceeds the budget, and `when_exhausted` is "stop". Replies that
-                arrived stay in the cache.
+            BudgetExhausted: a call might exceed the budget, and `when_exhausted` is "stop". Replies
+                that arrived stay in the cache.
         """
         agents: dict[_TurnPosition, str] = {}
         tasks: dict[_TurnPosition, asyncio.Task[Judgement]] = {}

@@ -9,7 +9,8 @@ from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Message, Task, ToolEvent, Trajectory, Turn
 from rollout.rewards.coach_config import CoachConfig
 
-# Tool name of events whose result lists the files of the work folder, one per line.
+# Tool name of the events that `Episode.files` records; their result lists the files of the work folder,
+# one per line.
 FILES_TOOL = "files"
 
 _TEXTS: Mapping[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))

@@ -52,8 +52,8 @@ def invalid_reply(
             has no Chinese characters. `one_thought`: it has `<think>` and then `</think>`, each once.
             A reply that breaks a rule is penalised but still used.
     """
-    # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, whose format
-    # reward is format_weight * phi, with coef = format_weight and phi = -1.
+    # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty. It is also UnityMAS-O's
+    # format reward, format_weight * phi, where phi is -1 for a malformed reply; coef is format_weight.
     follows_rules = all(
         VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ())
     )
@@ -111,7 +111,8 @@ def apply_penalties(
     """Run the allocator, then add the sum of the penalties to the reward of each turn.
 
     If a penalty is None the turn is masked. It keeps its reward, which counts in the mean of its
-    peers, because DAPO masks only the loss. The score `penalty` of a turn is the sum, unless it is 0.
+    peers, because DAPO masks only the loss. A turn whose sum is not 0 gets the sum as the score
+    `penalty`.
 
     Raises:
         RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one

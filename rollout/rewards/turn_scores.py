@@ -61,9 +61,8 @@ def turn_difference(
     """Reward every turn with the change of the score `metric` in its round.
 
     A round ends with a turn of an agent in `scored`; f of the round is the score `metric` of that
-    turn. All turns of a round get its f minus f of the round before, which is 0 for the first round:
-    a searcher as well as the answer that follows it, or a reflector as well as the next program.
-    Turns after the last round get 0.
+    turn. All turns of a round get its f minus f of the round before, for example a search as well as
+    the answer that follows it. Before the first round f is 0. Turns after the last round get 0.
 
     Args:
         metric: name of the score f, such as "token_f1" or "pass_rate".
@@ -155,8 +154,9 @@ def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
     return [j for j in range(i) if turns[j].agent != turns[i].agent]
 
 
-# (turns, index of a turn) -> indices of the turns whose mean score is Q. Source: MARTI; its debate
-# class, debate in its generic class, chain, and mixture of agents.
+# (turns, index of a turn) -> indices of the turns whose mean score is Q. Source: MARTI, which has these
+# histories, in this order, for its debate class, for debates of its generic class, for chains, and for
+# mixtures of agents.
 HISTORY_SELECTORS: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
     "own": _earlier_turns_of_agent,
     "rounds": _turns_of_earlier_rounds,
@@ -201,7 +201,7 @@ def shaping(
         last_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
         result: list[float | None] = []
         for i, (turn, score) in enumerate(zip(turns, scores, strict=True)):
-            last_score: float | None = 0.0  # any number, since beta is 0
+            last_score: float | None = 0.0  # any number will do if beta, its weight, is 0
             if beta and history in _HISTORIES_WITH_LAST_SCORE_BY_AGENT:
                 last_score = last_by_agent[turn.agent]
             elif beta:
