@@ -106,7 +106,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     @property
     def starts(self) -> int:  # type: ignore[override]
         """Number of starts of servers so far, plus the number of servers that have left."""
-        return sum(replica.starts for replica in self.fleet.replicas) + self.fleet.starts_of_left
+        starts_of_present = sum(replica.starts for replica in self.fleet.replicas)
+        return starts_of_present + self.fleet.starts_of_departed
 
     async def stream(
         self,
@@ -147,7 +148,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             if experts is None:
                 return completion
             if completion.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]:
-                return completion  # the request was aborted before it ran, or between two runs
+                # The request was aborted while it waited to run, at first or after it was retracted.
+                return completion
             routing = parse_routing(reply, len(prompt_ids), experts)
             return replace(completion, routing=routing)
 

@@ -35,7 +35,7 @@ class Fleet:
     Attributes:
         replicas: servers that get requests.
         tell: called with one line when a server is started again, joins or leaves.
-        starts_of_left: starts of the servers that have left, plus 1 for each of them, so that the
+        starts_of_departed: starts of the servers that have left, plus 1 for each of them, so that the
             number of starts changes when a server leaves.
     """
 
@@ -64,7 +64,7 @@ class Fleet:
         self._restart_guard = restart_guard
         self._restarts = Restarts("engine", settings.restarts)
         self._members: dict[str, Replica] = {}  # servers that have joined, by URL
-        self.starts_of_left = 0
+        self.starts_of_departed = 0
         if settings.urls:
             self.replicas = [Replica(settings, url=url) for url in settings.urls]
         else:
@@ -105,7 +105,7 @@ class Fleet:
         if len(self.replicas) == 1:
             return False
         self.replicas.remove(replica)
-        self.starts_of_left += 1 + replica.starts
+        self.starts_of_departed += 1 + replica.starts
         self._members.pop(replica.client.url, None)
         self.tell(f"SGLang: {reason}; {len(self.replicas)} servers")
         return True
