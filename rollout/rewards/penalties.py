@@ -114,6 +114,11 @@ def apply_penalties(
     peers, because DAPO masks only the loss. A turn whose sum is not 0 gets the sum as the score
     `penalty`.
 
+    Args:
+        group: trajectories of one task.
+        penalties: functions that return the penalty of a turn, or None.
+        allocate: allocator; by default the group has its rewards already.
+
     Raises:
         RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one
             that is not finite.
