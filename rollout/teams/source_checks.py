@@ -151,7 +151,7 @@ def _is_compiled_from(function: Callable[..., Any], file: str) -> bool:
 
 
 def _names_agent(call: ast.Call, agent: str) -> bool:
-    """Return True if a call has the agent's name as an argument, and does not define the agent."""
+    """Return True if a call has the agent's name as a positional argument, and does not define the agent."""
     function_name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     if function_name in ("register_agent", "AgentSpec"):
         return False
@@ -190,8 +190,9 @@ def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
-    Calls in `if`, `while`, `try`, `match`, `and`, `or`, conditional expressions and inner functions
-    are left out. A `for` loop is taken to run at least once, and an early `return` never to happen.
+    Only calls with the name written as a text are found, as in `team.act("writer")`. Calls in `if`,
+    `while`, `try`, `match`, `and`, `or`, conditional expressions and inner functions are left out. A
+    `for` loop is taken to run at least once, and an early `return` never to happen.
     """
     definition = _definition(orchestra)
     if definition is None:
@@ -200,7 +201,9 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     nodes = [*ast.iter_child_nodes(definition)]
     while nodes:
         match nodes.pop():
-            case ast.If() | ast.IfExp() | ast.BoolOp() | ast.Try() | ast.Match() | ast.While():
+            case ast.If() | ast.IfExp() | ast.BoolOp() | ast.Match() | ast.While():
+                continue
+            case ast.Try() | ast.TryStar():
                 continue
             case ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():  # may never be called
                 continue

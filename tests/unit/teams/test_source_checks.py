@@ -132,6 +132,17 @@ def test_an_agent_whose_reply_is_an_argument_is_asked() -> None:
     assert asked_agents(revise) == {"writer", "editor"}
 
 
+async def guarded(task, team, env):
+    try:
+        await team.act("writer")
+    except* ValueError:
+        pass
+
+
+def test_an_agent_is_not_asked_unconditionally_in_a_try_of_exception_groups() -> None:
+    assert asked_agents(guarded) == frozenset()
+
+
 def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "launched.py"
     script.write_text(
