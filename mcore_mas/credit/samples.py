@@ -26,7 +26,7 @@ class Sample:
 
     Attributes:
         policy, agent, task, trajectory, turn: origin of the turn.
-        round: environment step that followed the turn.
+        round: number of the turn's round, as in `Turn`.
         node: branch numbers from the root, joined by "."; "" outside tree sampling.
         state: digest of the environment's description of its present state, without history; or of the
             agent's prompt if the environment describes no state.
@@ -39,7 +39,7 @@ class Sample:
         temperature: temperature of sampling.
         reward: reward of the turn.
         scores: measurements of the turn by name.
-        step_rewards: rewards of every environment step of the trajectory, by round; see the
+        step_rewards: rewards of the trajectory's environment steps, summed over each round; see the
             function `step_rewards`.
         copies: number of times that the sample counts in the loss, set by `align`.
         weight: factor of each token's loss. It is 1 until `weigh` sets it to the loss weight times
@@ -176,12 +176,12 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
-    """Return the rewards of the environment's steps of a trajectory, by round, with penalties.
+    """Return the reward of each round: that of its environment steps, with penalties.
 
-    The `penalty` scores of the turns of a round are added to the reward of its step, as in Dr. MAS's
+    The `penalty` scores of the turns of a round are added to the reward of its steps, as in Dr. MAS's
     GiGPO. The result ends before the first round without a step.
     """
-    # The reward of a step is the score "team" of every turn of its round.
+    # The score "team" of every turn of a round is the sum of the rewards of the round's steps.
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
     for turn in turns:
         if turn.round in rewards:

@@ -21,9 +21,9 @@ class Turns:
     The key columns hold integer ids; equal ids mean equal values. These columns always exist:
     policy, task, trajectory, agent, turn (index along its branch of the trajectory), state (the
     environment's state, or the prompt in environments that describe none), round (number of the
-    environment step that followed the turn), node (of the trajectory's tree; nodes of different
-    trajectories have different ids) and parent (id of the parent node; -1 at the root, and at its
-    children if the root has no turns).
+    turn's round, as in `Turn`), node (of the trajectory's tree; nodes of different trajectories have
+    different ids) and parent (id of the parent node; -1 at the root, and at its children if the root
+    has no turns).
 
     Attributes:
         rewards: [n] float64, reward of each turn minus the sum of its token penalties.

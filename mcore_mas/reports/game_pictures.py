@@ -95,7 +95,7 @@ def game_actions(trajectory: Trajectory) -> list[str]:
     The last turn before a step decides on its actions. If this turn wrote a program, they are what
     the program printed. A malformed turn and a failed program decide on none.
     """
-    last_turns = {turn.round: turn for turn in trajectory.path}  # by number of the step
+    last_turns = {turn.round: turn for turn in trajectory.path}
     printed = {
         (event.node, event.after_turn): "" if event.failed else parse_listed(event.result)
         for event in trajectory.tools

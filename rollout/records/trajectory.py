@@ -247,9 +247,9 @@ class Status(enum.StrEnum):
 class Turn:
     """A turn: one LLM call of one agent.
 
-    Names in `scores`, besides the metrics of the environment's step that followed:
+    Names in `scores`, besides the metrics of the environment's steps that ended the turn's round:
 
-    - `team`: reward of that step
+    - `team`: sum of the rewards of these steps
     - `local`: the orchestra's score of this turn
     - `undecided`: 1, in place of `local`, if the environment could not decide that score
     - `penalty`: sum of the penalties that were added to the reward
@@ -278,8 +278,8 @@ class Turn:
 
     Attributes:
         index: position in the trajectory, from 0.
-        round: number of the environment's step that followed, from 0; all turns between two steps
-            share it.
+        round: number of the turn's round in the trajectory, from 0. A round is the turns before a
+            step of the environment; the next turn after that step begins a new round.
         policy_version: version of the weights that sampled the end of the completion.
         versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
         node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree. The

@@ -125,10 +125,10 @@ class TeamSession:
         self._chat_counts: Counter[str] = Counter()  # number of chats, by agent
         self._tool_call_counts: Counter[str] = Counter()  # number of tool calls, by agent
         # A round is the turns before a step of the environment. Further steps belong to it until the
-        # next turn begins a new round.
+        # next turn begins a new round. A step before the first turn belongs to no round.
         self._round = 0  # number of the current round, from 0
         self._round_turns: list[int] = []  # turns of the current round
-        self._stepped = False  # True if the environment has stepped since the latest turn
+        self._stepped = False  # True after a step: the next turn begins a new round
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -272,7 +272,7 @@ class TeamSession:
             )
 
     def _record(self, call: Call, turn: Turn, task: asyncio.Task[Any]) -> None:
-        """Record a turn in the current round; begin a new round if the environment has stepped.
+        """Record a turn in the current round, or in a new round after a step of the environment.
 
         Args:
             call: call that the turn answers.
@@ -339,15 +339,16 @@ class TeamSession:
         self._turns[turn] = replace(self._turns[turn], node=node)
 
     def credit_step(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add a step's reward and metrics to the scores of all turns of the current round.
+        """Add a step's reward to the score `team` of all turns of the current round.
 
-        The reward is added to the score `team`, and a metric replaces the score of its name.
+        Each of the step's metrics becomes the score of its name, in place of an earlier step's.
         """
         for index in self._round_turns:
             scores = self.scores[index]
             scores.update(metrics)
             scores["team"] = scores.get("team", 0.0) + reward
-        self._stepped = True
+        if self._round_turns:
+            self._stepped = True
 
     def waits_for(self, awaited: object) -> AbstractContextManager[asyncio.Task[Any]]:
         """Return a context that records that the running task waits for a call, and yields the task."""

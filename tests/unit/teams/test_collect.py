@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.credit.samples import to_samples
+from mcore_mas.credit.samples import step_rewards, to_samples
 from rollout.base.errors import EngineError, Unusable
 from rollout.environments import ENVS
 from rollout.records.trajectory import Group, Status, Trajectory
@@ -135,6 +135,21 @@ def test_simultaneous_turns_keep_the_order_of_their_calls():
         (1, "b", 2.0),
     ]
     assert [event.after_turn for event in trajectory.tools] == [1]
+
+
+def test_rounds_are_numbered_from_0_even_if_a_step_is_before_the_first_turn():
+    async def orchestra(task, team, env):
+        await env.step("5")
+        await team.act("a", said="x")
+        await env.step("2")
+        await team.act("b", said="x")
+        await env.step("3")
+
+    [trajectory] = play(orchestra, replying("0", "0"))
+    assert [turn.round for turn in trajectory.turns] == [0, 1]
+    # The step before the first turn counts in the outcome, and in the reward of no round.
+    assert trajectory.outcome == 10.0
+    assert step_rewards(trajectory.turns) == (2.0, 3.0)
 
 
 def test_the_state_key_depends_on_the_messages_only():
