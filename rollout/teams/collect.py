@@ -222,7 +222,7 @@ class Collector:
         return ending if has_ended else replace(ending, error=ending.error + LEFT_BEHIND)
 
     def _batch_left_s(self) -> float | None:
-        """Return the seconds until the batch's deadline, or None."""
+        """Return the seconds until the batch's deadline; None if the batch has none."""
         if self.options.deadlines.batch_s is None:
             return None
         now = asyncio.get_running_loop().time()

@@ -157,7 +157,8 @@ class Episode:
         if step.answer is not None:
             self.answer = step.answer
         self.metrics.update(step.metrics)
-        # A step is the whole team's, so its tool calls follow the latest turn of any asyncio task.
+        # The whole team takes a step, so its tool calls are recorded after the team's latest turn, no
+        # matter which asyncio task asked for that turn.
         for tool_call in step.tools:
             self._record(tool_call, self.session.last_turn, started_s)
         return step

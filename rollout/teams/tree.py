@@ -259,9 +259,10 @@ class BranchSession(TeamSession):
         )
 
     def _branch_name(self) -> str:
-        """Return a name for the turns so far, which distinguishes equal calls after different turns.
+        """Return a name for the turns so far, under which `CallRecord` keeps the results of tool calls.
 
-        Branches with the same turns so far have the same name, and share the recorded results of calls.
+        Branches with the same turns so far have the same name, and so share these results. After other
+        turns, an equal tool call has a result of its own.
         """
         seeds = [turn.seed for _, turn in sorted(self._turns.items())]
         return str(derive_seed(*seeds)) if seeds else ""

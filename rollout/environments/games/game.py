@@ -1,7 +1,7 @@
-"""Game environments: interfaces of rules and of generators, the environment, and shared helpers.
+"""Games that are puzzles: interfaces of rules and of generators, the environment, and shared helpers.
 
-`Game` and `PuzzleSource` are the interfaces; `GameEnv` plays any game. The helpers parse lists of
-actions and grids, and search for shortest solutions.
+`Game` and `PuzzleSource` are the interfaces; `GameEnv` plays any `Game`. The helpers parse lists of
+actions and grids, and search for shortest solutions. Games of two players are in `zero_sum`.
 """
 
 import re
@@ -75,7 +75,11 @@ class Game(Protocol[_State]):
         return "\n".join(" ".join(row) for row in self.board(state))
 
     def board(self, state: _State) -> list[list[str]]:
-        """Return the rows of a picture of the state; each square is a sign (a colour) or a label."""
+        """Return the rows of a picture of the state.
+
+        Each square is a sign, such as `#`, which the picture shows in a colour, or a label, such as a
+        digit.
+        """
 
     def play(self, state: _State, actions: str) -> Played[_State] | None:
         """Carry out a list of actions; return None if the text is not such a list."""
