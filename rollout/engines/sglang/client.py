@@ -172,8 +172,10 @@ class StreamedReply:
         position = max(0, meta["completion_tokens"] - count)
         self._token_ids[position:] = token_ids
         for name, values in self._logprobs.items():
+            # The entries may be those of all tokens so far; the last ones belong to this event. Without
+            # tokens, [-0:] would be all entries.
             entries = meta.get(name, ())
-            values[position:] = entries[-count:] if count else []  # [-0:] would be all entries
+            values[position:] = entries[-count:] if count else []
         if self._wants_more and not meta["finish_reason"]:
             self._wants_more = self._on_tokens(reported, self._token_ids[reported:])
             if not self._wants_more:
@@ -241,7 +243,7 @@ def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
     meta = reply["meta_info"]
     token_ids = tuple(reply["output_ids"])
     logprobs: tuple[Any, ...] = ()
-    if token_ids:
+    if token_ids:  # a reply without tokens may have an entry all the same
         logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(token_ids) :])
     if len(logprobs) != len(token_ids):
         raise EngineError(
