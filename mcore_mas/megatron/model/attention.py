@@ -76,7 +76,7 @@ class TreeAttention(torch.nn.Module):
         v = value.squeeze(1)
         starts = layout.sequence_starts
         if self.uses_te_kernel and starts is not None:  # no two sequences share tokens
-            return self._attend_sequences(q, k, v, starts, layout.longest_segment)[:, None]
+            return self._attend_sequences(q, k, v, starts, layout.longest_sequence)[:, None]
         if self.exact:
             return attend_exactly(q, k, v, layout.paths, self.scale)[:, None]
         if layout.block_plan is not None:
@@ -84,7 +84,7 @@ class TreeAttention(torch.nn.Module):
             return out.flatten(1)[:, None]
 
         if q.device.type == "cpu":
-            # The CPU's kernel takes up to six times as long for short blocks in bfloat16.
+            # For short blocks in bfloat16, the backward pass of the CPU's kernel takes several times as long.
             q = q.float()
             k = k.float()
             v = v.float()

@@ -227,7 +227,6 @@ class PackedTrees(PackedSeqParams):
         block_plan: plan for Triton's kernels, in place of `causal_blocks` and `unmasked_pairs`.
         sequence_starts: [sequences + 1] int32, first token of each sequence, and T; None if
             sequences share tokens.
-        longest_segment: number of tokens of the longest segment.
         longest_sequence: number of tokens of the longest sequence, from a root to a leaf.
         predictors: [n] tokens of this rank that predict a label; set if the other tokens do not
             leave the last layer.
@@ -242,7 +241,6 @@ class PackedTrees(PackedSeqParams):
     paths: tuple[tuple[slice, ...], ...] = ()
     block_plan: BlockPlan | None = None
     sequence_starts: Tensor | None = None
-    longest_segment: int = 0
     longest_sequence: int = 0
     predictors: Tensor | None = None
     routing: Tensor | None = None
@@ -264,10 +262,9 @@ class PackedTrees(PackedSeqParams):
         subtree_ends = _subtree_ends(segments, stops)
 
         layout = cls(
-            longest_segment=max(lengths),
             longest_sequence=max(
                 depth + tokens for depth, tokens in zip(depths(segments), lengths, strict=True)
-            ),
+            )
         )
         if device_type == "cpu":
             layout.paths = _paths(segments, ranges)
