@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -115,7 +115,7 @@ class OpenEnvEnv(WorldEnv):
             await self._slot.aclose()
 
     async def _find_url(self) -> str:
-        """Return the base URL of a server, which is started if it is the run's own."""
+        """Return the option `url`, or the URL of a server that `command` starts."""
         from rollout.environments.openenv_session import servers_of
 
         if self.url:
@@ -186,16 +186,19 @@ def _fill(value: JsonValue, text: str) -> JsonValue:
 
 
 def _finite_reward(value: Any) -> float:
-    """Return the reward of a message of the protocol as a float; null is 0.
+    """Return the reward in a server's reply as a float; null is 0.
 
     Raises:
-        EnvError: the value is not a finite number.
+        EnvError: the value is not a number, or not a finite float.
     """
     if value is None:
         return 0.0
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvError(f"openenv: the reward {value!r} is not a finite number")
-    return float(value)
+    if isinstance(value, int | float):
+        with suppress(OverflowError):  # raised for an integer above 1e308
+            reward = float(value)
+            if math.isfinite(reward):
+                return reward
+    raise EnvError(f"openenv: the reward {repr(value)[:40]} is not a finite number")
 
 
 def _json_object(text: str) -> dict[str, Any] | None:

@@ -18,12 +18,14 @@ class GuessingGame:
 
     def __init__(self) -> None:
         self.secret = 0
+        self.prize: Any = 1  # reward of the right guess
         self.guesses = 0
 
     async def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a message."""
         if kind == "reset":
             self.secret = data.get("secret", random.Random(data.get("seed", 0)).randrange(3))
+            self.prize = data.get("prize", 1)
             question = f"Guess a number. {data.get('note', '')}".strip()
             if data.get("shuffled"):
                 question += f" {random.random()}"
@@ -42,10 +44,10 @@ class GuessingGame:
         self.guesses += 1
         is_right = guess == self.secret
         text = f"{guess} is {'right' if is_right else 'wrong'}"
-        return observation({"question": text}, 1 if is_right else -0.25, is_right)
+        return observation({"question": text}, self.prize if is_right else -0.25, is_right)
 
 
-def observation(fields: dict[str, Any], reward: float | None, done: bool) -> dict[str, Any]:
+def observation(fields: dict[str, Any], reward: Any, done: bool) -> dict[str, Any]:
     """Return the reply to a reset or a step."""
     content = {"observation": {**fields, "metadata": {}}, "reward": reward, "done": done}
     return {"type": "observation", "data": content}

@@ -135,6 +135,12 @@ def test_a_game_that_fails_is_an_error_of_one_line(
         play_actions(*actions, **options)
 
 
+@pytest.mark.parametrize("prize", [10**400, "high"])
+def test_a_reward_that_is_no_finite_number_is_an_error(prize: Any) -> None:
+    with pytest.raises(EnvError, match=r"openenv: the reward (10{39}|'high') is not a finite"):
+        asyncio.run(play_game(make_task(secret=1, prize=prize), "1"))
+
+
 def test_a_server_that_ended_is_started_again() -> None:
     with pytest.raises(EnvError, match="broke"):
         play_actions("9")
