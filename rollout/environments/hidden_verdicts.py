@@ -138,13 +138,16 @@ def _parse_report(stdout: str, mark: str) -> Mapping[str, Sequence[_Event]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TestVerdict:
-    """Verdict on a test.
+    """Verdict on a test after one run of its file.
+
+    A site (see `Site`) is open if the value that the test computed there is not plain data. Such a
+    value can be compared only inside of the sandbox, which needs a second run of the file.
 
     Attributes:
-        passes: False if the test has failed; True is final only without open sites.
-        open_sites: expected values of the sites whose reported values could not be compared
-            outside of the sandbox, by the key of the site: its number and that of the withheld
-            value, such as "7000001/-1".
+        passes: False if the test has failed. If it is True and there are open sites, the second run
+            decides.
+        open_sites: expected values of open sites by key. A key such as "7000001/2" has the number of
+            the site and that of the withheld value, or -1 if the site has no parameter.
     """
 
     passes: bool

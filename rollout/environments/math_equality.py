@@ -1,4 +1,4 @@
-"""Equality of two math answers for sympy, as math-verify reads them.
+"""Equality of two math answers, which math-verify reads as sympy expressions.
 
 `compare_as_expressions` compares two answers. The child processes of `math_comparer.py` call it, and
 they import this file without the rest of the project. Therefore it imports nothing from this project,
@@ -133,17 +133,20 @@ def _in_dollars(text: str) -> str:
     return f"${number}${text[len(number) :]}"
 
 
-def _solutions(equations: Any) -> Any:
-    """Return the set {1, 2} for equations of one unknown such as `x=1,x=2`, else the equations."""
+def _solutions(expressions: Any) -> Any:
+    """Return the set {1, 2} for a set of equations such as `x=1,x=2`; other sets are unchanged.
+
+    The left side of all equations must be the same symbol.
+    """
     import sympy
 
-    elements = list(equations.args)
+    elements = list(expressions.args)
     if not all(isinstance(element, sympy.Eq) for element in elements):
-        return equations
-    unknowns = {element.lhs for element in elements}
-    if len(unknowns) != 1 or not isinstance(elements[0].lhs, sympy.Symbol):
-        return equations
-    return sympy.FiniteSet(*(element.rhs for element in elements))
+        return expressions
+    left_sides = {equation.lhs for equation in elements}
+    if len(left_sides) != 1 or not isinstance(elements[0].lhs, sympy.Symbol):
+        return expressions
+    return sympy.FiniteSet(*(equation.rhs for equation in elements))
 
 
 def _are_equal(guess: Any, gold: Any) -> bool:
@@ -222,7 +225,7 @@ def _exact(expression: Any) -> Any:
 
 
 def _numbers_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare two numbers. A percentage such as 50 % equals both 50 and 1/2."""
+    """Return True if two numbers are equal. A percentage such as 50 % equals both 50 and 1/2."""
     guess_share = _percentage(guess)
     gold_share = _percentage(gold)
     if guess_share is not None and gold_share is not None:
@@ -245,7 +248,7 @@ def _percentage(expression: Any) -> Any:
 
 
 def _values_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare two numbers exactly, or with the precision of a long decimal.
+    """Return True if two numbers are equal, exactly or within the precision of a long decimal.
 
     A decimal truth of six digits or more equals all numbers that round to it. A decimal guess of
     fifteen digits or more may have the rounding error of a float.
@@ -324,9 +327,10 @@ def _significant_digits(number: Any) -> int:
 
 
 def _parts_are_equal(guess: Any, gold: Any) -> bool:
-    """Compare the elements of two objects that math-verify finds equal.
+    """Return True if the parts of two objects are equal, or cannot be paired.
 
-    math-verify compares decimal places, so all small numbers are equal for it.
+    math-verify has found the objects equal, but it compares decimal places, so all small numbers are
+    equal for it.
     """
     guess_parts = list(_parts(guess))
     gold_parts = list(_parts(gold))
@@ -352,7 +356,10 @@ def _parts(expression: Any) -> Iterator[Any]:
 
 
 def _part_is_equal(guess: Any, gold: Any) -> bool:
-    """Compare two elements: numbers by their values, other expressions by their values at some points."""
+    """Return True if two parts are equal: numbers, or expressions with equal values at some points.
+
+    A point at which one of the expressions has no finite value is skipped.
+    """
     if _is_number(guess) and _is_number(gold):
         return _numbers_are_equal(guess, gold)
     for point in range(_POINTS):
@@ -367,19 +374,27 @@ def _part_is_equal(guess: Any, gold: Any) -> bool:
 
 
 def _value_at(expression: Any, point: int) -> Any:
-    """Return the value of an expression in which each symbol is replaced by a number."""
+    """Return the value of an expression at a point: each symbol is replaced by a number.
+
+    Args:
+        expression: expression with symbols.
+        point: index of the point.
+    """
     import sympy
 
-    values = {
-        symbol: sympy.I if symbol.name == "i" else sympy.Rational(_point(symbol.name, point), 97)
+    numbers = {
+        symbol: sympy.I if symbol.name == "i" else _coordinate(symbol.name, point)
         for symbol in expression.free_symbols
     }
-    return sympy.N(_exact(expression).xreplace(values).doit(), _VALUE_DIGITS)
+    return sympy.N(_exact(expression).xreplace(numbers).doit(), _VALUE_DIGITS)
 
 
-def _point(symbol: str, point: int) -> int:
-    """Return an integer above 97 that depends on the name of a symbol and on the point."""
-    return 101 + (zlib.crc32(f"{symbol} {point}".encode()) % 1009)
+def _coordinate(symbol: str, point: int) -> Any:
+    """Return the fraction above 1 that stands for a symbol at a point."""
+    import sympy
+
+    numerator = 101 + (zlib.crc32(f"{symbol} {point}".encode()) % 1009)
+    return sympy.Rational(numerator, 97)
 
 
 def _sort_key(expression: Any) -> tuple[float, float]:

@@ -253,7 +253,11 @@ class McpEnv:
         return Step(observation=observation, tools=tool_calls, metrics=self._count_metrics())
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> ToolCall:
-        """Call a tool within the deadline; a failure that the tool reports is the result."""
+        """Call a tool within the deadline; if the tool reports a failure, its text is the result.
+
+        Raises:
+            EnvError: the server broke, or did not answer in time.
+        """
         self._counts["calls"] += 1
         name = tool.schema.name
         failed = False

@@ -31,7 +31,7 @@ _CLOSE_S = 10.0  # seconds in which a server may close a session
 
 
 class OpenEnvSession:
-    """Session at a server, with an environment of its own, over a WebSocket."""
+    """Session at a server over a WebSocket; the server makes an environment for each session."""
 
     def __init__(self, url: str, deadline_s: float) -> None:
         """Configure the session; `connect` opens it.
@@ -198,7 +198,7 @@ class OpenEnvServers:
         self._servers_in_turn = cycle([_Server(command) for _ in range(number)])
 
     async def url(self, start_s: float) -> str:
-        """Return the URL of one server after the other; start the server if it does not run.
+        """Return the URL of the next server in turn; start the server if it does not run.
 
         Args:
             start_s: seconds within which a server must have started.

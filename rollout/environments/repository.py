@@ -121,23 +121,23 @@ class _Answers:
     Attributes:
         sources: content of each file by path.
         shown: paths of the files that agents read.
-        checks: tests of a generated task; none for a SWE-bench instance.
-        tests: names of the tests of each kind, by the kind: `fail_to_pass` or `pass_to_pass`.
-        test_patch: diff that adds pytest tests; "" for a generated task.
-        permissions: names in `_PERMISSION_WORDS` that the checkout's code needs.
+        checks: hidden tests of a generated task; none for a SWE-bench instance.
+        test_patch: diff that adds the pytest tests of a SWE-bench instance; "" for a generated task.
+        names_by_kind: names of the checks or pytest tests, by `fail_to_pass` and `pass_to_pass`.
+        permissions: permissions that the checkout's code needs (see `_PERMISSION_WORDS`).
     """
 
     sources: dict[str, str]
     shown: Sequence[str]
     checks: Sequence[CheckCall]
-    tests: Mapping[str, Sequence[str]]
     test_patch: str
+    names_by_kind: Mapping[str, Sequence[str]]
     permissions: Collection[str]
 
     @property
     def test_names(self) -> list[str]:
         """Names of all tests."""
-        return list(chain.from_iterable(self.tests.values()))
+        return list(chain.from_iterable(self.names_by_kind.values()))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -195,7 +195,7 @@ class RepositoryEnv(SandboxedEnv):
             applied = False
             observation = str(error)
 
-        rates = {kind: _pass_rate(names, passed) for kind, names in answers.tests.items()}
+        rates = {kind: _pass_rate(names, passed) for kind, names in answers.names_by_kind.items()}
         solved = all(rate == 1 for rate in rates.values())
         if solved and answers.test_patch:
             await self._require_failing_tests(answers)
@@ -267,7 +267,7 @@ class RepositoryEnv(SandboxedEnv):
         if key in _TASKS_WITH_FAILING_TESTS:
             return
         passed = await self._run_pytest(answers, answers.sources)
-        for name in answers.tests["fail_to_pass"]:
+        for name in answers.names_by_kind["fail_to_pass"]:
             if name in passed:
                 raise EnvError(
                     f"task {self.task.id}: the test {name} passes without a repair in this "
@@ -361,8 +361,8 @@ def _read_answers(task: Task, checkouts: Path | None) -> _Answers:
         sources=sources,
         shown=sorted(sources) if shown is None else shown,
         checks=checks,
-        tests={"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass},
         test_patch=test_patch,
+        names_by_kind={"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass},
         permissions=_find_permissions(sources) if test_patch else (),
     )
 

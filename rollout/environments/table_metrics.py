@@ -190,7 +190,11 @@ def _scaled(values: Sequence[float]) -> list[float]:
 
 
 def spearman(pairs: Pairs) -> float:
-    """Return Spearman's rank correlation coefficient; equal values have their mean rank."""
+    """Return Spearman's rank correlation coefficient; 0 if all predictions are equal.
+
+    Raises:
+        ValueError: all truths are equal.
+    """
     truths = _ranks([truth for truth, _ in pairs])
     predictions = _ranks([prediction for _, prediction in pairs])
     return pearson(list(zip(truths, predictions, strict=True)))
@@ -260,9 +264,9 @@ class Metric:
     """A metric of predictions, and how its value becomes a reward.
 
     Attributes:
-        measure: computes it from the pairs of truth and prediction of a column; if `by_row`, from
-            all rows, each with a pair for every column.
-        kind: form of the predictions: finite numbers, whole ones, labels, or any text.
+        measure: function that computes the metric. Its argument is the pairs of truth and
+            prediction of a column or, if `by_row`, a list of rows, each with a pair for every column.
+        kind: form of the cells: finite numbers, whole numbers, labels, or any text.
         scale: value of an error metric at which the reward is 1/e; None: larger values are better,
             and 1 is the best.
         by_row: True if all columns of a row are measured together.
@@ -285,7 +289,10 @@ class Metric:
     def score_columns(
         self, truth: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
     ) -> float:
-        """Compute the metric from the cells of several columns: their mean, or row by row."""
+        """Compute the metric of one or more columns.
+
+        It is the mean of the metrics of the columns, unless rows are measured (`by_row`).
+        """
         columns = [self._pairs(*cells) for cells in zip(truth, predictions, strict=True)]
         if self.by_row:
             return self.measure(list(zip(*columns, strict=True)))

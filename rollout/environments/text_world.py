@@ -76,7 +76,7 @@ class WorldEnv:
         raise NotImplementedError
 
     async def carry_out(self, action: str) -> Scene:
-        """Carry out an action.
+        """Carry out an action; return the scene after it.
 
         Raises:
             AgentMistake: the text is not an action; nothing has changed.
@@ -89,7 +89,7 @@ class WorldEnv:
         raise NotImplementedError
 
     async def open(self, task: Task) -> None:
-        """Start the world."""
+        """Begin the game of a task."""
         if not task.answers:
             raise EnvError(f"task {task.id} has no answers; the first is the key of a game")
         self._scene = await self.begin(task.answers[0])
@@ -104,7 +104,10 @@ class WorldEnv:
         return f"{task.prompt}\n\n{_render(self._current_scene())}".strip()
 
     async def step(self, action: str) -> Step:
-        """Carry out the action of a text."""
+        """Carry out the action that an agent has written.
+
+        If the text is not an action, the observation says why.
+        """
         scene = self._current_scene()
         if scene.done or self._turns == self.max_turns:
             raise EnvError("WorldEnv.step after the end")

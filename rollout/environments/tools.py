@@ -55,8 +55,8 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
     """Make a tool of an async function.
 
     Args:
-        function: its keyword-only parameters are the tool's, and the first paragraph of its
-            docstring describes the tool.
+        function: makes a call. Its keyword-only parameters are those of the tool. The first
+            paragraph of its docstring describes the tool, and its `Args:` describe the parameters.
         flags: boolean fields of `Tool`.
 
     Raises:
