@@ -81,7 +81,7 @@ def resolve(
             values = _merge_sections(values, sections)
         values = assign_policies(values)
         values = use_downloads(values)
-        values = at_scale(values, scale)
+        values = _at_scale(values, scale, origin)
     except HydraException as error:
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
@@ -92,6 +92,19 @@ def resolve(
         raise ConfigError(f"{origin}: {error}") from error
 
     return RunConfig.from_values(values, origin).model_dump(mode="json")
+
+
+def _at_scale(values: Mapping[str, Any], scale: str, origin: str) -> dict[str, Any]:
+    """Return the sections at a scale; see `at_scale`, which expects that every section has the right type.
+
+    Raises:
+        ConfigError: a section or one of its values has a wrong type, which the error names.
+    """
+    try:
+        return at_scale(values, scale)
+    except (AttributeError, KeyError, TypeError):
+        RunConfig.from_values(values, origin)
+        raise
 
 
 def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def test_a_policy_that_trains_in_fp8_has_a_tiny_scale() -> None:
     overrides = ["experiment=drmas_t1_4b_separate_grpo", *fp8]
     assert resolve(overrides)["policies"]["verifier"]["fp8"] == "hybrid"
     assert resolve(overrides, None, "tiny")["policies"]["verifier"]["fp8"] is None
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("policies=3", "policies: Input should be an object (got 3)"),
+        ("reward=3", "reward"),
+        ("agents.solver=3", "agents.solver"),
+    ],
+)
+def test_a_section_of_a_wrong_type_is_named_at_every_scale(override: str, message: str) -> None:
+    for scale in ("paper", "tiny"):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            resolve(["experiment=demo_math", override], None, scale)
 
 
 def test_a_remote_model_has_no_tiny_scale() -> None:
