@@ -288,16 +288,16 @@ class CachedDecoder:
         """
         low_rank = self._low_rank(batch.adapters)
         experts: list[Tensor] = []
-        row = self._to_device(batch.rows)
-        position = self._to_device(batch.positions)
-        rotation = self._rotation[position][:, None]
+        rows = self._to_device(batch.rows)
+        positions = self._to_device(batch.positions)
+        rotation = self._rotation[positions][:, None]
         x = F.embedding(self._to_device(token_ids), self._active.embed).float()
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low_rank[index])
             keys = cache.keys[index]
             values = cache.values[index]
-            keys[row, :, :, position] = k
-            values[row, :, position] = v
+            keys[rows, :, :, positions] = k
+            values[rows, :, positions] = v
             parts = [
                 block.attend(q[block.part], keys, values, index, exact=self.exact)
                 for block in blocks
@@ -433,8 +433,8 @@ class CachedDecoder:
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.products.multiply(x, weight, bias)
 
-    def _multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return self.products.multiply_add(x, inputs, weight)
+    def _multiply_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products.multiply_add(residual, x, weight)
 
 
 def _add_nothing(*_: object) -> None:

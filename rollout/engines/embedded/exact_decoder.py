@@ -103,8 +103,8 @@ class ExactDecoder(CachedDecoder):
         product = row_product(x, weight)
         return product if bias is None else product + bias
 
-    def _multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return x + row_product(inputs, weight)
+    def _multiply_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return residual + row_product(x, weight)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

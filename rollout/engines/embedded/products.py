@@ -67,11 +67,11 @@ class BlockedWeights:
             return F.linear(x, weight, bias)
         return one_dnn_linear(x, blocked, bias, "none", [], "")
 
-    def multiply_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return x + inputs weightᵀ of `x` [N, outputs] and `inputs` [N, inputs]."""
-        if weight not in self._copies and weight.dtype == x.dtype:
-            return torch.addmm(x, inputs, weight.t())
-        return self.multiply(inputs, weight).add_(x)
+    def multiply_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return residual + x weightᵀ of `residual` [N, outputs] and `x` [N, inputs]."""
+        if weight not in self._copies and weight.dtype == residual.dtype:
+            return torch.addmm(residual, x, weight.t())
+        return self.multiply(x, weight).add_(residual)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
