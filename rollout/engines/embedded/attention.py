@@ -46,7 +46,8 @@ class AttentionPlanner:
     def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
         """Return the blocks of a batch, which together have its rows in order.
 
-        A batch is cut anew every `KEY_MULTIPLE` tokens even if it continues, because rows grow.
+        Even a batch that continues is cut anew every `KEY_MULTIPLE` tokens, because other blocks may
+        be faster once its rows are longer.
         """
         last = self._batch
         continues = last is not None and batch.continues(last)
@@ -66,6 +67,7 @@ class AttentionPlanner:
         blocks: list[RowBlock | GroupBlock] = []
         first = 0
         for runs in _group_runs(batch, cache_rows):
+            # `runs` has one slice of the batch for each group of the block.
             blocks += row_blocks(batch, self._device, first, runs[0].start)
             key = _prefix_key(batch, runs)
             prefix = known_prefixes.get(key)
@@ -79,8 +81,8 @@ class AttentionPlanner:
     def _gather_prefix(self, batch: DecodeBatch, runs: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Copy the keys [L, G KV, D, P] and values [L, G KV, P, D] that each group's rows share.
 
-        P is that of the group that shares most. The other groups' entries behind their own common
-        tokens are masked in `GroupBlock`.
+        P is the largest number of tokens that the rows of any group share. For a group that shares
+        fewer, `GroupBlock` masks the entries behind its shared tokens.
         """
         keys = self._cache.keys
         values = self._cache.values

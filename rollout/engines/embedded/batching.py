@@ -74,8 +74,8 @@ class EmbeddedEngine:
     """Engine that decodes many requests at once; it is used by one thread at a time.
 
     A request's tokens depend on its prompt, its sampling and the weights. Other requests of the
-    batch change only the last bits of log-probabilities, because sums over more rows are made in
-    another order. In deterministic mode they change nothing.
+    batch change only the last bits of log-probabilities, because a matrix product of more rows may
+    add up its terms in another order. In deterministic mode they change nothing.
 
     Deterministic mode uses `ExactDecoder` if it can (see `exact_decoder`). A trainer in deterministic
     mode then computes the same bits. Otherwise every sequence is decoded alone, which is several
@@ -281,6 +281,10 @@ class EmbeddedEngine:
 
         Args:
             adapter: number of the adapter to compute with; 0 for none.
+
+        Raises:
+            EngineError: the engine's weights sleep, or a reply is too long, or has token ids outside
+                the vocabulary.
         """
         for reply in replies:
             problem = self._scoring_problem(reply)
@@ -333,7 +337,7 @@ class EmbeddedEngine:
         return ""
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """End requests; the next `step` returns what they have, with finish reason `abort`."""
+        """End requests; the next `step` returns their tokens so far, with finish reason `abort`."""
         aborted = set(request_ids)
         waiting: deque[Generation] = deque()
         for generation in self._waiting:
@@ -540,7 +544,8 @@ class EmbeddedEngine:
         """End the request in a row, and keep its completion for the next `step`."""
         assert self._cache is not None
         request_id = self._rows.generations[row].id
-        routing = self._cache.routing_bytes(row, int(self._rows.size[row]) - 1)
+        computed_tokens = int(self._rows.size[row]) - 1  # all but the newest
+        routing = self._cache.routing_bytes(row, computed_tokens)
         self._done.append((request_id, self._rows.vacate(row, finish_reason, routing)))
 
 

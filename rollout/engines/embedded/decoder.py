@@ -35,11 +35,14 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpan:
-    """Tokens of a prompt to compute: the positions from `start` on of one cache row.
+    """Part of a prompt to compute: its tokens from position `start` on.
 
     Attributes:
+        row: cache row that the keys and values of the tokens are written to.
+        start: position of the first of the tokens.
         token_ids: [T] int64.
-        source: row from which the keys of the positions before `start` are copied; may be `row`.
+        source: row from which the keys of the positions before `start` are copied; if it is `row`,
+            nothing is copied.
         adapter: number of the adapter; 0 for none.
         copies: other rows with the same prompt, which get a copy of the keys.
     """
@@ -98,7 +101,7 @@ class CachedDecoder:
             halves: buffers of the weights; None: the decoder allocates them, uninitialised.
             device: name of the torch device that computes.
             adapters: shapes of adapters, which have no effect before they are `put`.
-            bf16: multiply in bfloat16 where the processor can.
+            bf16: multiply in bfloat16; a CPU without instructions for it multiplies in float32.
 
         Raises:
             EngineError: torch cannot compute on the device.

@@ -253,7 +253,7 @@ class GpuDecoder(CachedDecoder):
         normed = add_norm(x.contiguous(), None, self._active.norm, self.shape.norm_eps, self.dtype)
         if self.dtype == torch.float32:
             return F.linear(normed, head)
-        if self.device.type == "cpu":  # without a GPU, torch has no product with another type
+        if self.device.type == "cpu":  # where torch.mm has no `out_dtype`
             return F.linear(normed.float(), head.float())
         return torch.mm(normed, head.t(), out_dtype=torch.float32)
 

@@ -19,7 +19,7 @@ def token_bytes(architecture: Architecture, *, bf16: bool) -> int:
 def pass_bytes(
     architecture: Architecture, length: int, *, bf16: bool, adapters: bool = False
 ) -> int:
-    """Return the memory of a pass over prompts, or over prompts with replies that are scored.
+    """Return the memory of a pass over prompts or of a pass that scores replies, whichever is larger.
 
     A pass holds the residual stream in float32. In the type of the matrices it holds either the MLP's
     input, output, gate, up projection and the product of these two; or the attention's input, output,

@@ -22,12 +22,13 @@ from rollout.sync.shared import SharedWeights
 class WeightSlot:
     """Full weights of an actor, or one of its adapters.
 
-    The buffer of the weights has two halves: the actor has its weights from one, and the next update
+    The buffer of the weights has two halves: the actor uses the weights in one, and the next update
     is written to the other.
 
     Attributes:
-        file: file in shared memory that has the buffer, which the trainer writes to; None: the buffer
-            is memory of the actor alone.
+        file: file in shared memory that has the buffer. The trainer writes updates to it; with the
+            transport "disk", the actor reads them into it from a folder. None: the buffer is memory
+            of the actor alone.
         adapter: shape of the adapter; None for the full weights.
         version: version that the actor computes from.
         half: half of the buffer that has this version, 0 or 1; None before the first update.
@@ -101,8 +102,8 @@ class EngineActor(EmbeddedEngine):
             folder: folder to read the weights from; "" if the trainer has written them into `half`.
 
         Raises:
-            EngineError: the weights are of another version, or differ from the trainer's. The
-                engine then keeps its present weights.
+            EngineError: the weights are of another version, or differ from the trainer's, or an adapter
+                has infinite values or NaN. The engine then keeps its present weights.
         """
         shared = self._shared[number]
         if folder:
