@@ -189,12 +189,21 @@ def _print_task(
 
 def _describe_grouping(grouping: Grouping) -> str:
     """Describe which turns an estimator compares with each other, and which of these share a vote."""
-    *first_columns, last_column = grouping.peer_columns
-    peers = f"{', '.join(first_columns)} and {last_column}" if first_columns else last_column
+    compared = "all turns"
+    if grouping.peer_columns:
+        compared = f"turns of the same {_enumeration(grouping.peer_columns)}"
     voter = ", ".join(grouping.vote_columns)
+    # These columns identify a turn.
     if set(grouping.vote_columns) == {"trajectory", "node", "turn"}:
         voter = "turn"
-    return f"compares turns of the same {peers}; each {voter} has one vote"
+    return f"compares {compared}; each {voter} has one vote"
+
+
+def _enumeration(words: Sequence[str]) -> str:
+    """Join words, such as "task, agent and turn"."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
@@ -273,7 +282,8 @@ def _turns_table(
         advantages = sample.advantages or (0.0,)  # by token; a masked turn has none
         low, high = min(advantages), max(advantages)
         cells = [
-            sample.trajectory.rpartition("/")[2],  # of the id: step/task/sample
+            # The id of a trajectory is step/task/sample, and the number of the sample is shown.
+            sample.trajectory.rpartition("/")[2],
             sample.node,
             str(sample.turn),
             sample.agent,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mcore_mas.cli.main import app
 from mcore_mas.config.compose import resolve
 from mcore_mas.credit.samples import CreditError
+from mcore_mas.equations.turns import Advantages, Grouping, Turns
 from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
 from rollout.records.trajectory import Turn
@@ -64,6 +65,20 @@ def test_two_statistics_are_two_tables(file: Path) -> None:
     lines = printed_lines(file, "grpo", std="agent")
     assert "mean: compares turns of the same task; each trajectory has one vote" in lines
     assert "std: compares turns of the same task and agent; each turn has one vote" in lines
+
+
+def compare_all_turns(turns: Turns) -> Advantages:
+    """Estimate advantages as an estimator of a user whose group has no column: all turns of the step."""
+    all_turns = Grouping(peer_columns=(), vote_columns=("trajectory", "node", "turn"))
+    statistics = all_turns.statistics(turns)
+    return Advantages(turns.rewards - statistics.mean, groups={"step": statistics})
+
+
+def test_a_group_of_all_turns_is_shown(file: Path) -> None:
+    lines = printed_lines(file, f"{__name__}:compare_all_turns")
+    assert "step: compares all turns; each turn has one vote" in lines
+    # Seven rewards with the mean 21 / 7, and σ² = (4 + 4 + 4 + 4 + 9 + 1 + 4) / 6.
+    assert "all │ 1, 5, 5, 5, 0, 4 │ 7 │ 3 │ 2.236" in lines
 
 
 def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> None:
