@@ -167,7 +167,7 @@ def _costs_by_agent(turns: pd.DataFrame) -> dict[str, AnswerCosts]:
 def _read_turns(folder: Path) -> pd.DataFrame:
     """Return a row for each turn of the completed trajectories of an evaluation.
 
-    The columns are answer (the id of the turn's trajectory), agent, tokens (number of sampled ones),
+    The columns are answer (an id of the turn's trajectory), agent, tokens (number of sampled tokens),
     started, ended (Unix times in seconds) and took (seconds). Without files there are no columns.
     """
     shards = sorted(folder.glob("part_*.parquet"))
@@ -176,7 +176,13 @@ def _read_turns(folder: Path) -> pd.DataFrame:
 
 
 def _read_shard(path: Path, number: int) -> pd.DataFrame:
-    """Return the rows of one file; its `number` distinguishes its answers from those of other files."""
+    """Return the rows of `_read_turns` for the trajectories of one file.
+
+    Args:
+        path: file of trajectories.
+        number: number of the file, which makes the ids of its answers differ from those of other
+            files.
+    """
     columns = ["status", *(f"turns.list.element.{name}" for name in _TURN_COLUMNS)]
     with (
         arrow_errors(path, "not a readable file of trajectories", "; evaluate the run again"),
@@ -190,9 +196,9 @@ def _read_shard(path: Path, number: int) -> pd.DataFrame:
     def column(name: str) -> pa.Array:
         return pc.struct_field(turns, name)
 
-    rows = pc.list_parent_indices(turn_lists).to_pylist()
+    trajectory_of_turn = pc.list_parent_indices(turn_lists).to_pylist()
     values: dict[str, Any] = {
-        "answer": [f"{number}/{row}" for row in rows],
+        "answer": [f"{number}/{index}" for index in trajectory_of_turn],
         "agent": column("agent").to_pandas(),
         "tokens": pc.list_value_length(column("completion_ids")).to_pandas(),
         "started": column("started_s").to_pandas(),

@@ -98,15 +98,15 @@ def known_deviations(table: PaperTable) -> list[str]:
 
     Experiments with the same differences share a line, which names them.
     """
-    notes = {}
+    other_differences = {}  # those that no hyper-parameter shows, by experiment
     for row in read_published()["rows"]:
         for experiment, _ in expand_braces(row["experiments"]):
-            notes[experiment] = row["differences"]
+            other_differences[experiment] = row["differences"]
 
     experiments_by_text: dict[str, list[str]] = {}
     for experiment in table.experiments:
         values = published_values(experiment).values()
-        differences = [notes.get(experiment, "")]
+        differences = [other_differences.get(experiment, "")]
         differences += [str(value) for value in values if value.differs]
         text = "; ".join(difference for difference in differences if difference)
         if text:

@@ -41,11 +41,7 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     Raises:
         FolderError: one is not a run's folder, or its config is damaged.
     """
-    configs = []
-    for run in runs:
-        values = read_run_config(run)
-        folder = f"{values.get('results')}/{values.get('run')}"
-        configs.append(dict(dotted_items(_without_folder(values, folder))))
+    configs = [_read_settings(run) for run in runs]
     run_names = tuple(config.get("run") for config in configs)
     keys: list[str] = []
     for config in configs:
@@ -53,16 +49,23 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     differences: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(keys):
         section = _missing_section(key, configs)
-        if section != key:
+        if section is not None:
             differences[section] = tuple(_section_size(section, config) for config in configs)
             continue
         values_of_key = tuple(config.get(key) for config in configs)
         differs = any(value != values_of_key[0] for value in values_of_key)
-        # The setting `run`, and others whose value is the name of the run.
-        is_run_name = values_of_key == run_names
-        if differs and not is_run_name and key != "results":
+        # The setting `run` holds the names of the runs, and others may hold them too.
+        are_run_names = values_of_key == run_names
+        if differs and not are_run_names and key != "results":
             differences[key] = values_of_key
     return differences
+
+
+def _read_settings(run: Path) -> dict[str, Any]:
+    """Return the settings of a run by dotted key, without its folder in their values."""
+    values = read_run_config(run)
+    folder = f"{values.get('results')}/{values.get('run')}"
+    return dict(dotted_items(_without_folder(values, folder)))
 
 
 def _without_folder(value: Any, folder: str) -> Any:
@@ -76,18 +79,18 @@ def _without_folder(value: Any, folder: str) -> Any:
     return value
 
 
-def _missing_section(key: str, configs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the outermost section around a key that one of the configs lacks; the key if they lack none."""
+def _missing_section(key: str, configs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the outermost section around a key that a config lacks; None if each config has all of them."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         section = ".".join(parts[:depth])
         if not all(_section_size(section, config) for config in configs):
             return section
-    return key
+    return None
 
 
 def _section_size(section: str, config: Mapping[str, Any]) -> str | None:
-    """Return the number of settings of a section as a text; None if it has none."""
+    """Return the size of a section, such as "3 settings"; None if the config lacks the section."""
     keys = [key for key in config if key == section or key.startswith(f"{section}.")]
     if not keys:
         return None

@@ -30,10 +30,10 @@ _JOBS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownConversation:
-    """A trajectory on the page."""
+    """A trajectory on the page of runs."""
 
     title: str
-    page: Markup
+    frame: Markup  # a frame with the trajectory's own page
     picture: Markup  # of a game; empty for other environments
 
 
@@ -122,7 +122,7 @@ def _show(trajectory: Trajectory, title: str, tasks: dict[str, Task]) -> ShownCo
         text = TaskText(question=task.prompt, answers=task.answers)
     return ShownConversation(
         title=title,
-        page=embed_page(trajectory_page(trajectory, {}, task=text)),
+        frame=embed_page(trajectory_page(trajectory, {}, task=text)),
         picture=Markup(picture or ""),  # noqa: S704 (the template of boards escapes signs)
     )
 

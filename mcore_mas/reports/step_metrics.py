@@ -81,4 +81,4 @@ def _checked_row(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, f
         if isinstance(value, int | float):
             with suppress(OverflowError):  # raised for an integer above 1e308
                 values[name] = float(value)
-    return {**values, "step": row["step"]}
+    return {**values, "step": row["step"]}  # the step remains a whole number

@@ -79,23 +79,26 @@ def make_table(
 def read_evaluation(path: Path) -> pd.DataFrame:
     """Read an evaluation as a table with a row per task and metric.
 
-    The columns are task, source, metric and value, and those of the whole evaluation: run,
-    policy_state, k, replies, overlong, cut and failed (numbers of failed replies by reason).
+    The columns are task, source, metric and value, and those of the evaluation, which are the same
+    in every row: run, policy_state, k, replies, overlong, cut and failed (numbers of failed replies
+    by reason).
 
     Raises:
         TableError: the file is missing or damaged, or no task was scored.
     """
     try:
         content = unsealed(read_json(path))
-        run = {"run": content["run"], "policy_state": content["state"]}
+        evaluation = {"run": content["run"], "policy_state": content["state"]}
         for name in ("k", "replies", "overlong", "cut", "failed"):
-            run[name] = content[name]
+            evaluation[name] = content[name]
 
         rows = []
         for task in content["tasks"]:
             for metric, value in task["metrics"].items():
                 score = {"metric": metric, "value": float(value)}
-                rows.append({**run, "task": task["task_id"], "source": task["source"], **score})
+                rows.append(
+                    {**evaluation, "task": task["task_id"], "source": task["source"], **score}
+                )
         if not rows:
             raise ValueError("no task was scored")
         return pd.DataFrame(rows)
@@ -165,7 +168,8 @@ def _scores_by_state(part: pd.DataFrame, experiment_rows: pd.DataFrame) -> dict[
         if state not in scores or baseline not in scores:
             continue
         difference = (scores[state] - scores[baseline]).dropna().sort_index()
-        # Without a common task there is no difference: the replies to all of them failed.
+        # A task whose replies all failed has no score. If the states have no scored task in common,
+        # there is no difference.
         if len(difference):
             scores[f"{state}-{baseline}"] = difference
     return scores
@@ -238,6 +242,7 @@ def result_rows(table: Path) -> Iterator[dict[str, str]]:
     """
     average = _read_averages(table)
     for experiment, rows in average.groupby("experiment", sort=False):
+        # An experiment with one data source has no rows of "all".
         over_all = rows[rows["dataset"] == "all"] if "all" in set(rows["dataset"]) else rows
         by_state = {row["policy_state"]: row for row in over_all.to_dict("records")}
         missing = [state for state in (*STATES, GAIN) if state not in by_state]
@@ -284,8 +289,8 @@ def _read_averages(table: Path) -> pd.DataFrame:
     return average
 
 
-def headline(table: Path) -> list[dict[str, str]]:
-    """Return the rows of `result_rows`, or [] if it refuses the table."""
+def headline_rows(table: Path) -> list[dict[str, str]]:
+    """Return the rows that Snakemake's report begins with: `result_rows`, or [] if it refuses the table."""
     try:
         return list(result_rows(table))
     except TableError:

@@ -104,16 +104,17 @@ def _print_head(trajectory: Trajectory, console: Console) -> None:
 
 
 def _describe_turn_counts(trajectory: Trajectory) -> str:
-    """Describe how many turns there are on the path, and in the tree or as alternatives."""
+    """Describe the number of turns: of the path and of the whole tree, or of turns and their alternatives."""
     on_path = len(trajectory.path)
-    in_all = len(trajectory.turns)
+    total = len(trajectory.turns)
     if trajectory.leaf:
-        return f"{on_path} turns on the path to {trajectory.leaf}, {in_all} in the tree"
-    if on_path == in_all:
-        return f"{in_all} turns"
+        return f"{on_path} turns on the path to {trajectory.leaf}, {total} in the tree"
+    if on_path == total:
+        return f"{total} turns"
     if any(REPLAY_OUTCOME in turn.scores for turn in trajectory.turns):
-        return f"{on_path} turns, and {in_all - on_path} alternatives to them"
-    return f"{on_path} turns on the path, {in_all} in the tree"
+        return f"{on_path} turns, and {total - on_path} alternatives to them"
+    # No branch of the tree led to the outcome.
+    return f"{on_path} turns on the path, {total} in the tree"
 
 
 def _message_panel(message: Message, agent: str) -> Panel:

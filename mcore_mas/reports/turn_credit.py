@@ -13,6 +13,7 @@ from mcore_mas.credit.assign import (
     mean_advantages,
 )
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
+from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.trajectory_page import (
     GroupMember,
     PeerGroup,
@@ -58,28 +59,52 @@ def _peer_groups(
     """Return, for each turn, the groups in which the estimator of its agent compared it."""
     groups_of_turns: dict[tuple[str, str, int], list[PeerGroup]] = {}
     for applied in apply_estimators(samples, estimators):
+        compared = [samples[index] for index in applied.indices]
         for label, statistics in applied.advantages.groups.items():
-            groups: dict[tuple[str, int], PeerGroup] = {}  # by task and number of the group
-            for row, index in enumerate(applied.indices):
-                sample = samples[index]
-                number = int(statistics.vote_group[statistics.vote_index[row]])
-                if (sample.task, number) not in groups:
-                    groups[sample.task, number] = PeerGroup(
-                        label=label,
-                        peer_columns=statistics.grouping.peer_columns,
-                        vote_columns=statistics.grouping.vote_columns,
-                        size=int(statistics.size[row]),
-                        mean=float(statistics.mean[row]),
-                        std=float(statistics.std[row]),
-                        members=[],
-                    )
-                group = groups[sample.task, number]
-                member = GroupMember(
-                    sample=sample,
-                    vote_score=float(statistics.score[row]),
-                    advantage=advantages.get(sample.id),
-                )
-                group.members.append(member)
+            peer_groups = _group_of_each_turn(label, statistics, compared, advantages)
+            for sample, group in zip(compared, peer_groups, strict=True):
+                # An estimator may also compare turns of agents whose advantages are another estimator's.
                 if estimators[sample.agent] == applied.estimator:
                     groups_of_turns.setdefault(sample.id, []).append(group)
     return groups_of_turns
+
+
+def _group_of_each_turn(
+    label: str,
+    statistics: GroupStatistics,
+    turns: Sequence[Sample],
+    advantages: TurnAdvantages,
+) -> list[PeerGroup]:
+    """Return the peer group of each turn; turns of one task in the same group share the object.
+
+    Args:
+        label: name of these groups in `Advantages.groups`.
+        statistics: statistics of the groups.
+        turns: turns that were compared, in the order of the statistics.
+        advantages: advantages of turns, for the members of the groups.
+    """
+    group_numbers = statistics.vote_group[statistics.vote_index].tolist()
+    # A peer group has the turns of one task, so a group with turns of several tasks becomes several.
+    groups: dict[tuple[str, int], PeerGroup] = {}  # by task and number of the group
+    group_of_turn = []
+    for row, turn in enumerate(turns):
+        number = group_numbers[row]
+        if (turn.task, number) not in groups:
+            groups[turn.task, number] = PeerGroup(
+                label=label,
+                peer_columns=statistics.grouping.peer_columns,
+                vote_columns=statistics.grouping.vote_columns,
+                size=int(statistics.size[row]),
+                mean=float(statistics.mean[row]),
+                std=float(statistics.std[row]),
+                members=[],
+            )
+        group = groups[turn.task, number]
+        member = GroupMember(
+            sample=turn,
+            vote_score=float(statistics.score[row]),
+            advantage=advantages.get(turn.id),
+        )
+        group.members.append(member)
+        group_of_turn.append(group)
+    return group_of_turn
