@@ -105,7 +105,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """Number of starts of servers so far, plus the number of servers that have left."""
+        """Number that grows when a server starts or leaves: starts so far, plus 1 for each server that left."""
         starts_of_present = sum(replica.starts for replica in self.fleet.replicas)
         return starts_of_present + self.fleet.starts_of_departed
 
@@ -223,7 +223,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         In the latter case the servers pause until `commit_update`.
         """
         self._joining = await self.fleet.update_members()
-        # Any call restarts servers that have died, but /health would fail during a pause.
+        # This call only restarts servers that have died; its answer is not used. /health would not
+        # do, because it fails while a server is paused.
         await self.fleet.call_all("/model_info")
         began = time.perf_counter()
         if self._open_update is not None:

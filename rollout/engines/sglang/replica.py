@@ -174,7 +174,7 @@ class Replica:
         Each server sizes its cache by the memory that is free when it starts.
         """
         async with AsyncExitStack() as locks:
-            for gpu in sorted(self.shared_gpus):
+            for gpu in sorted(self.shared_gpus):  # one order for all servers, against deadlocks
                 await locks.enter_async_context(per_loop(("GPU", gpu), asyncio.Lock))
             yield
 

@@ -160,9 +160,9 @@ class Server:
         file = self._log.with_suffix(".key.yaml").absolute()
         file.unlink(missing_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as opened:
+        with os.fdopen(descriptor, "w") as stream:
             # A JSON string is a YAML string too, whatever characters the key has.
-            opened.write(f"api-key: {json.dumps(self.key, ensure_ascii=False)}\n")
+            stream.write(f"api-key: {json.dumps(self.key, ensure_ascii=False)}\n")
         return ["--config", str(file)]
 
     def end_reason(self) -> str:

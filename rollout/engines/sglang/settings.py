@@ -38,7 +38,8 @@ class SGLangSettings:
         threads: CPU threads of a server without a GPU.
         python: interpreter of SGLang's environment, which starts the servers; None with `urls`.
         urls: servers that run already, in place of `python`.
-        key: API key of the servers at `urls`.
+        key: API key of the servers; None: servers at `urls` need none, and those that are started
+            here get a random one.
         multi_node: True if servers may be on other nodes; they then listen at their node's address.
         members: file with the URLs of servers that join and leave, one a line.
         replicas: number of servers to start; not used with `urls`.
@@ -166,9 +167,10 @@ class SGLangSettings:
 
     @cached_property
     def server_key(self) -> str:
-        """API key of servers that are started here.
+        """API key of servers that are started here: `key`, or a random one.
 
-        They require it on the loopback too, because they accept weights, also as pickles.
+        Servers on the loopback require it too. Otherwise any user of the machine could send them
+        weights as a pickle, which can run code when it is loaded.
         """
         return self.key or secrets.token_hex(32)
 
