@@ -119,8 +119,8 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
     return score_of(trajectory, turn, name)
 
 
-def agent_turn_counts(turns: Sequence[Turn]) -> list[int]:
-    """Return for each turn the number of earlier turns of the same agent."""
+def number_turns_by_agent(turns: Sequence[Turn]) -> list[int]:
+    """Return for each turn its number among the turns of its agent, from 0."""
     return [
         sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)
     ]
@@ -195,16 +195,16 @@ def _with_local_zero(turn: Turn) -> Turn:
 
 
 def shared_outcome(group: Group) -> Group:
-    """Reward every turn with the outcome of its trajectory, or with that of its replay.
+    """Reward every turn with the outcome of its trajectory, and alternatives with the outcome of their replay.
 
-    A turn with the score `replay_outcome` is an alternative: a reply that was sampled in place of a
-    reply of the trajectory, after which the trajectory was replayed.
+    An alternative is a turn with the score `replay_outcome`. Its reply was sampled in place of one of
+    the trajectory's replies, and the trajectory was played again from there, to another outcome.
     """
 
     # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     def rewards(trajectory: Trajectory) -> list[float]:
-        # `outcome` raises if a turn has a node, because it takes the trajectory for a tree.
-        # Alternatives have nodes too, although there is no tree, so they are left out.
+        # `outcome` refuses trees, which it recognises by turns with a node. Alternatives have nodes
+        # too, but make no tree, so they are left out.
         original_turns = tuple(
             turn for turn in trajectory.turns if REPLAY_OUTCOME not in turn.scores
         )
@@ -264,7 +264,7 @@ def discounts(
 
     def rewards(trajectory: Trajectory) -> list[float]:
         team_outcome = outcome(trajectory)
-        turn_numbers = agent_turn_counts(trajectory.turns)
+        turn_numbers = number_turns_by_agent(trajectory.turns)
         return [
             reward_by_mode[mode](team_outcome, hop, turn) for hop, turn in enumerate(turn_numbers)
         ]

@@ -144,17 +144,22 @@ class Coach:
     async def _wait_for_judgements(
         self, tasks: Mapping[_TurnPosition, asyncio.Task[Judgement]]
     ) -> dict[_TurnPosition, Judgement]:
-        """Return the results of the tasks; cancel those that exceed the deadline, and all if one raises."""
+        """Return the judgements of a batch; those that exceed the batch's deadline are `Unscored`.
+
+        If a task raises, all others are cancelled, and its error is raised.
+        """
         if not tasks:
             return {}
-        deadline_s = self._config.batch_deadline_s
+        batch_deadline_s = self._config.batch_deadline_s
         try:
             done, _ = await asyncio.wait(
-                tasks.values(), timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION
+                tasks.values(), timeout=batch_deadline_s, return_when=asyncio.FIRST_EXCEPTION
             )
         finally:
             await cancel_tasks(tasks.values())
-        late = Unscored(kind="deadline", message=f"the batch took longer than {deadline_s:g} s")
+        late = Unscored(
+            kind="deadline", message=f"the batch took longer than {batch_deadline_s:g} s"
+        )
         return {
             position: task.result() if task in done else late for position, task in tasks.items()
         }

@@ -16,16 +16,16 @@ from rollout.rewards.allocation import RewardError, allocate, describe_position
 def local_team(
     group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse"
 ) -> Group:
-    """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
+    """Reward every turn with its score "local" plus alpha times the team's reward.
 
-    A tree does not use the score "team", because "team" may include rewards of later steps, which a
-    branch that did not continue never reached. Instead, the team reward of a turn is its node's
-    score "branch" minus the local scores of the node's turns: `trainer.branching.alpha` times the
-    environment's rewards between this node and the next. As this reward already has one alpha as a
-    factor, a run may set only one of the two alphas.
+    A turn whose score "local" is undecided is masked. The team's reward is the turn's score "team",
+    except in a tree. There, "team" may include rewards of later steps, which a branch that did not
+    continue never reached. The team's reward in a tree is therefore that of the steps between the
+    turn's node and the next one, times `trainer.branching.alpha`. A run may change only one of the
+    two alphas from 1, because both multiply this reward.
 
     Args:
-        alpha: weight of the score "team".
+        alpha: weight of the team's reward.
         missing_local: handling of a turn without a score "local": `refuse` raises an error, `zero`
             takes 0.
     """
@@ -44,8 +44,9 @@ def local_team(
         for turn in trajectory.turns:
             local = local_reward(trajectory, turn)
             if turn.node:
-                branch = allocation.score_of(trajectory, turn, "branch")
-                team_reward = branch - local_by_node[turn.node]
+                # A node's score "branch" is the sum of its turns' local scores and the team's reward.
+                branch_score = allocation.score_of(trajectory, turn, "branch")
+                team_reward = branch_score - local_by_node[turn.node]
             else:
                 team_reward = allocation.score_of(trajectory, turn, "team")
             # r_i = r_local + alpha r_team. Source: Stronger-MAS (arXiv 2510.11062).
@@ -139,7 +140,7 @@ def _turns_of_earlier_rounds(turns: Sequence[Turn], i: int) -> list[int]:
     Round n has the n-th turn of every agent, as in a debate. `Turn.round` numbers other rounds, those
     between two steps of the environment.
     """
-    rounds = allocation.agent_turn_counts(turns)
+    rounds = allocation.number_turns_by_agent(turns)
     return [j for j in range(len(turns)) if rounds[j] < rounds[i]]
 
 
@@ -176,23 +177,22 @@ def shaping(
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> Group:
-    """Reward every turn with its score, shaped by the mean Q of earlier scores.
+    """Reward every turn with its score R, shaped by the mean Q of earlier scores and by the last score.
 
-    Without earlier scores the formula adds nothing. A turn whose score is undecided is masked and
-    does not enter Q. With beta, a turn is also masked if the last score, which is added to it, is
-    undecided.
+    The reward is R + alpha formula(R, Q) + beta R_last. Without earlier scores the formula adds
+    nothing. A turn whose score is undecided is masked and does not enter Q. With beta, a turn is also
+    masked if R_last is undecided.
 
     Args:
         measure: name of the turns' score that is R: "local" or one of the environment's metrics.
-        formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
+        formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R), for R and Q in [0, 1].
         history: turns whose scores Q averages. `own`: earlier turns of the agent. `rounds`: turns of
             all agents in earlier rounds, where round n has the n-th turn of every agent. `before`:
             all earlier turns. `proposers`: for the last turn, all turns of other agents; for others,
             none. Q averages the measured scores, not the shaped ones.
         alpha: weight of the formula.
-        beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the
-            agent's own last score for `own` and `rounds`, the trajectory's for `before` and
-            `proposers`.
+        beta: weight of R_last (0.5 in MARTI's `*_with_outcome`): the last score of the agent for
+            `own` and `rounds`, that of the trajectory for `before` and `proposers`.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
