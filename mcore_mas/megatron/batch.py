@@ -351,13 +351,13 @@ class CostModel:
         return full_training - frozen_gradients + 6 * architecture.layers * tokens * adapter_weights
 
     def batch_counts(self, min_count: int) -> list[int]:
-        """Return the numbers of micro-batches with which packing should try to balance the work.
+        """Return the numbers of micro-batches with which packing tries to balance the work, ascending.
 
         They are multiples of `dp`; with interleaved stages, each data-parallel rank gets a multiple
         of `pp` micro-batches. The list is empty if a single rank does all the work.
 
         Args:
-            min_count: smallest number that may be returned.
+            min_count: number of micro-batches that are needed at least.
         """
         if not self.is_distributed:
             return []

@@ -28,7 +28,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     device = rank_device()
     encoded = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
 
-    # all_gather wants tensors of one size, so the sizes go first and the texts are padded to the longest
+    # all_gather needs tensors of equal size, so the sizes are gathered first, and the texts are padded.
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([len(encoded)], device=device), group=group)
     longest = int(max(sizes))

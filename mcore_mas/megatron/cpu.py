@@ -93,7 +93,7 @@ class _ModuleProxy(types.ModuleType):
 
 
 def _torch_on_cpu() -> _ModuleProxy:
-    """Return `torch` with an idle CUDA stream, and factories that create CUDA tensors on the CPU."""
+    """Return `torch` with a CUDA stream that does nothing, and factories that create CUDA tensors on the CPU."""
     # Operations on a CPU have finished when they return, so no stream or event needs to wait.
     stream = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     stream.record_event = lambda: stream
