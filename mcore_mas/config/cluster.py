@@ -46,8 +46,8 @@ class ClusterConfig(Section):
     restarts: int = Field(3, ge=0)
     # Seconds without a sign of life after which a trainer at work counts as hanging; None: it never does.
     hang_s: float | None = Field(1800.0, gt=0)
-    # CPU threads of a trainer or an engine. None: in training, the cores divided by the processes that work at the same
-    # time; in all other commands, in a running Ray and with engine.deterministic, 1.
+    # CPU threads of a trainer or an engine. None: a training divides the cores by the processes that work at the same
+    # time; it is 1 in all other commands, in a running Ray, and with engine.deterministic.
     threads_per_process: int | None = Field(None, ge=1)
     # Size of Ray's object store in MiB; None: enough for the samples of a step twice, and at least 256.
     object_store_mb: int | None = Field(None, ge=80)

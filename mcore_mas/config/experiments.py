@@ -98,14 +98,15 @@ def expand_experiment(
     Args:
         name: name of the experiment.
         folders: folders of configs, of which the first that has the experiment wins.
-        included_by: experiments whose `defaults` lead to this one.
+        included_by: chain of experiments, each of which includes the next one by its `defaults`; the last one
+            includes this one.
 
     Raises:
         ConfigError: the experiment does not exist, or its file cannot be used.
     """
     if name in included_by:
         chain = " -> ".join(map(str, (*included_by, name)))
-        raise ConfigError(f"an experiment cannot begin with itself: {chain}; rename one of them")
+        raise ConfigError(f"experiments cannot include themselves: {chain}; rename one of them")
     file = _experiment_file(name, folders)
     content = _load_config(file)
     nesting = (*included_by, name)
@@ -253,7 +254,7 @@ def _expand_settings(
         row: name of the row, for errors.
         settings: the file's `settings`.
         file: the file, for errors.
-        included_by: keys of `settings` that lead to this value.
+        included_by: chain of keys of `settings`, each of which includes the next one; the last one has this value.
 
     Raises:
         ConfigError: the value has another type, the file has no settings of this name, settings include themselves,
@@ -300,8 +301,8 @@ def _expand_mapping(
         content: settings, and maybe a `defaults` list.
         file: the file that they come from, for errors.
         folders: folders of configs, in which experiments of the list are looked up.
-        included_by: the experiment that has these settings, after those whose `defaults` lead to it; (): the
-            settings are not those of an experiment, so their list cannot name experiments.
+        included_by: chain of experiments, each of which includes the next one by its `defaults`; the last one has
+            these settings. (): the settings belong to a recipe or a row of a grid, whose list cannot name experiments.
     """
     settings = {key: value for key, value in content.items() if key != "defaults"}
     entries = content.get("defaults", [])

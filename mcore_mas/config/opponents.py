@@ -17,7 +17,7 @@ class PastConfig(Section):
     of: str
     # Training steps between two copies.
     every: int = Field(ge=1)
-    # Number of the newest copies among which that of a step is chosen.
+    # Number of newest copies from which each step chooses one.
     size: int = Field(8, ge=1)
     # "uniform": all with the same probability; "newest": the most recent; "rating": in proportion to the score that
     # their Elo rating expects against the trained policy.

@@ -11,7 +11,7 @@ from rollout.engines.config import SERVER_SETTINGS
 from rollout.engines.remote.config import RemoteConfig
 from rollout.models.layout import Fp8Format, Fp8Recipe, Projection, Recompute
 
-# Settings that belong to the kind of engine, so a policy that names its engine does not inherit them.
+# Settings whose meaning depends on the kind of engine; a policy that names its own engine does not inherit them.
 _ENGINE_CHOICE_SETTINGS = (
     "transport",
     "device",
@@ -146,21 +146,20 @@ class PolicyOverrides(Section):
         changes = getattr(self, section_name)
         dropped: set[str] = set()
         if "name" in changes:
-            # Settings of the run's engine or loss do not apply to one that the policy names itself.
-            dropped = _settings_of_choice(section_name, changes["name"])
+            dropped = _uninherited_settings(section_name, changes["name"])
         return merged(section.model_dump(mode="json", exclude=dropped), changes)
 
 
-def _settings_of_choice(section_name: str, choice: JsonValue) -> set[str]:
-    """Return the settings of a section that a policy which names its engine or loss does not inherit.
+def _uninherited_settings(section_name: str, name: JsonValue) -> set[str]:
+    """Return the settings of the run's engine or loss that do not apply to a policy which names its own.
 
     Args:
         section_name: "engine" or "loss".
-        choice: name of the policy's engine or loss.
+        name: name of the policy's engine or loss.
     """
-    if section_name != "engine":
+    if section_name == "loss":
         return {"options"}
-    if choice == "sglang":
+    if name == "sglang":
         return set(_ENGINE_CHOICE_SETTINGS)
     return {*_ENGINE_CHOICE_SETTINGS, *SERVER_SETTINGS}
 
@@ -294,7 +293,7 @@ class PolicyConfig(RateConfig):
 
 
 def policies_on_base(policies: Mapping[str, PolicyConfig], name: str) -> tuple[str, ...]:
-    """Return the policies that hold one frozen model together with policy `name`, including it."""
+    """Return policy `name` and those that share its frozen model, in the order of the config."""
     policy = policies[name]
     if not policy.share_base:
         return (name,)

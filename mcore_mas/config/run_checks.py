@@ -305,7 +305,7 @@ def _check_advantage(config: RunSections, name: str) -> None:
 
 
 def _check_schedules(config: RunSections) -> None:
-    """Check that each trained policy has its turn, and that no schedule ends before its warm-up does."""
+    """Check that policies trained in turn are all listed, and that each schedule is longer than its warm-up."""
     alternate = config.trainer.alternate
     trained = config.trained
     if alternate is not None and sorted(alternate.order) != sorted(trained):

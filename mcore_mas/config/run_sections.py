@@ -94,8 +94,8 @@ class RunSections(Section):
     @property
     def trained(self) -> tuple[str, ...]:
         """Policies that an agent with a loss weight plays; the others are frozen."""
-        played = {agent.policy for agent in self.agents.values() if agent.loss_weight}
-        return tuple(name for name in self.policies if name in played)
+        trained = {agent.policy for agent in self.agents.values() if agent.loss_weight}
+        return tuple(name for name in self.policies if name in trained)
 
     @property
     def played(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class RunSections(Section):
         if self.trainer.alternate is None:
             # Every step changes all trained policies, so earlier trajectories are stale for each of them.
             return all(may_be_stale)
-        # A step changes one policy. If it may be stale, the next step's trajectories are collected meanwhile.
+        # A step changes one policy. If this policy may be stale, later trajectories can be collected meanwhile.
         return any(may_be_stale)
 
     def trained_agents(self, policy: str) -> dict[str, float]:

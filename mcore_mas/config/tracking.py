@@ -36,7 +36,7 @@ class TrackingConfig(Section):
     experiment: str
     # Number of trajectories that are sent as traces in each step with a validation.
     traces: int = Field(2, ge=0)
-    # Tags of MLflow's runs. A suite adds the tags suite and experiment, and the suite of a paper the tag table.
+    # Tags of MLflow's runs. A suite adds the tags `suite` and `experiment`; the suite of a paper also adds `table`.
     tags: dict[_TagName, str] = Field(default_factory=dict)
     # Trackers that get the training metrics in addition to MLflow.
     further_trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

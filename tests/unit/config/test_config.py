@@ -726,7 +726,7 @@ def test_partly_names_a_policy_for_each_agent() -> None:
 def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "demo_math.yaml").write_text("defaults: [demo_math]\n")
-    with pytest.raises(ConfigError, match="cannot begin with itself: demo_math -> demo_math"):
+    with pytest.raises(ConfigError, match="cannot include themselves: demo_math -> demo_math"):
         resolve(["experiment=demo_math"], tmp_path)
 
 
