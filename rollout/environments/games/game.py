@@ -338,12 +338,13 @@ Owns = Callable[[str], bool]  # returns True if a split may have the puzzles wit
 class PuzzleSource(Protocol):
     """Generator of puzzles of one game; its options are fields.
 
-    Every puzzle has a key. Puzzles that have so much in common that one of them could be memorised
-    to solve another have the same key, and all puzzles of one key are in the same split.
+    Every puzzle has a key. If memorising one puzzle could help to solve another, both have the same
+    key. All puzzles of one key are in the same split.
 
     Attributes:
         game: name in GAMES.
-        name_format: format string of `name`, in which `{0}` is the generator with its options.
+        name_format: `str.format` template of `name`, such as "sudoku_{0.size}"; `{0}` is the
+            generator, whose options are fields.
     """
 
     game: ClassVar[str]
@@ -371,7 +372,10 @@ class PuzzleSource(Protocol):
         return None
 
     def slip(self, random: Random, actions: str) -> str:
-        """Return a list of actions with one mistake, as a teacher that slips writes it."""
+        """Return the list `actions`, which is right, with one mistake put in at random.
+
+        Demonstrations show such a list if their teacher slips.
+        """
 
 
 def replace_one(random: Random, actions: str, pattern: str, alphabet: Sequence[str]) -> str:

@@ -33,9 +33,11 @@ def distance(one: Cell, other: Cell) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Base of a state of a grid game.
+    """Base class of the states of grid games.
 
     Attributes:
+        rows: number of rows.
+        columns: number of columns.
         moves: number of moves so far, impossible ones included.
     """
 

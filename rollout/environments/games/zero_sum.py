@@ -100,7 +100,7 @@ class ZeroSumEnv(Generic[_State]):
         return Decision(player=player, observation=self._game.observe(state))
 
     async def step(self, action: str) -> Step:
-        """Carry out an action of the player whose turn it is."""
+        """Carry out an action of the player whose turn it is; an illegal one forfeits the game."""
         state = self._running_state()
         player = self._game.player(state)
         forfeited = action not in self._game.legal_actions(state)
