@@ -1,4 +1,4 @@
-"""Checks of an orchestra's source before a run starts: its agents, slots and attributes."""
+"""Checks of an orchestra's source before a run starts: agents, slots that it fills, misused attributes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def template_slots(agent: str, template: str) -> list[str]:
 def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
     """Return the slots that an orchestra may fill for an agent, according to the source of its module.
 
-    If the calls that name the agent write every slot out, these are its slots. Otherwise they are
-    all keywords and texts of the module: too many rather than too few.
+    If all slots are keyword arguments of the calls that name the agent, these are returned. Otherwise
+    all keyword arguments and string literals of the module are: too many rather than too few.
 
     Returns:
         None if the source does not show them: it is missing, or slots may come from another module or a
@@ -67,7 +67,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return frozenset(name for name in keywords if name)
 
     words = {name for name in _keyword_names(calls) if name}
-    words |= _text_constants(nodes)
+    words |= _string_literals(nodes)
     function = inspect.unwrap(getattr(orchestra, "func", orchestra))
     is_shipped = getattr(function, "__module__", "").startswith("rollout.")
     if not is_shipped and _slots_may_come_from_elsewhere(nodes, calls):
@@ -81,8 +81,8 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
 
     Returns:
         None if the source does not show them: it is missing, the orchestra's second parameter is not
-        called `team`, the agent of a chat is not written as a text, or the module hands the team to
-        code of other modules.
+        called `team`, a chat is opened with an agent whose name is not a string literal, or the module
+        may hand the team to code of other modules.
     """
     nodes = _module_nodes(orchestra)
     definition = _definition(orchestra)
@@ -92,11 +92,12 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
     if parameters[1:2] != ["team"]:
         return None
 
-    functions = {node.name for node in nodes if isinstance(node, _FunctionNode)}
+    functions = {node.name: node for node in nodes if isinstance(node, _FunctionNode)}
     agents: set[str] = set()
-    understood_chats: set[ast.expr] = set()  # `.chat` in calls with the agent's name as a text
-    # Expressions that do not hand the team to other modules: attributes of `team`, and arguments of
-    # the module's own functions.
+    # `.chat` in calls in which the agent's name is a string literal
+    understood_chats: set[ast.expr] = set()
+    # Names that do not hand the team to other modules: `team` before an attribute, and as an
+    # argument of a function of this module whose parameter is also called `team`.
     local_uses: set[ast.expr] = set()
     for node in nodes:
         match node:
@@ -105,8 +106,8 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
             ):
                 agents.add(agent)
                 understood_chats.add(chat)
-            case ast.Call(func=ast.Name(id=function)) if function in functions:
-                local_uses.update([*node.args, *(keyword.value for keyword in node.keywords)])
+            case ast.Call(func=ast.Name(id=name)) as call if name in functions:
+                local_uses.update(_team_arguments(call, functions[name]))
             case ast.Attribute(value=ast.Name(id="team") as team):
                 local_uses.add(team)
 
@@ -117,6 +118,19 @@ def chat_agents(orchestra: Callable[..., Any]) -> frozenset[str] | None:
             case ast.Name(id="team") if node not in local_uses:
                 return None
     return frozenset(agents)
+
+
+def _team_arguments(call: ast.Call, function: _FunctionNode) -> list[ast.expr]:
+    """Return the arguments that a call of a function passes as its parameter `team`."""
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    arguments = []
+    for parameter, argument in zip(parameters, call.args, strict=False):
+        if parameter.arg == "team":
+            arguments.append(argument)
+    for keyword in call.keywords:
+        if keyword.arg == "team":
+            arguments.append(keyword.value)
+    return arguments
 
 
 def _module_nodes(orchestra: Callable[..., Any]) -> list[ast.AST] | None:
@@ -161,7 +175,7 @@ def _names_agent(call: ast.Call, agent: str) -> bool:
 
 
 def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Return True if a module imports code of other packages, or passes `**` of anything but a literal."""
+    """Return True if a module imports code of other packages, or passes `**` of anything but a dict literal."""
     imported: set[str] = set()  # top-level packages; "" for a relative import
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -177,8 +191,8 @@ def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast
     return False
 
 
-def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the values of all text literals."""
+def _string_literals(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the values of all string literals."""
     return {
         node.value
         for node in nodes
@@ -190,9 +204,10 @@ def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """Return the agents that an orchestra asks unconditionally, and so needs in its team.
 
-    Only calls with the name written as a text are found, as in `team.act("writer")`. Calls in `if`,
-    `while`, `try`, `match`, `and`, `or`, conditional expressions and inner functions are left out. A
-    `for` loop is taken to run at least once, and an early `return` never to happen.
+    Only calls with the name as a string literal are found, as in `team.act("writer")`. Calls in `if`,
+    `while`, `try`, `match`, `and`, `or`, conditional expressions, comprehensions with `if`, and inner
+    functions are left out. A `for` loop is taken to run at least once, and an early `return` never to
+    happen.
     """
     definition = _definition(orchestra)
     if definition is None:
@@ -205,6 +220,10 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
                 continue
             case ast.Try() | ast.TryStar():
                 continue
+            case (
+                ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp()
+            ) as comprehension if any(loop.ifs for loop in comprehension.generators):
+                nodes.append(comprehension.generators[0].iter)  # is evaluated in any case
             case ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():  # may never be called
                 continue
             case (
@@ -239,13 +258,13 @@ def describe_misuse(function: Callable[..., Any], *classes: type) -> str:
     arguments = definition.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     for name, class_ in zip(names, classes, strict=False):
-        used = [
+        accesses = [
             node
             for node in attributes
             if isinstance(node.value, ast.Name) and node.value.id == name and bindings[name] == 1
         ]
-        misuse = _missing_attribute(nodes, name, used, class_)
-        misuse = misuse or _missing_await(nodes, used, class_, bindings)
+        misuse = _missing_attribute(nodes, name, accesses, class_)
+        misuse = misuse or _missing_await(nodes, accesses, class_, bindings)
         if misuse:
             return misuse
     return ""
@@ -267,17 +286,18 @@ def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str]:
 
 
 def _missing_attribute(
-    nodes: Sequence[ast.AST], name: str, used: Sequence[ast.Attribute], class_: type
+    nodes: Sequence[ast.AST], name: str, accesses: Sequence[ast.Attribute], class_: type
 ) -> str:
     """Describe the first attribute that `class_` lacks; return "" if there is none.
 
-    Attributes that the function sets itself, or names in a string as for `hasattr`, count as existing.
+    Attributes that the function sets itself, or names in a string literal, as for `hasattr`, count as
+    existing.
     """
     # Attributes that __init__ sets are not in dir(), but in the co_names of its code.
     existing = {*dir(class_), *class_.__init__.__code__.co_names}  # type: ignore[misc]
-    existing |= _text_constants(nodes)
-    existing |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
-    for node in used:
+    existing |= _string_literals(nodes)
+    existing |= {node.attr for node in accesses if not isinstance(node.ctx, ast.Load)}
+    for node in accesses:
         if node.attr not in existing:
             public = [attribute for attribute in dir(class_) if not attribute.startswith("_")]
             return (
@@ -289,7 +309,7 @@ def _missing_attribute(
 
 def _missing_await(
     nodes: Sequence[ast.AST],
-    used: Sequence[ast.Attribute],
+    accesses: Sequence[ast.Attribute],
     class_: type,
     bindings: Mapping[str, int],
 ) -> str:
@@ -297,12 +317,13 @@ def _missing_await(
 
     Args:
         nodes: all nodes of the function.
-        used: attributes of the checked parameter.
+        accesses: attributes of the checked parameter.
         class_: class of the checked parameter.
         bindings: number of times that each name is bound.
     """
-    # Variables whose attributes are read as those of a result. A coroutine has none of these.
-    read = {
+    # Variables whose attributes are used. They must hold a result, since a coroutine has no such
+    # attributes.
+    with_attributes = {
         node.value.id
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
@@ -311,7 +332,7 @@ def _missing_await(
         if not isinstance(node, ast.Assign | ast.Expr) or not isinstance(node.value, ast.Call):
             continue
         method = node.value.func
-        if not isinstance(method, ast.Attribute) or method not in used:
+        if not isinstance(method, ast.Attribute) or method not in accesses:
             continue
         if not inspect.iscoroutinefunction(getattr(class_, method.attr, None)):
             continue
@@ -319,7 +340,7 @@ def _missing_await(
             target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
         ]
         is_dropped = isinstance(node, ast.Expr)
-        if is_dropped or any(name in read and bindings[name] == 1 for name in targets):
+        if is_dropped or any(name in with_attributes and bindings[name] == 1 for name in targets):
             return f"write await before {ast.unparse(node.value)}"
     return ""
 

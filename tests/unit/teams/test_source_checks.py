@@ -63,11 +63,15 @@ def test_the_agents_of_chats_are_read_from_the_source(
         "asks": orchestra,
         "chats": orchestra + chat,
         "helps": "def ask(team):\n" + chat + orchestra + "    ask(team)\n",
+        "helps_by_keyword": "def ask(*, team):\n" + chat + orchestra + "    ask(team=team)\n",
         # The source does not say with whom, or what another module does with the team.
         "varies": orchestra + "    team.chat(task.source)\n",
         "keeps": orchestra + "    open = team.chat\n",
         "lends": "from helpers import ask\n" + orchestra + "    ask(team)\n",
         "renames": orchestra.replace("team", "us"),
+        "lends_renamed": "from helpers import ask\ndef pass_on(us):\n    ask(us)\n"
+        + orchestra
+        + "    pass_on(team)\n",
     }
     for name, source in sources.items():
         (tmp_path / f"{name}_chats.py").write_text(source)
@@ -78,10 +82,12 @@ def test_the_agents_of_chats_are_read_from_the_source(
         "asks": frozenset(),
         "chats": {"buyer"},
         "helps": {"buyer"},
+        "helps_by_keyword": {"buyer"},
         "varies": None,
         "keeps": None,
         "lends": None,
         "renames": None,
+        "lends_renamed": None,
     }
 
 
@@ -141,6 +147,29 @@ async def guarded(task, team, env):
 
 def test_an_agent_is_not_asked_unconditionally_in_a_try_of_exception_groups() -> None:
     assert asked_agents(guarded) == frozenset()
+
+
+async def filtered(task, team, env):
+    drafts = (await team.act("lister")).text.split()
+    return [await team.act("critic", draft=draft) for draft in drafts if draft]
+
+
+async def mapped(task, team, env):
+    return [
+        await team.act("critic", draft=draft)
+        for draft in (await team.act("lister")).text.split()
+        if draft
+    ]
+
+
+async def unfiltered(task, team, env):
+    return [await team.act("critic", draft=draft) for draft in ("one", "two")]
+
+
+def test_an_agent_is_not_asked_unconditionally_in_a_comprehension_with_if() -> None:
+    assert asked_agents(filtered) == {"lister"}
+    assert asked_agents(mapped) == {"lister"}
+    assert asked_agents(unfiltered) == {"critic"}
 
 
 def test_code_of_another_file_is_not_checked_against_the_file_of_its_caller(tmp_path: Path) -> None:
